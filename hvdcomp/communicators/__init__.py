@@ -1,0 +1,28 @@
+"""Communicators: how the engine reaches the other ranks. Each knows one library; none knows a compressor."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from hvdcomp.collectives import Array
+
+
+class Communicator(Protocol):
+    """Starts collectives under stable names and waits for them; every rank starts the same ones in the same order.
+
+    Attributes:
+        rank: this process's number among the ranks that take part, from 0.
+        size: how many ranks take part.
+    """
+
+    rank: int
+    size: int
+
+    def start_allreduce(self, array: Array, op: str, name: str) -> Any:
+        """Starts an allreduce of a vector, op "mean", "sum" or "max"; may overwrite `array`."""
+
+    def start_allgather(self, array: Array, name: str) -> Any:
+        """Starts gathering uint8 vectors (length,), equally long on all ranks, into (size, length)."""
+
+    def wait(self, handle: Any) -> Array:
+        """The result of a started collective, in storage that nobody else uses."""

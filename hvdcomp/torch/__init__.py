@@ -1,0 +1,1 @@
+"""The PyTorch binding: what Horovod calls for each gradient, and how a gradient is known."""

@@ -1,0 +1,50 @@
+"""Finds out, once, whether all ranks were configured alike, and says on every rank what differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import Array
+from hvdcomp.communicators import Communicator
+from hvdcomp.errors import RankMismatchError
+
+_TEXT_BYTES = 4096
+
+
+def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like: Array) -> None:
+    """Compares facts between all ranks; waits for all of them.
+
+    Args:
+        communicator: to exchange the facts with.
+        facts: JSON-serialisable settings of this rank.
+        like: an array of the framework and place that the communicator works on.
+
+    Raises:
+        RankMismatchError: on every rank, naming each differing setting and which ranks have which value.
+    """
+    xp = arrays_for(like)
+    text = json.dumps(facts, sort_keys=True).encode()
+    if len(text) > _TEXT_BYTES:
+        raise ValueError(f"the settings take {len(text)} bytes as JSON; at most {_TEXT_BYTES} can be compared")
+    mine = np.frombuffer(text.ljust(_TEXT_BYTES), np.uint8).copy()
+    gathered = communicator.wait(communicator.start_allgather(xp.from_numpy(mine, like=like), "hvdcomp.agreement"))
+    everyone = [json.loads(bytes(row).strip()) for row in np.asarray(gathered)]
+    different = [key for key in facts if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
+    if different:
+        raise RankMismatchError(
+            "the ranks do not agree on how to compress: "
+            + "; ".join(f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different)
+            + ". Give hvdcomp.Compression the same arguments on every rank."
+        )
+
+
+def _by_rank(values: list[Any]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on rank {' '.join(map(str, ranks))}" for value, ranks in groups.items())

@@ -1,0 +1,100 @@
+"""What a compressor may ask of the other ranks, and what it gives back when it is done.
+
+A compressor is a generator. It yields `AllReduce` and `AllGather` requests and is sent the answers; the engine
+fuses the requests of all tensors into few collectives. These few classes are all the two share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Array = Any  # a NumPy array, torch.Tensor or tf.Tensor; the array functions of `hvdcomp.arrays` tell them apart
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Asks for the elementwise mean (or "sum", "max") over all ranks; answered with an array of the same shape."""
+
+    array: Array
+    op: str = "mean"
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Asks for every rank's parts; answered with one tuple of arrays per rank, in rank order.
+
+    The parts may differ in dtype (values, indices, scales); they travel packed in one byte buffer. Their shapes
+    and dtypes must be the same on all ranks.
+    """
+
+    parts: tuple[Array, ...]
+
+
+class SparseVector(NamedTuple):
+    """A flat vector that is zero but for `values` (k,) at `indices` (k,), each index at most once."""
+
+    indices: Array
+    values: Array
+
+
+class Outcome(NamedTuple):
+    """What a compressor returns at the end of a step.
+
+    mean: what the optimizer gets: the aggregate over the ranks, in the shape of the gradient.
+    sent: C(x), this rank's own contribution as the receivers understand it (dense in the gradient's shape, or
+        sparse over its flat elements); error feedback keeps x - C(x).
+    state: the compressor's state for the next step, a tuple of arrays of fixed shapes.
+    """
+
+    mean: Array
+    sent: Array | SparseVector
+    state: tuple[Array, ...] = ()
+
+
+Exchange = Generator["AllReduce | AllGather", Any, Outcome]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before training: enough to choose a compressor and count its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return number_of_elements(self.shape)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Which tensor, when, and where: what a compressor may know beside the gradient itself."""
+
+    name: str
+    step: int
+    seed: int
+    rank: int
+    size: int
+
+
+def number_of_elements(shape: tuple[int, ...]) -> int:
+    """Product of the dimensions; 1 for a scalar."""
+    count = 1
+    for dimension in shape:
+        count *= dimension
+    return count
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a floating-point type."""
+    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype]
+
+
+def allreduce_dtype(dtype: str) -> str:
+    """The element type in which values of a type are summed: their own, but float32 for bfloat16, which Horovod
+    cannot add."""
+    return "float32" if dtype == "bfloat16" else dtype

@@ -1,0 +1,43 @@
+"""Horovod's collectives on PyTorch tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import horovod.torch as hvd
+import torch
+from horovod.common.exceptions import HorovodInternalError
+
+
+class _Started(NamedTuple):
+    handle: int
+    length: int | None  # of one rank's part of an allgather
+
+
+class HorovodTorchCommunicator:
+    """The ranks of a Horovod process set (all ranks by default), reached through named asynchronous operations."""
+
+    def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
+        self._process_set = process_set or hvd.global_process_set
+        self.rank: int = self._process_set.rank()
+        self.size: int = self._process_set.size()
+        self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
+
+    def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
+        handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)
+        return _Started(handle, None)
+
+    def start_allgather(self, array: torch.Tensor, name: str) -> _Started:
+        return _Started(hvd.allgather_async(array, name=name, process_set=self._process_set), array.shape[0])
+
+    def wait(self, started: _Started) -> Any:
+        try:
+            result = hvd.synchronize(started.handle)
+        except HorovodInternalError as error:
+            if "Join" in str(error):
+                raise HorovodInternalError(
+                    "hvd.join() does not work with gradient compression: Horovod refuses an allgather once a rank "
+                    "has joined. Give every rank the same number of batches."
+                ) from error
+            raise
+        return result if started.length is None else result.view(self.size, started.length)

@@ -1,0 +1,163 @@
+"""`Compression`: the one object that a user makes and gives to Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hvdcomp.compressors import Compressor, Level
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.ledger import Ledger
+from hvdcomp.memory import Memory
+from hvdcomp.spec import parse_compressor, parse_memory
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asked for: all that must be the same on every rank."""
+
+    compressor: Compressor
+    memory: Memory | None
+    seed: int
+    min_numel: int
+    min_ndim: int
+
+    def describe(self) -> dict[str, Any]:
+        """The settings in words, for comparing ranks and for messages."""
+        return {
+            "compressor": str(self.compressor),
+            "memory": "default" if self.memory is None else repr(self.memory),
+            "seed": self.seed,
+            "min_numel": self.min_numel,
+            "min_ndim": self.min_ndim,
+        }
+
+
+class Compression:
+    """Goes into `compression=` of `hvd.DistributedOptimizer`.
+
+        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), named_parameters=model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=compression
+        )
+
+    Args:
+        compressor: how to compress, the same on every rank.
+        named_parameters: as given to Horovod: pairs of name and parameter. State is kept by these names.
+        memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
+            unbiased ones and casts. `NoMemory()` turns error feedback off.
+        seed: of the random choices of compressors.
+        min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
+        process_set: the Horovod process set of the optimizer, if it is not the global one.
+        grad_scaler: the `torch.amp.GradScaler` in use, if any; when it changes the loss scale, residuals follow.
+
+    Attributes:
+        ledger: bytes, floats and times of each step (`hvdcomp.ledger.Ledger`). It stays empty with one rank, where
+            Horovod exchanges nothing.
+
+    Raises:
+        ConfigurationError: without `named_parameters`, or if they are not unique pairs.
+        SpecError: for a compressor or memory that is none.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        *,
+        named_parameters: Iterable[tuple[str, Any]] | None = None,
+        memory: Memory | None = None,
+        seed: int = 0,
+        min_numel: int = 1024,
+        min_ndim: int = 2,
+        process_set: Any = None,
+        grad_scaler: Any = None,
+    ) -> None:
+        if not isinstance(compressor, Compressor):
+            raise SpecError(
+                f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "
+                "hvdcomp.Compression.from_spec('topk:ratio=0.01', ...)"
+            )
+        if memory is not None and not isinstance(memory, Memory):
+            raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
+        self.settings = Settings(compressor, memory, seed, min_numel, min_ndim)
+        self.ledger = Ledger()
+        self._parameters = _unique(named_parameters)
+        self._process_set = process_set
+        self._grad_scaler = grad_scaler
+        self._level: Level | None = None
+        self._binding: Any = None
+
+    @classmethod
+    def from_spec(cls, spec: str, *, memory: str | Memory | None = None, **options: Any) -> Compression:
+        """Makes one from spec strings, as a command line gives them.
+
+        Args:
+            spec: of the compressor, such as "topk:ratio=0.01".
+            memory: of the memory ("error_feedback", "none"), or None for the default.
+            options: as for `Compression`.
+
+        Raises:
+            SpecError: for a wrong name or value; lists what exists.
+        """
+        parsed = parse_memory(memory) if isinstance(memory, str) else memory
+        return cls(parse_compressor(spec), memory=parsed, **options)
+
+    @property
+    def level(self) -> Level | None:
+        """The level in force from the next step on; None for a compressor without one."""
+        return self.settings.compressor.level if self._level is None else self._level
+
+    def set_level(self, level: Level) -> None:
+        """Sets the level (ratio, rank) of all compressed tensors from the next step on.
+
+        To be called on every rank between the same two steps.
+
+        Raises:
+            SpecError: if the compressor has no level, or not this one.
+        """
+        self.settings.compressor.at_level(level)
+        self._level = level
+        if self._binding is not None:
+            self._binding.engine.set_level(level)
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
+        if self._binding is None:
+            self._binding = self._bind(tensor)
+        return self._binding.compress(tensor)
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
+        return tensor if ctx is None else self._binding.decompress(tensor, ctx)
+
+    def _bind(self, tensor: Any) -> Any:
+        framework = type(tensor).__module__.partition(".")[0]
+        if framework != "torch":
+            raise ConfigurationError(
+                f"hvdcomp.Compression was given a {type(tensor).__module__}.{type(tensor).__qualname__}; it works "
+                "with PyTorch (horovod.torch)"
+            )
+        from hvdcomp.torch.binding import TorchBinding
+
+        binding = TorchBinding(self, self._parameters, self._process_set, self._grad_scaler)
+        if self._level is not None:
+            binding.engine.set_level(self._level)
+        return binding
+
+
+def _unique(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
+    if named_parameters is None:
+        raise ConfigurationError(
+            "hvdcomp.Compression needs named_parameters=model.named_parameters(): residuals and warm starts are kept "
+            "by parameter name, the same names that Horovod gets"
+        )
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise ConfigurationError("named_parameters must be pairs of name and parameter, as model.named_parameters()")
+    parameters = dict(pairs)
+    if len(parameters) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigurationError(f"names in named_parameters must be unique; given twice: {', '.join(twice)}")
+    return parameters

@@ -1,0 +1,127 @@
+"""What every compressor is: a frozen description of a method, with one knob, and a generator that runs it.
+
+A compressor holds no tensors and may be shared, compared, hashed and printed. All arrays that outlive a step are
+passed in and returned as its state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
+from hvdcomp.errors import SpecError
+from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
+
+Level = float | int
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Base of all compressors.
+
+    Class attributes:
+        name: the method's name in a spec string.
+        level_name: the field that says how hard to compress, or None if the method has no such knob.
+        collective: the collectives of one step, in order, in words.
+        biased: whether the mean of the result over the method's random choices differs from the gradient. Biased
+            methods use error feedback unless told otherwise. A cast's rounding does not count.
+        lossless: whether the receivers get the gradient itself.
+        reference: where the method is published.
+    """
+
+    name: ClassVar[str]
+    level_name: ClassVar[str | None] = None
+    collective: ClassVar[str]
+    biased: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False
+    reference: ClassVar[str] = ""
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        """Runs one step for one tensor: yields collectives, is sent their answers, returns an `Outcome`.
+
+        Args:
+            xp: array functions for the framework of `x` (`hvdcomp.arrays`).
+            x: this rank's gradient plus what its memory adds; not to be changed.
+            state: what `prepare` returned, with the arrays of the previous step's outcome.
+            context: the tensor's name, the step, the seed, the rank and the number of ranks.
+        """
+        raise NotImplementedError
+
+    def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
+        """State to start a step from: made anew when `state` is empty, fitted to a level that has changed."""
+        return ()
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        """The compressor that a tensor really gets: this one, or another where this one does not suit it."""
+        return self
+
+    def wire_dtype(self, dtype: str) -> str | None:
+        """The element type in which a plain allreduce carries the tensor; None if it takes more than a cast."""
+        return None
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        """Bytes that one rank hands to the collectives for a tensor in one step, indices and scales included.
+
+        Args:
+            shape: of the tensor.
+            level: this compressor's own by default.
+            dtype: element type of the dense tensor.
+        """
+        raise NotImplementedError
+
+    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
+        """The same in the papers' unit: values sent, counted as 32-bit floats, indices left out."""
+        return self.payload_bytes(shape, level) / 4
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        """The level whose payload is nearest to dense bytes / `compression_factor`; None without a level."""
+        if not compression_factor >= 1:
+            raise SpecError(f"compression factor {compression_factor} is not allowed: it must be at least 1")
+        return None
+
+    @property
+    def default_memory(self) -> Memory:
+        """The memory that the method is used with unless the user names one."""
+        return ErrorFeedback() if self.biased else NoMemory()
+
+    @property
+    def level(self) -> Level | None:
+        """How hard this compressor compresses, in its own terms; None if it has no such knob."""
+        return None if self.level_name is None else getattr(self, self.level_name)
+
+    def at_level(self, level: Level | None) -> Compressor:
+        """The same method at another level (itself if `level` is None)."""
+        if level is None:
+            return self
+        if self.level_name is None:
+            raise SpecError(f"{self.name} has no level to set; it was given level {level}")
+        changes: dict[str, Any] = {self.level_name: level}
+        return dataclasses.replace(self, **changes)
+
+    def __str__(self) -> str:
+        """The spec string that makes this compressor again."""
+        settings = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
+        ]
+        return ":".join([self.name, ",".join(settings)]) if settings else self.name
+
+
+def require_ratio(method: str, ratio: object) -> None:
+    """Raises SpecError unless `ratio` is a share of the elements, 0 < ratio <= 1."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise SpecError(
+            f"{method}: ratio={ratio} is not allowed; it is the share of elements sent, 0 < ratio <= 1 "
+            "(0.01 sends one in a hundred)"
+        )
+
+
+def require_at_least_one(method: str, **values: object) -> None:
+    """Raises SpecError unless every value is a whole number of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecError(f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1")

@@ -1,0 +1,82 @@
+"""Casts: no compression, half precision and bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from hvdcomp.collectives import (
+    AllGather,
+    AllReduce,
+    Array,
+    Context,
+    Exchange,
+    Outcome,
+    allreduce_dtype,
+    dtype_bytes,
+    number_of_elements,
+)
+from hvdcomp.compressors.base import Compressor, Level
+
+
+@dataclass(frozen=True)
+class NoCompression(Compressor):
+    """Sends the gradient as it is. bfloat16 travels as float32, because Horovod cannot add bfloat16."""
+
+    name: ClassVar[str] = "none"
+    collective: ClassVar[str] = "allreduce"
+    lossless: ClassVar[bool] = True
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        mean = yield AllReduce(xp.astype(x, self.wire_dtype(xp.dtype_name(x))))
+        return Outcome(mean, x)
+
+    def wire_dtype(self, dtype: str) -> str:
+        return allreduce_dtype(dtype)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return dtype_bytes(self.wire_dtype(dtype)) * number_of_elements(shape)
+
+
+@dataclass(frozen=True)
+class FP16(Compressor):
+    """Casts to IEEE half precision, sums in half precision, casts back; as Horovod's own fp16 compression.
+
+    Values beyond 65504 become infinite and are then dealt with as any other overflow.
+    """
+
+    name: ClassVar[str] = "fp16"
+    collective: ClassVar[str] = "allreduce"
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        half = xp.astype(x, self.wire_dtype(xp.dtype_name(x)))
+        mean = yield AllReduce(half)
+        return Outcome(xp.astype(mean, xp.dtype_name(x)), xp.astype(half, xp.dtype_name(x)))
+
+    def wire_dtype(self, dtype: str) -> str:
+        return "float16"
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return 2 * number_of_elements(shape)
+
+
+@dataclass(frozen=True)
+class BF16(Compressor):
+    """Casts to bfloat16, gathers the bit patterns and adds them in float32, because Horovod has no bfloat16."""
+
+    name: ClassVar[str] = "bf16"
+    collective: ClassVar[str] = "allgather"
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        bits = xp.to_bfloat16_bits(xp.flatten(x))
+        ranks = yield AllGather((bits,))
+        total = xp.zeros(bits.shape, xp.from_bfloat16_bits(bits[:0]))
+        for (other,) in ranks:
+            total = total + xp.from_bfloat16_bits(other)
+        dtype = xp.dtype_name(x)
+        sent = xp.reshape(xp.astype(xp.from_bfloat16_bits(bits), dtype), x.shape)
+        return Outcome(xp.reshape(xp.astype(xp.scale(total, 1 / context.size), dtype), x.shape), sent)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return 2 * number_of_elements(shape)

@@ -1,0 +1,330 @@
+"""The engine: steps the compressors of all tensors in lockstep, and keeps their state by parameter name.
+
+Every round it collects one request from each tensor's generator, fuses them into few collectives and hands the
+answers back. It knows no framework (array functions come with the arrays), no compressor by name, and reaches other
+ranks only through a communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import (
+    AllGather,
+    AllReduce,
+    Array,
+    Context,
+    Exchange,
+    Outcome,
+    TensorInfo,
+    dtype_bytes,
+)
+from hvdcomp.communicators import Communicator
+from hvdcomp.compressors import Compressor, Level, NoCompression
+from hvdcomp.fusion import exchange, part_bytes, request_bytes
+from hvdcomp.ledger import Cost, Ledger, StepCost
+from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
+
+Plan = Mapping[str, Compressor]
+
+
+@dataclass
+class TensorState:
+    """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it."""
+
+    memory: tuple[Array, ...] = ()
+    method: str = ""
+    compressor: tuple[Array, ...] = ()
+
+
+@dataclass
+class _Task:
+    """One tensor on its way through one step."""
+
+    name: str
+    gradient: Array
+    x: Array
+    compressor: Compressor
+    memory: Memory
+    memory_state: tuple[Array, ...]  # between compensate and update
+    before: TensorState
+    generator: Exchange
+    cost: Cost
+    marks: list[tuple[Any, Any]]  # start and end of each turn of the generator
+    outcome: Outcome | None = None
+
+
+class Engine:
+    """Compresses, exchanges and aggregates the gradients of a fixed set of tensors, step by step.
+
+    Args:
+        communicator: the ranks to exchange with.
+        tensors: all tensors that may have a gradient; the same on all ranks.
+        compressor: how to compress; each tensor gets what the compressor's `route` gives for it.
+        memory: None for the default: error feedback for biased compressors, nothing for the others.
+        seed: of all random choices; the same on all ranks.
+        min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
+        bytes_per_tensor: what the binding itself sends for each tensor and step, beside the engine's collectives.
+        ledger: where costs are entered.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        tensors: Iterable[TensorInfo],
+        compressor: Compressor,
+        memory: Memory | None = None,
+        seed: int = 0,
+        min_numel: int = 1024,
+        min_ndim: int = 2,
+        bytes_per_tensor: int = 0,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.communicator = communicator
+        # Sorted, because the order of named parameters is up to the user and must not differ between ranks.
+        self.tensors = {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
+        self.memory = memory
+        self.seed = seed
+        self.min_numel = min_numel
+        self.min_ndim = min_ndim
+        self.bytes_per_tensor = bytes_per_tensor
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.step_number = 0
+        self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
+        self.plan: Plan = self.plan_for(compressor)
+        self._next_plan = self.plan
+
+    def plan_for(self, compressor: Compressor) -> Plan:
+        """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
+        return MappingProxyType({name: self._choose(compressor, tensor) for name, tensor in self.tensors.items()})
+
+    def _choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
+        small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
+        if small and compressor.wire_dtype(tensor.dtype) is None:
+            return NoCompression()
+        return compressor.route(tensor)
+
+    def set_plan(self, plan: Plan) -> None:
+        """Replaces the plan from the next step on; a step that has begun keeps the one it began with.
+
+        Every rank must do the same between the same two steps.
+        """
+        if set(plan) != set(self.tensors):
+            raise ValueError(f"a plan needs exactly these tensors: {', '.join(self.tensors)}")
+        self._next_plan = MappingProxyType(dict(plan))
+
+    def set_level(self, level: Level) -> None:
+        """Sets the level of every tensor that is compressed by a method with a level, from the next step on."""
+        self.set_plan(
+            {name: kind.at_level(level) if kind.level_name else kind for name, kind in self._next_plan.items()}
+        )
+
+    def begin(self) -> Plan:
+        """Fixes the plan of the step that is about to begin, and returns it."""
+        self.plan = self._next_plan
+        return self.plan
+
+    def scale_residuals(self, factor: float) -> None:
+        """Multiplies every residual, as after a change of the loss scale."""
+        for state in self.states.values():
+            state.memory = tuple(array * factor for array in state.memory)
+
+    @property
+    def holds_residuals(self) -> bool:
+        """Whether any tensor has a residual to be sent."""
+        return any(state.memory for state in self.states.values())
+
+    def step(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """Exchanges the gradients of one step.
+
+        If any gradient of any rank holds an inf or NaN, every rank gets results that hold a NaN in each tensor (so
+        that a loss scaler skips the step everywhere), and all residuals and compressor states stay as they were.
+
+        Args:
+            gradients: by name; the same names on all ranks. They are not changed.
+
+        Returns:
+            The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
+            that the engine does not keep.
+        """
+        names = [name for name in self.tensors if name in gradients]
+        if not names:
+            return {}
+        xp = arrays_for(gradients[names[0]])
+        tasks = [self._start(xp, name, gradients[name]) for name in names]
+        poison, rounds, overhead = self._run(xp, tasks)
+        results = {task.name: self._finish(xp, task, poison) for task in tasks}
+        self._drop_flushed(xp, tasks, poison)
+        self._enter(xp, tasks, rounds, overhead)
+        self.step_number += 1
+        return results
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
+        return not self.holds_residuals and all(
+            compressor.wire_dtype(self.tensors[name].dtype) and isinstance(self.memory_for(compressor), NoMemory)
+            for name, compressor in self.plan.items()
+        )
+
+    def enter_casts(self, names: Iterable[str]) -> None:
+        """Enters, as a step of its own, an exchange that somebody else did because `only_casts` held."""
+        step = StepCost(step=self.step_number)
+        for name in names:
+            tensor, compressor = self.tensors[name], self.plan[name]
+            step.tensors[name] = Cost(
+                bytes_sent=compressor.payload_bytes(tensor.shape, dtype=tensor.dtype),
+                dense_bytes=tensor.size * dtype_bytes(tensor.dtype),
+                floats_sent=compressor.payload_floats(tensor.shape),
+            )
+            step.add(step.tensors[name])
+        self.ledger.record(step)
+        self.step_number += 1
+
+    def memory_for(self, compressor: Compressor) -> Memory:
+        """The memory of a tensor that is sent by a compressor."""
+        if compressor.lossless:
+            return NoMemory()
+        return compressor.default_memory if self.memory is None else self.memory
+
+    def _start(self, xp: ModuleType, name: str, gradient: Array) -> _Task:
+        compressor = self.plan[name]
+        state = self.states[name]
+        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
+        start = xp.mark(gradient)
+        x = xp.reshape(xp.flatten(gradient), gradient.shape)
+        # A residual left by an earlier plan is sent even where the present one keeps none.
+        memory = self.memory_for(compressor)
+        if state.memory and isinstance(memory, NoMemory):
+            memory = ErrorFeedback()
+        before = TensorState(memory.prepare(xp, x, state.memory), compressor.name)
+        x, memory_state = memory.compensate(xp, x, before.memory)
+        kept = state.compressor if state.method == compressor.name else ()
+        before.compressor = compressor.prepare(xp, x, kept, context)
+        task = _Task(
+            name=name,
+            gradient=gradient,
+            x=x,
+            compressor=compressor,
+            memory=memory,
+            memory_state=memory_state,
+            before=before,
+            generator=compressor.exchange(xp, x, before.compressor, context),
+            cost=Cost(
+                dense_bytes=part_bytes(xp, gradient),
+                floats_sent=compressor.payload_floats(tuple(gradient.shape)),
+            ),
+            marks=[],
+        )
+        task.marks.append((start, xp.mark(gradient)))
+        return task
+
+    def _run(self, xp: ModuleType, tasks: list[_Task]) -> tuple[Array, list[tuple[Any, Any]], int]:
+        """Steps all generators to their end.
+
+        Returns:
+            The element that is NaN if any rank's gradients are not finite, the marks around each round of
+            collectives, and the bytes that belong to no tensor.
+        """
+        like = tasks[0].gradient
+        flag = xp.poison([task.gradient for task in tasks])
+        poison = flag
+        overhead = self.bytes_per_tensor * len(tasks)
+        rounds: list[tuple[Any, Any]] = []
+        waiting = [(task, self._advance(xp, task, None)) for task in tasks]
+        while waiting := [(task, request) for task, request in waiting if request is not None]:
+            requests = [request for _, request in waiting]
+            if not rounds:
+                requests.append(_flag_request(xp, requests, flag))
+                overhead += request_bytes(xp, requests[-1])
+            start = xp.mark(like)
+            name = f"hvdcomp.round{len(rounds)}"
+            answers, padding = exchange(xp, self.communicator, requests, name)
+            if not rounds:
+                answer = answers.pop()
+                gathered = isinstance(requests[-1], AllGather)
+                poison = xp.astype(sum(part for (part,) in answer) if gathered else answer, "float32")
+            rounds.append((start, xp.mark(like)))
+            overhead += padding
+            waiting = [
+                (task, self._advance(xp, task, answer))
+                for (task, _), answer in zip(waiting, answers, strict=True)
+            ]
+        return poison, rounds, overhead
+
+    def _advance(self, xp: ModuleType, task: _Task, answer: Any) -> AllReduce | AllGather | None:
+        start = xp.mark(task.gradient)
+        try:
+            request = task.generator.send(answer)
+            task.cost.bytes_sent += request_bytes(xp, request)
+        except StopIteration as stop:
+            task.outcome = stop.value
+            request = None
+        task.marks.append((start, xp.mark(task.gradient)))
+        return request
+
+    def _finish(self, xp: ModuleType, task: _Task, poison: Array) -> Array:
+        outcome = task.outcome
+        assert outcome is not None
+        start = xp.mark(task.gradient)
+        result = xp.spoil(xp.like_original(outcome.mean, task.gradient), poison)
+        memory_state = task.memory.update(xp, task.x, outcome.sent, task.memory_state)
+        state = self.states[task.name]
+        state.memory = _select(xp, poison, memory_state, task.before.memory)
+        if not task.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
+            state.method = task.before.method
+            state.compressor = _select(xp, poison, outcome.state, task.before.compressor)
+        task.marks.append((start, xp.mark(task.gradient)))
+        return result
+
+    def _drop_flushed(self, xp: ModuleType, tasks: list[_Task], poison: Array) -> None:
+        """Forgets residuals that a lossless compressor has just sent."""
+        flushed = [task for task in tasks if task.compressor.lossless and task.before.memory]
+        if flushed and xp.is_zero(poison):
+            for task in flushed:
+                self.states[task.name].memory = ()
+
+    def _enter(self, xp: ModuleType, tasks: list[_Task], rounds: list[tuple[Any, Any]], overhead: int) -> None:
+        step = StepCost(step=self.step_number, tensors={task.name: task.cost for task in tasks}, bytes_sent=overhead)
+        for task in tasks:
+            step.add(task.cost)
+        # The turns before the last collective are encoding; the last turn and the memory's update are decoding.
+        turns = {task.name: task.marks for task in tasks}
+
+        def settle() -> bool:
+            encode = {name: _seconds(xp, marks[:-2]) for name, marks in turns.items()}
+            decode = {name: _seconds(xp, marks[-2:]) for name, marks in turns.items()}
+            communicate = _seconds(xp, rounds)
+            times = [*encode.values(), *decode.values(), communicate]
+            if any(seconds is None for seconds in times):
+                return False
+            self.ledger.enter_times(step, encode, communicate, decode)  # type: ignore[arg-type]
+            return True
+
+        self.ledger.record(step, settle)
+
+
+def _flag_request(xp: ModuleType, requests: list[AllReduce | AllGather], flag: Array) -> AllReduce | AllGather:
+    """The request that spreads the flag of non-finite gradients, fused with a collective that is under way anyway."""
+    for request in requests:
+        if isinstance(request, AllReduce) and request.op == "mean":
+            return AllReduce(xp.astype(flag, xp.dtype_name(request.array)))
+    return AllGather((flag,))
+
+
+def _select(xp: ModuleType, poison: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(xp.select(poison, new, old) for new, old in zip(after, before, strict=True))
+
+
+def _seconds(xp: ModuleType, marks: list[tuple[Any, Any]]) -> float | None:
+    total = 0.0
+    for start, end in marks:
+        seconds = xp.seconds_between(start, end)
+        if seconds is None:
+            return None
+        total += seconds
+    return total

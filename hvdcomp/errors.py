@@ -1,0 +1,15 @@
+"""The errors that hvdcomp raises on purpose. Each message names the value, what is allowed, and the way out."""
+
+from __future__ import annotations
+
+
+class SpecError(ValueError):
+    """A compressor, memory or spec string with a wrong name or value."""
+
+
+class ConfigurationError(RuntimeError):
+    """A use of Horovod, or of a model, that compression cannot serve correctly."""
+
+
+class RankMismatchError(RuntimeError):
+    """The ranks were configured differently; raised on every rank in the same step."""

@@ -1,0 +1,116 @@
+"""Fusion: all requests of one round become one collective per kind and element type, over flat buffers.
+
+Allreduce requests of one element type share a vector. Allgather requests share a byte buffer: the parts lie in it in
+descending order of element size, so that every part is aligned without padding between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from hvdcomp.collectives import AllGather, AllReduce, Array, number_of_elements
+from hvdcomp.communicators import Communicator
+
+# Rows of a gathered buffer begin at multiples of the largest element, so that their parts can be viewed in place.
+_ROW_ALIGNMENT = 8
+
+
+def exchange(
+    xp: ModuleType, communicator: Communicator, requests: Sequence[AllReduce | AllGather], name: str
+) -> tuple[list[Any], int]:
+    """Serves the requests of one round; all collectives are started before the first is waited for.
+
+    Returns:
+        The answers, in the order of the requests, and the bytes of padding that were sent.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, request in enumerate(requests):
+        groups.setdefault(_group_of(xp, request), []).append(number)
+    started = []
+    padding = 0
+    for position, (kind, members) in enumerate(groups.items()):
+        group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
+        group: list[Any] = [requests[number] for number in members]
+        offsets: list[list[int]] | None = None
+        if kind[0] == "allgather":
+            buffer, offsets, pad = _pack(xp, group)
+            padding += pad
+            handle = communicator.start_allgather(buffer, group_name)
+        else:
+            buffer = xp.concatenate([xp.flatten(request.array) for request in group])
+            handle = communicator.start_allreduce(buffer, kind[1], group_name)
+        started.append((handle, offsets))
+    answers: list[Any] = [None] * len(requests)
+    for members, (handle, offsets) in zip(groups.values(), started, strict=True):
+        result = communicator.wait(handle)
+        group = [requests[number] for number in members]
+        split = _split(xp, result, group) if offsets is None else _unpack(xp, result, group, offsets)
+        for number, answer in zip(members, split, strict=True):
+            answers[number] = answer
+    return answers, padding
+
+
+def _group_of(xp: ModuleType, request: AllReduce | AllGather) -> tuple[str, ...]:
+    if isinstance(request, AllReduce):
+        return "allreduce", request.op, xp.dtype_name(request.array), xp.device(request.array)
+    return "allgather", xp.device(request.parts[0])
+
+
+def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce]) -> list[Any]:
+    answers = []
+    start = 0
+    for request in group:
+        end = start + number_of_elements(tuple(request.array.shape))
+        answers.append(xp.reshape(vector[start:end], request.array.shape))
+        start = end
+    return answers
+
+
+def _pack(xp: ModuleType, group: Sequence[AllGather]) -> tuple[Array, list[list[int]], int]:
+    """The group's parts in one byte vector, the offset of each part of each request, and the padding."""
+    parts = [(number, place, part) for number, gather in enumerate(group) for place, part in enumerate(gather.parts)]
+    parts.sort(key=lambda entry: -xp.item_size(entry[2]))
+    offsets = [[0] * len(gather.parts) for gather in group]
+    pieces = []
+    end = 0
+    for number, place, part in parts:
+        piece = xp.as_bytes(part)
+        offsets[number][place] = end
+        end += piece.shape[0]
+        pieces.append(piece)
+    padding = -end % _ROW_ALIGNMENT
+    if padding:
+        pieces.append(xp.zeros((padding,), like=pieces[0]))
+    return xp.concatenate(pieces), offsets, padding
+
+
+def _unpack(
+    xp: ModuleType, gathered: Array, group: Sequence[AllGather], offsets: list[list[int]]
+) -> list[Any]:
+    """For each request, every rank's parts as views of the gathered buffer (size, row length)."""
+    answers: list[Any] = []
+    for gather, starts in zip(group, offsets, strict=True):
+        lengths = [part_bytes(xp, part) for part in gather.parts]
+        answers.append(
+            [
+                tuple(
+                    xp.from_bytes(gathered[rank, start : start + length], like=part)
+                    for part, start, length in zip(gather.parts, starts, lengths, strict=True)
+                )
+                for rank in range(gathered.shape[0])
+            ]
+        )
+    return answers
+
+
+def part_bytes(xp: ModuleType, part: Array) -> int:
+    """Bytes of an array."""
+    return number_of_elements(tuple(part.shape)) * xp.item_size(part)
+
+
+def request_bytes(xp: ModuleType, request: AllReduce | AllGather) -> int:
+    """Bytes that a request adds to a collective on this rank, without padding."""
+    arrays = (request.array,) if isinstance(request, AllReduce) else request.parts
+    return sum(part_bytes(xp, array) for array in arrays)

@@ -1,0 +1,98 @@
+"""The ledger: what each step, and each tensor over all steps, cost in bytes, floats and time.
+
+Bytes are what one rank hands to the collectives (indices, scales, padding and the engine's own flags included),
+not what a ring then moves over each link. Times are taken between marks on the gradient's own device; on an
+accelerator a mark is an event, read when it has passed, so that no step waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Cost:
+    """Bytes, floats and seconds of one step, of one tensor, or of a whole run.
+
+    Attributes:
+        bytes_sent: bytes that this rank handed to collectives.
+        dense_bytes: bytes of the same gradients uncompressed.
+        floats_sent: values sent, as 32-bit floats, without indices and padding: the papers' unit.
+        encode_seconds: maths before and between the collectives; None while not known.
+        communicate_seconds: waiting for collectives. For a tensor it is its share by bytes.
+        decode_seconds: maths after the last collective.
+    """
+
+    bytes_sent: int = 0
+    dense_bytes: int = 0
+    floats_sent: float = 0.0
+    encode_seconds: float | None = None
+    communicate_seconds: float | None = None
+    decode_seconds: float | None = None
+
+    def add(self, other: Cost) -> None:
+        """Adds another cost; an unknown time adds nothing."""
+        for entry in fields(Cost):
+            value = getattr(other, entry.name)
+            if value is not None:
+                setattr(self, entry.name, (getattr(self, entry.name) or 0) + value)
+
+
+@dataclass
+class StepCost(Cost):
+    """The cost of one step. `step` counts from 0; `tensors` holds the part of each tensor, by parameter name."""
+
+    step: int = 0
+    tensors: dict[str, Cost] = field(default_factory=dict)
+
+
+Settle = Callable[[], bool]
+
+
+class Ledger:
+    """Collects costs. `last` is the newest step, `totals` the sum of all, `tensors` the sums by parameter name."""
+
+    def __init__(self) -> None:
+        self.last: StepCost | None = None
+        self.totals = Cost()
+        self.tensors: dict[str, Cost] = {}
+        self.steps = 0
+        self._unsettled: deque[Settle] = deque()
+
+    def record(self, step: StepCost, settle: Settle | None = None) -> None:
+        """Enters a step whose bytes and floats are known.
+
+        Args:
+            settle: called until it returns True, now and at later steps; it calls `enter_times` once the times are
+                known. None if there are no times.
+        """
+        self.last = step
+        self.steps += 1
+        self.totals.add(step)
+        for name, cost in step.tensors.items():
+            self.tensors.setdefault(name, Cost()).add(cost)
+        if settle is not None:
+            self._unsettled.append(settle)
+        while self._unsettled and self._unsettled[0]():
+            self._unsettled.popleft()
+
+    def enter_times(
+        self, step: StepCost, encode: dict[str, float], communicate: float, decode: dict[str, float]
+    ) -> None:
+        """Enters the times, in seconds, of a step recorded before; by tensor for encode and decode."""
+        times = Cost(
+            encode_seconds=sum(encode.values()),
+            communicate_seconds=communicate,
+            decode_seconds=sum(decode.values()),
+        )
+        step.add(times)
+        self.totals.add(times)
+        for name, cost in step.tensors.items():
+            share = communicate * cost.bytes_sent / max(1, step.bytes_sent)
+            tensor_times = Cost(
+                encode_seconds=encode[name], communicate_seconds=share, decode_seconds=decode[name]
+            )
+            cost.add(tensor_times)
+            self.tensors[name].add(tensor_times)

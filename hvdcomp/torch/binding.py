@@ -1,0 +1,248 @@
+"""Serves stock `hvd.DistributedOptimizer` of horovod.torch.
+
+Horovod calls `compress` for every gradient as it becomes ready (in any order), and `decompress` for every gradient
+once all were compressed. A step takes one of two ways, the same on all ranks:
+
+- cast: where the plan needs no more than an allreduce of cast gradients, Horovod carries them itself, overlapped with
+  the backward pass.
+- engine: `compress` only notes the gradient and gives Horovod one number to allreduce; the first `decompress` runs the
+  engine, whose collectives are then safe to wait for, because every rank has submitted everything of Horovod's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import horovod.torch as hvd
+import numpy
+import torch
+
+import hvdcomp
+from hvdcomp.agreement import require_agreement
+from hvdcomp.collectives import TensorInfo
+from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+from hvdcomp.engine import Engine
+from hvdcomp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hvdcomp.compression import Compression
+
+_PRESENCE_BYTES = 4  # the one float32 per tensor that Horovod allreduces in an engine step
+
+
+class _Ticket(NamedTuple):
+    """What Horovod carries from compress to decompress."""
+
+    name: str
+    cast: bool
+    gradient: torch.Tensor
+
+
+class TorchBinding:
+    """Ties one `Compression` to one Horovod optimizer.
+
+    Args:
+        compression: whose settings, ledger and identity are used.
+        parameters: by name.
+        process_set: of the optimizer; None to take the optimizer's own.
+        grad_scaler: the AMP scaler in use, or None.
+    """
+
+    def __init__(
+        self,
+        compression: Compression,
+        parameters: Mapping[str, torch.nn.Parameter],
+        process_set: Any,
+        grad_scaler: Any,
+    ) -> None:
+        self._compression = compression
+        self._parameters = dict(parameters)
+        self._grad_scaler = grad_scaler
+        self._loss_scale: float | None = None
+        self._optimizer = self._checked_optimizer(process_set)
+        communicator = HorovodTorchCommunicator(process_set or getattr(self._optimizer, "process_set", None))
+        settings = compression.settings
+        self.engine = Engine(
+            communicator,
+            [_describe(name, parameter) for name, parameter in self._parameters.items()],
+            settings.compressor,
+            memory=settings.memory,
+            seed=settings.seed,
+            min_numel=settings.min_numel,
+            min_ndim=settings.min_ndim,
+            bytes_per_tensor=_PRESENCE_BYTES,
+            ledger=compression.ledger,
+        )
+        self._agreed = False
+        self._casting = False
+        self._pending: dict[str, torch.Tensor] = {}
+        self._results: dict[str, torch.Tensor] = {}
+        self._open: set[str] = set()  # tensors of this step that were not decompressed yet
+        self._successor: dict[str | None, str] = {}  # who followed whom in the last step
+        self._previous: str | None = None
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
+        name = self._identify(tensor)
+        if not self._open:
+            self._begin()
+        self._open.add(name)
+        if self._casting:
+            wire = self.engine.plan[name].wire_dtype(str(tensor.dtype).removeprefix("torch."))
+            return tensor.to(getattr(torch, wire or "")).contiguous(), _Ticket(name, True, tensor)
+        self._pending[name] = tensor
+        return torch.ones(1), _Ticket(name, False, tensor)
+
+    @torch.no_grad()
+    def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
+        if ticket.cast:
+            result = _as_gradient(tensor, ticket.gradient)
+        else:
+            if self._pending:
+                self._run_engine(float(tensor[0]))
+            result = self._results.pop(ticket.name)
+        self._open.discard(ticket.name)
+        if not self._open and ticket.cast:
+            self.engine.enter_casts(sorted(self._successor.values()))
+        return result
+
+    def _begin(self) -> None:
+        """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
+        self._results.clear()
+        self._previous = None
+        self.engine.begin()
+        # The first step goes through the engine whatever the plan, so that ranks with different settings meet in
+        # the same collective and can say so.
+        self._casting = self._agreed and self.engine.only_casts
+        if not self._casting:
+            self._refuse_predivision()
+        self._follow_loss_scale()
+
+    def _run_engine(self, presence: float) -> None:
+        factor = self._reduction_factor(presence)
+        if not self._agreed:
+            require_agreement(self.engine.communicator, self._facts(), torch.empty(0))
+            self._agreed = True
+        pending, self._pending = self._pending, {}
+        self._results = self.engine.step(pending)
+        if factor != 1:
+            for result in self._results.values():
+                result.mul_(factor)
+
+    def _reduction_factor(self, presence: float) -> int:
+        """What the mean is to be multiplied with: 1, or the number of ranks where the optimizer sums.
+
+        `presence` is what Horovod made of one 1 from every rank.
+        """
+        size = self.engine.communicator.size
+        summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum
+        expected = size if summed else 1
+        if abs(presence - expected) > 1e-3:
+            raise ConfigurationError(
+                f"only {presence * (1 if summed else size):.0f} of {size} ranks took part in this step: hvd.join() "
+                "does not work with gradient compression. Give every rank the same number of batches."
+            )
+        return expected
+
+    def _identify(self, tensor: torch.Tensor) -> str:
+        """The name of the parameter whose gradient this is: first the one that came next in the last step."""
+        guess = self._successor.get(self._previous)
+        if guess is not None and self._parameters[guess].grad is tensor:
+            name: str | None = guess
+        else:
+            name = next((name for name, p in self._parameters.items() if p.grad is tensor), None)
+        if name is None:
+            name = self._identify_by_caller(tensor)
+        self._successor[self._previous] = name
+        self._previous = name
+        return name
+
+    def _identify_by_caller(self, tensor: torch.Tensor) -> str:
+        """For what is no parameter's gradient itself: the dense copy of a sparse gradient, or a mistake."""
+        if any(parameter is tensor for parameter in self._parameters.values()):
+            raise ConfigurationError(
+                "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
+                "aggregation do not fit; use op=hvd.Average"
+            )
+        parameter = _caller_local("p", torch.nn.Parameter)
+        for name, known in self._parameters.items():
+            if known is parameter:
+                return name
+        named = getattr(self._optimizer, "_parameter_names", {}).get(parameter)
+        raise ConfigurationError(
+            f"a gradient of shape {tuple(tensor.shape)} arrived that belongs to no parameter in the named_parameters "
+            f"of hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
+            "named_parameters as hvd.DistributedOptimizer"
+        )
+
+    def _checked_optimizer(self, process_set: Any) -> Any:
+        """The Horovod optimizer that is calling, checked; None if compress is called by something else."""
+        optimizer = _caller_local("self", object, lambda found: _compression_of(found) is self._compression)
+        theirs = getattr(optimizer, "process_set", None)
+        if process_set is not None and theirs is not None and process_set != theirs:
+            raise ConfigurationError(
+                f"hvdcomp.Compression was given process set {process_set}, the optimizer {theirs}; give both the same"
+            )
+        return optimizer
+
+    def _refuse_predivision(self) -> None:
+        factor = getattr(self._optimizer, "gradient_predivide_factor", 1.0)
+        if factor != 1.0:
+            raise ConfigurationError(
+                f"gradient_predivide_factor={factor} scales what Horovod allreduces, but compressed gradients do not "
+                "travel in Horovod's allreduce; leave it at 1.0"
+            )
+
+    def _follow_loss_scale(self) -> None:
+        if self._grad_scaler is None:
+            return
+        scale = float(self._grad_scaler.get_scale())
+        if self._loss_scale is not None and scale != self._loss_scale:
+            self.engine.scale_residuals(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    def _facts(self) -> dict[str, Any]:
+        shapes = [(info.name, info.shape, info.dtype) for info in self.engine.tensors.values()]
+        return self._compression.settings.describe() | {
+            "parameters": f"{len(shapes)}, {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]}",
+            "level": self._compression.level,
+            "hvdcomp": hvdcomp.__version__,
+            "numpy": numpy.__version__,
+        }
+
+
+def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
+    if not parameter.dtype.is_floating_point:
+        raise ConfigurationError(
+            f"parameter {name!r} has type {parameter.dtype}; gradient compression takes floating-point parameters"
+        )
+    return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+
+
+def _as_gradient(reduced: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The allreduced tensor in the element type and memory layout of the gradient."""
+    if reduced.dtype == gradient.dtype and reduced.stride() == gradient.stride():
+        return reduced
+    return torch.empty_like(gradient).copy_(reduced)
+
+
+def _compression_of(candidate: Any) -> Any:
+    return getattr(candidate, "_compression", None)
+
+
+def _caller_local(name: str, kind: type, suits: Any = lambda found: True) -> Any:
+    """The local variable `name` of the nearest caller that has a suitable one; None if none has.
+
+    Horovod passes a compressor nothing but the tensor. What else it knows (the optimizer, its op and process set; the
+    parameter behind a dense copy of a sparse gradient) is read from its frame, once or in rare cases.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get(name)
+        if isinstance(found, kind) and suits(found) and not isinstance(found, TorchBinding):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
