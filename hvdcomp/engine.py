@@ -27,7 +27,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, Level, NoCompression
 from hvdcomp.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.ledger import Cost, Ledger, StepCost
-from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
+from hvdcomp.memory import Memory, NoMemory
 
 Plan = Mapping[str, Compressor]
 
@@ -37,6 +37,7 @@ class TensorState:
     """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it."""
 
     memory: tuple[Array, ...] = ()
+    keeper: Memory = NoMemory()  # whose arrays `memory` are
     method: str = ""
     compressor: tuple[Array, ...] = ()
 
@@ -197,11 +198,11 @@ class Engine:
         context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
         start = xp.mark(gradient)
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
-        # A residual left by an earlier plan is sent even where the present one keeps none.
+        # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         memory = self.memory_for(compressor)
-        if state.memory and isinstance(memory, NoMemory):
-            memory = ErrorFeedback()
-        before = TensorState(memory.prepare(xp, x, state.memory), compressor.name)
+        if state.memory and type(memory) is not type(state.keeper):
+            memory = state.keeper
+        before = TensorState(memory.prepare(xp, x, state.memory), memory, compressor.name)
         x, memory_state = memory.compensate(xp, x, before.memory)
         kept = state.compressor if state.method == compressor.name else ()
         before.compressor = compressor.prepare(xp, x, kept, context)
@@ -275,6 +276,7 @@ class Engine:
         memory_state = task.memory.update(xp, task.x, outcome.sent, task.memory_state)
         state = self.states[task.name]
         state.memory = _select(xp, poison, memory_state, task.before.memory)
+        state.keeper = task.memory
         if not task.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = task.before.method
             state.compressor = _select(xp, poison, outcome.state, task.before.compressor)
