@@ -8,7 +8,7 @@ ranks only through a communicator.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -37,7 +37,7 @@ class TensorState:
     """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it."""
 
     memory: tuple[Array, ...] = ()
-    keeper: Memory = NoMemory()  # whose arrays `memory` are
+    keeper: Memory = field(default_factory=NoMemory)  # whose arrays `memory` are
     method: str = ""
     compressor: tuple[Array, ...] = ()
 
