@@ -1,0 +1,82 @@
+"""`hvdcomp report`: compare training runs in a table, a web page, CSV and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdcomp.report.runs import RunError, find_runs
+from hvdcomp.report.table import Section, cells, make_sections
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    metavar="DIR",
+    default="report",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where to write report.html, report.json, report.csv and the figures.",
+)
+@click.option(
+    "--baseline",
+    metavar="NAME",
+    help='Run name or spec to compare speed with, instead of the run with spec "none". Only runs of the same '
+    "model, data, number of ranks and batch size are compared.",
+)
+@click.option("--open", "open_page", is_flag=True, help="Open the page in a browser afterwards.")
+def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_page: bool) -> None:
+    """Make a table and a web page from training runs.
+
+    Each RUN is the folder of one run of `hvdcomp train`, or a folder that is searched for such folders. Runs
+    that differ only in their seed are shown by their mean and spread. A run may still be going.
+    """
+    console = Console()
+    try:
+        found, notes = find_runs(runs)
+        sections = make_sections(found, baseline)
+    except (RunError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    for section in sections:
+        console.print(_terminal_table(section, wide=console.width >= 100))
+    try:
+        from hvdcomp.report.page import write_report
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the page needs {error.name}, which is not installed: pip install 'hvdcomp[train]'"
+        ) from None
+    try:
+        with console.status(f"Drawing {len(found)} runs ..."):
+            page = write_report(output, sections)
+    except OSError as error:
+        raise click.ClickException(f"the report cannot be written: {error}") from None
+    console.print(Text(f"Wrote {page} with report.json, report.csv and the figures as PNG and SVG."))
+    if open_page:
+        click.launch(str(page))
+
+
+def _terminal_table(section: Section, wide: bool) -> Table:
+    """The section's rows: the spec stands below the run's name, and the phases are shown if there is room."""
+    table = Table(title=Text(section.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("Run", overflow="fold", min_width=14)
+    shown = section.headings if wide else section.headings[:-1]
+    for heading in shown[2:]:
+        lines = heading if "/" in heading else heading.replace(" ", "\n")
+        table.add_column(Text(lines), justify="right", no_wrap=True)
+    for row in section.rows:
+        name, spec, *texts = cells(row)[: len(shown)]
+        first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")
+        if row["kind"] != "seed" and row["spec"] is not None:
+            first.append(f"\n{spec}", "cyan")
+        spread_below = [text.replace(" (", "\n").rstrip(")") for text in texts]
+        table.add_row(first, *(Text(text, "bold red" if text == "NO" else "") for text in spread_below))
+    return table

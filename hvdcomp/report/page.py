@@ -1,0 +1,74 @@
+"""Writes a report to a folder: report.html, which needs no other file and no network; report.json and
+report.csv; and every figure as PNG and SVG."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure
+
+import hvdcomp
+from hvdcomp.report.curves import draw_section
+from hvdcomp.report.runs import Run
+from hvdcomp.report.table import Section, cells
+
+
+def write_report(folder: Path, sections: list[Section]) -> Path:
+    """Write the report into `folder`, made if missing, and return the path of report.html."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [row for section in sections for row in section.rows]
+    document = {"hvdcomp": getattr(hvdcomp, "__version__", None), "rows": rows}
+    (folder / "report.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    shown = [
+        {
+            "title": section.title,
+            "headings": section.headings,
+            "rows": [(cells(row), row) for row in section.rows],
+            "figures": _save_figures(folder, section, number),
+            "details": [_details(run) for run in section.runs],
+        }
+        for number, section in enumerate(sections, start=1)
+    ]
+    loader = jinja2.PackageLoader("hvdcomp.report", ".")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = folder / "report.html"
+    text = environment.get_template("report.html").render(sections=shown)
+    page.write_bytes(text.encode("utf-8", errors="replace"))
+    return page
+
+
+def _save_figures(folder: Path, section: Section, number: int) -> list[dict[str, str]]:
+    figures = []
+    for name, caption, figure in draw_section(section):
+        stem = f"{number}-{name}"
+        (folder / f"{stem}.png").write_bytes(_image(figure, "png", facecolor="white"))
+        svg = _image(figure, "svg", transparent=True)
+        (folder / f"{stem}.svg").write_bytes(svg)
+        # As an image, unlike as inline SVG, nothing in it can run or clash with the ids of another figure.
+        source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+        figures.append({"caption": caption, "source": source})
+    return figures
+
+
+def _image(figure: Figure, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=150, **options)
+    return buffer.getvalue()
+
+
+def _details(run: Run) -> dict[str, Any]:
+    """Everything the summary says, with one more table for each nested value (options, versions)."""
+    nested = {key: value for key, value in run.summary.items() if isinstance(value, dict)}
+    plain = {key: value for key, value in run.summary.items() if key not in nested}
+    plain = {"folder": run.folder, "status": run.status, "steps recorded": run.steps["step"].size, **plain}
+    return {"name": run.name, "tables": {"run": plain, **nested}}

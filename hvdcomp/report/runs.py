@@ -1,0 +1,224 @@
+"""Reads the folders that `hvdcomp train` writes: steps.jsonl, epochs.jsonl and, at a run's end, summary.json.
+
+A run that is still going, or was killed, has no summary and perhaps half a last line; what there is, is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RUN_FILES = ("steps.jsonl", "epochs.jsonl", "summary.json")
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
+METRICS = ("accuracy", "perplexity")
+PHASES = ("encode", "communicate", "decode")
+_NUMBERS = (*METRICS, "ms_per_step", "bytes_sent_per_step", "compression_factor", "world_size", "seed")
+# Options that say where and with which seed a run went; what was run is told by the others and by the spec.
+_NOT_COMPARED = {"compression", "data_dir", "output", "overwrite", "progress", "seed", "tensorboard"}
+
+
+class RunError(ValueError):
+    """A path given as a run cannot be used; the message says which and why."""
+
+
+def printable(value: Any) -> str:
+    """`value` as text without control characters, which would upset a terminal or an SVG file."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in str(value))
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One training run: what `hvdcomp train` left in `folder`.
+
+    `steps` and `epochs` hold one float array per field, NaN where a value is missing; `summary` is empty for
+    an unfinished run.
+    """
+
+    name: str
+    folder: Path
+    summary: dict[str, Any]
+    steps: dict[str, np.ndarray]
+    epochs: dict[str, np.ndarray]
+
+    def text(self, key: str) -> str | None:
+        """A field of the summary as printable text, or None."""
+        value = self.summary.get(key)
+        return None if value is None else printable(value)
+
+    def number(self, key: str) -> float | None:
+        """A field of the summary as a finite number, or None."""
+        try:
+            return finite(self.summary.get(key))
+        except (TypeError, ValueError):
+            path = self.folder / "summary.json"
+            raise RunError(f"{path}: {key} is {self.summary[key]!r}, not a number") from None
+
+    def count(self, key: str) -> int | None:
+        """A field of the summary as a whole number, or None."""
+        value = self.number(key)
+        return None if value is None else int(value)
+
+    @property
+    def status(self) -> str:
+        return self.text("status") or "unfinished"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options = self.summary.get("options")
+        return options if isinstance(options, dict) else {}
+
+    @property
+    def compared_options(self) -> dict[str, str]:
+        """The options in which two runs of one experiment agree, whatever their seeds."""
+        return {key: printable(value) for key, value in self.options.items() if key not in _NOT_COMPARED}
+
+    @property
+    def metric(self) -> str | None:
+        """Which of METRICS the run was evaluated by, or None before the first evaluation."""
+        for metric in METRICS:
+            if self.summary.get(metric) is not None or np.isfinite(self.epochs[metric]).any():
+                return metric
+        return None
+
+    @property
+    def quality(self) -> float | None:
+        """The last accuracy (0 to 1) or perplexity."""
+        if self.metric is None:
+            return None
+        reported = self.number(self.metric)
+        return reported if reported is not None or self.summary else last(self.epochs[self.metric])
+
+    @property
+    def ms_per_step(self) -> float | None:
+        reported = self.number("ms_per_step")
+        return reported if reported is not None else self.median("ms")
+
+    @property
+    def bytes_sent_per_step(self) -> float | None:
+        reported = self.number("bytes_sent_per_step")
+        return reported if reported is not None else mean(self.steps["bytes_sent"])
+
+    @property
+    def compression_factor(self) -> float | None:
+        """Dense bytes over sent bytes, of all steps together."""
+        reported = self.number("compression_factor")
+        if reported is not None:
+            return reported
+        dense, sent = mean(self.steps["dense_bytes"]), mean(self.steps["bytes_sent"])
+        return dense / sent if dense and sent else None
+
+    @property
+    def identical(self) -> bool | None:
+        """Whether all ranks ended with the same weights; None if that was not checked."""
+        value = self.summary.get("identical")
+        return value if isinstance(value, bool) else None
+
+    def times(self, key: str) -> np.ndarray:
+        """The known values of a field of steps.jsonl in milliseconds, without the first epoch if there are more.
+
+        `hvdcomp train` leaves out these slower steps of the start too.
+        """
+        settled = self.steps["epoch"] > 1
+        values = self.steps[key][settled] if settled.any() else self.steps[key]
+        return values[np.isfinite(values)]
+
+    def median(self, key: str) -> float | None:
+        """Median of `times`, or None if there are none."""
+        values = self.times(key)
+        return float(np.median(values)) if values.size else None
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a float, or None where there is no finite number."""
+    return float(value) if value is not None and np.isfinite(float(value)) else None
+
+
+def last(values: np.ndarray) -> float | None:
+    return finite(values[-1]) if values.size else None
+
+
+def mean(values: np.ndarray) -> float | None:
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if values.size else None
+
+
+def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
+    """Read every run in `paths`: run folders, or folders searched for run folders.
+
+    Returns:
+        The runs, in the order given, each once; and notes on what was left out (files of an earlier report).
+
+    Raises:
+        RunError: a path does not exist, is not a run or holds none, or a run's file cannot be read.
+    """
+    folders: list[Path] = []
+    notes = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise RunError(f"{path} does not exist; give folders written by `hvdcomp train`, or their parent")
+        if _is_report(path):
+            notes.append(f"left out {path}: it belongs to a report, not to a run")
+            continue
+        found = [Path(root) for root, _, files in sorted(os.walk(path)) if set(files) & set(RUN_FILES)]
+        if not found:
+            raise RunError(
+                f"no training run in {path}: it holds none of {', '.join(RUN_FILES)}, nor does a folder below it; "
+                "give a folder written by `hvdcomp train`"
+            )
+        folders += [path] if path in found else found
+    folders = list(dict.fromkeys(folder.resolve() for folder in folders))
+    if not folders:
+        raise RunError("no training runs among the paths given")
+    root = os.path.commonpath([folder.parent for folder in folders])
+    return [_read_run(folder, printable(folder.relative_to(root))) for folder in folders], notes
+
+
+def _is_report(path: Path) -> bool:
+    if path.is_dir():
+        return all((path / name).exists() for name in REPORT_FILES)
+    return path.name in REPORT_FILES or path.suffix in (".png", ".svg")
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    summary: dict[str, Any] = {}
+    path = folder / "summary.json"
+    if path.exists():
+        try:
+            summary = json.loads(path.read_bytes())
+        except ValueError as error:
+            hint = "remove it to have the run read as unfinished"
+            raise RunError(f"{path} is not JSON ({error}); {hint}") from None
+        if not isinstance(summary, dict):
+            raise RunError(f"{path} holds {type(summary).__name__}, not an object of named values")
+    step_fields = ("step", "epoch", "loss", "ms", "bytes_sent", "dense_bytes", *(f"{phase}_ms" for phase in PHASES))
+    epoch_fields = ("epoch", "step", "test_loss", "bytes_sent", *METRICS)
+    steps = _read_columns(folder / "steps.jsonl", step_fields)
+    run = Run(name, folder, summary, steps, _read_columns(folder / "epochs.jsonl", epoch_fields))
+    for key in _NUMBERS:
+        run.number(key)  # refused here, before anything is shown
+    return run
+
+
+def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
+    """Read a JSON-lines file into one float array per field; the last line may be cut short."""
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            values = [record.get(field) for field in fields]
+            records.append([np.nan if value is None else float(value) for value in values])
+        except (ValueError, TypeError, AttributeError) as error:
+            if number == len(lines):
+                break
+            raise RunError(f"{path}, line {number} is not a record of a run: {error}") from None
+    table = np.array(records, dtype=float).reshape(len(records), len(tuple(fields)))
+    return dict(zip(fields, table.T, strict=True))

@@ -1,0 +1,221 @@
+"""Turns runs into the rows of the report. Runs that differ in nothing but the seed make one group, shown by
+its mean and spread; groups of one model and data set make a section, with its table and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich import filesize
+
+from hvdcomp.report.runs import PHASES, Run, RunError, printable
+
+_WORK_OPTIONS = ("batch_size", "backward_passes_per_step", "sequence_length", "image_size")
+_AVERAGED = ("quality", "ms_per_step", "bytes_sent_per_step", "compression_factor", "speed_vs_baseline")
+
+
+@dataclass(eq=False)
+class Group:
+    """Runs of one experiment, one for each seed. `label` names it in legends."""
+
+    runs: list[Run]
+    label: str = ""
+    baseline_ms: float | None = None
+
+    @property
+    def setting(self) -> tuple[str | None, ...]:
+        """Model, data and number of ranks."""
+        return tuple(self.runs[0].text(key) for key in ("model", "data", "world_size"))
+
+    @property
+    def work(self) -> tuple[str | None, ...]:
+        """What two groups must share for the times of their steps to be compared."""
+        options = self.runs[0].compared_options
+        return (*self.setting, *(options.get(key) for key in _WORK_OPTIONS))
+
+    @property
+    def spec(self) -> str | None:
+        return self.runs[0].text("spec")
+
+    @property
+    def metric(self) -> str | None:
+        return next((run.metric for run in self.runs if run.metric), None)
+
+    @property
+    def ms_per_step(self) -> float | None:
+        known = [run.ms_per_step for run in self.runs if run.ms_per_step is not None]
+        return float(np.mean(known)) if known else None
+
+    def phase(self, phase: str) -> float | None:
+        """Mean over the runs of the median milliseconds of one of PHASES, or None if it was not measured."""
+        known = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
+        return float(np.mean(known)) if known else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for the group, of numbers rather than texts; and one for each run if it has several."""
+        if len(self.runs) == 1:
+            return [_row("run", self.runs[0].name, self.runs, self.baseline_ms)]
+        average = _row("mean", f"mean of {len(self.runs)} runs", self.runs, self.baseline_ms)
+        return [average, *(_row("seed", run.name, [run], self.baseline_ms) for run in self.runs)]
+
+
+@dataclass(eq=False)
+class Section:
+    """The groups that share model and data, and so a table and curves."""
+
+    model: str | None
+    data: str | None
+    groups: list[Group]
+    baseline: str = "dense"
+
+    @property
+    def metric(self) -> str | None:
+        return next((group.metric for group in self.groups if group.metric), None)
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} on {self.data}" if self.model else "Unfinished runs, model not yet recorded"
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for group in self.groups for row in group.rows()]
+
+    @property
+    def headings(self) -> list[str]:
+        quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
+        return ["Run", "Spec", "Ranks", quality, "ms per step", "Sent per step", "CF",
+                f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
+
+
+def make_sections(runs: Iterable[Run], baseline: str | None = None) -> list[Section]:
+    """Group the runs, find each group's baseline and sort them into sections.
+
+    Args:
+        baseline: name or spec of the run that the others' speed is compared with; the spec "none" by default.
+
+    Raises:
+        RunError: no run is called `baseline`.
+    """
+    grouped: dict[Any, Group] = {}
+    for run in runs:
+        group = Group([run])
+        same = (*group.setting, group.spec, frozenset(run.compared_options.items()))
+        # Without a summary it is not known what a run was, so it stays alone.
+        grouped.setdefault(same if run.summary else run.folder, Group([])).runs.append(run)
+    groups = list(grouped.values())
+    _set_labels(groups)
+    _set_baselines(groups, baseline)
+    sections: dict[Any, Section] = {}
+    for group in groups:
+        model, data, _ = group.setting
+        # A model and its data have one metric, but a run may have ended before its first evaluation.
+        key = (model, data) if model else (None, group.metric)
+        section = sections.setdefault(key, Section(model, data, [], "dense" if baseline is None else "baseline"))
+        section.groups.append(group)
+    return list(sections.values())
+
+
+def _set_labels(groups: list[Group]) -> None:
+    """Label each group with its spec and with the options that tell it from others of that spec."""
+    for group in groups:
+        rivals = [g for g in groups if g.spec == group.spec and g.setting[:2] == group.setting[:2]]
+        described = {id(g): {**g.runs[0].compared_options, "ranks": g.setting[2]} for g in rivals}
+        own = described[id(group)]
+        telling = [k for k in own if any(other.get(k) != own[k] for other in described.values())]
+        group.label = group.spec or f"{group.runs[0].name} ({group.runs[0].status})"
+        if group.spec and telling:
+            group.label += " (" + ", ".join(f"{key}={own[key]}" for key in telling) + ")"
+
+
+def _set_baselines(groups: list[Group], wanted: str | None) -> None:
+    def answers(group: Group) -> bool:
+        if wanted is None:
+            return group.spec == "none"
+        return wanted in (group.spec, group.label, *(run.name for run in group.runs))
+
+    if wanted is not None and not any(map(answers, groups)):
+        names = ", ".join(run.name for group in groups for run in group.runs)
+        raise RunError(f"no run or spec is called {wanted!r}, to be the baseline; the runs are: {names}")
+    for group in groups:
+        if group.runs[0].summary:
+            same_work = (other for other in groups if answers(other) and other.work == group.work)
+            group.baseline_ms = next((other.ms_per_step for other in same_work), None)
+
+
+def _row(kind: str, name: str, runs: list[Run], baseline_ms: float | None) -> dict[str, Any]:
+    """The numbers of `runs`; `kind` is "run", or "mean" of several or "seed" for one of these."""
+    first = runs[0]
+
+    def agreed(get: Callable[[Run], Any]) -> Any:
+        values = {get(run) for run in runs}
+        return values.pop() if len(values) == 1 else None
+
+    row: dict[str, Any] = {
+        "kind": kind,
+        "run": name,
+        "runs": len(runs),
+        "spec": first.text("spec"),
+        "model": first.text("model"),
+        "data": first.text("data"),
+        "world_size": first.count("world_size"),
+        "seed": agreed(lambda run: run.count("seed")),
+        "status": ", ".join(dict.fromkeys(run.status for run in runs)),
+        "metric": Group(runs).metric,
+    }
+    for key in _AVERAGED:
+        values = [value for run in runs if (value := _value(run, key, baseline_ms)) is not None]
+        row[key] = float(np.mean(values)) if values else None
+        row[f"{key}_min"], row[f"{key}_max"] = (min(values), max(values)) if values else (None, None)
+    checks = [run.identical for run in runs]
+    row["identical"] = False if False in checks else None if None in checks else True
+    for phase in PHASES:
+        row[f"{phase}_ms"] = Group(runs).phase(phase)
+    row["folder"] = agreed(lambda run: printable(run.folder))
+    return row
+
+
+def _value(run: Run, key: str, baseline_ms: float | None) -> float | None:
+    if key == "speed_vs_baseline":
+        return baseline_ms / run.ms_per_step if baseline_ms and run.ms_per_step else None
+    return getattr(run, key)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The texts of one row in the order of `Section.headings`; a dash where nothing is known."""
+
+    def number(key: str, show: Callable[[float], str]) -> str:
+        if row[key] is None:
+            return "-"
+        low, high = show(row[f"{key}_min"]), show(row[f"{key}_max"])
+        return show(row[key]) + ("" if low == high else f" ({low}-{high})")
+
+    def plain(value: Any, show: Callable[[Any], str] = str) -> str:
+        return "-" if value is None else show(value)
+
+    phases = [plain(row[f"{phase}_ms"], _short) for phase in PHASES]
+    return [
+        row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
+        plain(row["spec"]),
+        plain(row["world_size"]),
+        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("ms_per_step", _short),
+        number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))),
+        number("compression_factor", lambda v: f"{_short(v)}x"),
+        plain(row["speed_vs_baseline"], lambda v: f"{v:.2f}x"),
+        plain(row["identical"], lambda same: "yes" if same else "NO"),
+        " / ".join(phases) if any(row[f"{phase}_ms"] is not None for phase in PHASES) else "-",
+    ]
+
+
+def _short(value: float) -> str:
+    """Three significant digits but at most two decimals; without an exponent below a million."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - int(np.floor(np.log10(abs(value)))))
+    return f"{value:.{min(decimals, 2)}f}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -1,0 +1,75 @@
+"""Starts real ranks: a command under `horovodrun` (Gloo) or `mpirun` (MPI), with the tests' own interpreter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+_BIN = Path(sys.executable).parent
+
+
+def available(controller: str) -> bool:
+    """Whether ranks can be started with this controller here."""
+    return shutil.which("horovodrun" if controller == "gloo" else "mpirun", path=_search_path()) is not None
+
+
+def run_ranks(
+    count: int,
+    controller: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python arguments...` on `count` ranks of this machine and waits.
+
+    Args:
+        controller: "gloo" or "mpi".
+        timeout: seconds, after which all ranks are killed and TimeoutExpired is raised.
+
+    Returns:
+        The finished launcher with its output; the exit code is not checked.
+    """
+    if not available(controller):
+        pytest.skip(f"no launcher for {controller} ranks is installed")
+    if controller == "gloo":
+        launcher = ["horovodrun", "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
+    else:
+        launcher = ["mpirun", "-np", str(count), "--oversubscribe", "--bind-to", "none"]
+    variables = os.environ | {
+        "PATH": _search_path(),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores
+        # A rank that waits for ranks that will never come ends with an error instead of hanging.
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
+        **(environment or {}),
+    }
+    process = subprocess.Popen(
+        [*launcher, sys.executable, *arguments],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        output, _ = process.communicate()
+        raise AssertionError(f"ranks still ran after {timeout} s:\n{output[-4000:]}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def _search_path() -> str:
+    return f"{_BIN}{os.pathsep}{os.environ.get('PATH', '')}"

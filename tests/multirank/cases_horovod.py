@@ -1,0 +1,208 @@
+"""What Horovod's own tests exercise of its PyTorch optimizer, written anew with our compression in place of none."""
+
+from __future__ import annotations
+
+import warnings
+
+import horovod.torch as hvd
+import torch
+
+import hvdcomp
+from tests.multirank.training import (
+    assert_same_everywhere,
+    batch,
+    compression,
+    distribute,
+    own_generator,
+    raised,
+    small_model,
+    train,
+    weights,
+)
+
+SPECS = ["none", "topk:ratio=0.05", "powersgd:rank=2"]
+OPTIMIZERS = [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+    lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+]
+
+
+def case_every_optimizer_and_broadcast_of_its_state() -> None:
+    for make in OPTIMIZERS:
+        model = small_model()
+        optimizer = hvd.DistributedOptimizer(
+            make(model.parameters()),
+            named_parameters=model.named_parameters(),
+            compression=compression("topk:ratio=0.05", model),
+        )
+        train(model, optimizer, steps=3)
+        if hvd.rank() != 0 and optimizer.state:
+            for group in optimizer.param_groups:
+                group["lr"] = 123.0
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # does nothing for an optimizer without state
+        assert optimizer.param_groups[0]["lr"] < 1
+        train(model, optimizer, steps=2)
+        assert_same_everywhere(weights(model))
+
+
+def case_parameters_whose_gradient_is_switched_on_and_off() -> None:
+    for spec in SPECS:
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model))
+        first = next(model.parameters())
+        for step in range(6):
+            first.requires_grad_(step % 2 == 0)
+            train(model, optimizer, steps=1)
+        assert_same_everywhere(weights(model))
+
+
+def case_step_without_backward_still_exchanges() -> None:
+    for spec in SPECS:
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model))
+        for step in range(4):
+            optimizer.zero_grad()
+            if step != 1:
+                inputs, classes = batch(own_generator())
+                torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+        assert_same_everywhere(weights(model))
+
+
+def case_early_step_of_an_accumulation() -> None:
+    """`step()` before backward_passes_per_step passes are done exchanges what there is."""
+    for spec in SPECS:
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model), 0.01, backward_passes_per_step=4)
+        train(model, optimizer, steps=4, passes=2)
+        assert_same_everywhere(weights(model))
+
+
+def case_synchronize_twice_warns_as_horovod_does() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    inputs, classes = batch(own_generator())
+    torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert any("optimizer.step() called without" in str(warning.message) for warning in caught)
+    assert_same_everywhere(weights(model))
+
+
+def case_too_many_backward_passes_raise_as_in_horovod() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    inputs, classes = batch(own_generator())
+
+    def backward() -> None:
+        torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+
+    backward()
+    assert "backward_passes_per_step" in raised(AssertionError, backward)
+    optimizer.step()
+    train(model, optimizer, steps=2)
+    assert_same_everywhere(weights(model))
+
+
+def case_zero_grad_between_backward_and_step_raises_as_in_horovod() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    inputs, classes = batch(own_generator())
+    torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+    raised(AssertionError, optimizer.zero_grad)
+    optimizer.step()
+    assert_same_everywhere(weights(model))
+
+
+def case_horovod_needs_names_for_all_parameters() -> None:
+    model = small_model()
+    some = list(model.named_parameters())[:2]
+    how = hvdcomp.Compression.from_spec("topk:ratio=0.05", named_parameters=some)
+
+    def wrap() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hvd.DistributedOptimizer(optimizer, named_parameters=some, compression=how)
+
+    raised(ValueError, wrap)
+    optimizer = distribute(model, how)  # Horovod knows all names, the compression only some
+    assert "named_parameters" in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
+
+
+def case_horovod_without_names_works_with_ours() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(optimizer, compression=compression("topk:ratio=0.05", model))
+    train(model, optimizer, steps=4)
+    assert_same_everywhere(weights(model))
+
+
+def case_load_state_dict_of_the_optimizer() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    train(model, optimizer, steps=3)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, steps=3)
+    assert_same_everywhere(weights(model))
+
+
+def case_two_parameter_groups() -> None:
+    model = small_model()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression("powersgd:rank=1", model)
+    )
+    train(model, optimizer, steps=5)
+    assert_same_everywhere(weights(model))
+
+
+def case_tied_weights() -> None:
+    for spec in SPECS:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+        model[2].weight = model[0].weight
+        optimizer = distribute(model, compression(spec, model))
+        train(model, optimizer, steps=5)
+        assert_same_everywhere(weights(model))
+
+
+def case_learning_rate_schedule() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(4):
+        train(model, optimizer, steps=1)
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05 / 4
+    assert_same_everywhere(weights(model))
+
+
+def case_ranks_that_join_are_refused() -> None:
+    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model))
+        train(model, optimizer, steps=2)
+        if hvd.rank() != 0:
+            message = ""
+            try:
+                train(model, optimizer, steps=1)
+            except hvdcomp.ConfigurationError as error:
+                message = str(error)
+            assert "hvd.join()" in message
+        hvd.join()
+
+
+def case_join_works_as_in_horovod_without_compression() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("none", model))
+    train(model, optimizer, steps=2)
+    if hvd.rank() != 0:
+        train(model, optimizer, steps=1)
+    hvd.join()

@@ -1,0 +1,401 @@
+"""What must hold on every number of ranks and with every controller, through stock horovod.torch."""
+
+from __future__ import annotations
+
+import random
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+import hvdcomp
+from tests.multirank.training import (
+    assert_same_everywhere,
+    batch,
+    compression,
+    distribute,
+    own_generator,
+    raised,
+    small_model,
+    train,
+    weights,
+)
+
+SPECS = ["none", "fp16", "bf16", "topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2"]
+
+
+def case_weights_are_identical_after_50_steps() -> None:
+    for spec in SPECS:
+        model = small_model()
+        start = weights(model)
+        how = compression(spec, model)
+        train(model, distribute(model, how))
+        assert_same_everywhere(weights(model))
+        assert not torch.equal(start, weights(model))
+        assert how.ledger.steps == 50, spec
+
+
+def case_none_equals_horovods_own() -> None:
+    ours, theirs = small_model(), small_model()
+    train(ours, distribute(ours, compression("none", ours)))
+    train(theirs, distribute(theirs, hvd.Compression.none))
+    if hvd.size() == 2:
+        assert torch.equal(weights(ours), weights(theirs))
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-4, atol=1e-5)
+
+
+def case_fp16_equals_horovods_own() -> None:
+    ours, theirs = small_model(), small_model()
+    train(ours, distribute(ours, compression("fp16", ours)), steps=20)
+    train(theirs, distribute(theirs, hvd.Compression.fp16), steps=20)
+    if hvd.size() == 2:
+        assert torch.equal(weights(ours), weights(theirs))
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-2, atol=1e-3)
+
+
+def case_everything_sent_is_the_mean_gradient() -> None:
+    """With ratio 1 nothing is left out, so that TopK must equal dense training but for the order of additions."""
+    ours, theirs = small_model(), small_model()
+    train(ours, distribute(ours, compression("topk:ratio=1", ours)), steps=20)
+    train(theirs, distribute(theirs, hvd.Compression.none), steps=20)
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-3, atol=1e-5)
+
+
+def case_op_sum() -> None:
+    for spec in ["topk:ratio=1", "none"]:
+        ours, theirs = small_model(), small_model()
+        rate = 0.05 / hvd.size()
+        train(ours, distribute(ours, compression(spec, ours), rate, op=hvd.Sum), steps=10)
+        train(theirs, distribute(theirs, hvd.Compression.none, 0.05), steps=10)
+        torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-3, atol=1e-5)
+
+
+class Branches(torch.nn.Module):
+    """Two branches; which is used, and in which order, is up to the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left = torch.nn.Linear(64, 40)
+        self.right = torch.nn.Linear(64, 40)
+        self.never = torch.nn.Linear(64, 40)
+
+    def forward(self, inputs: torch.Tensor, order: str) -> torch.Tensor:
+        outputs = [{"l": self.left, "r": self.right}[branch](inputs) for branch in order]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return total
+
+
+def case_hooks_in_different_order_and_missing_gradients() -> None:
+    orders = ["lr", "rl", "l", "rll"]  # rank 2 has no gradient on the right; nobody has one for `never`
+    for spec in SPECS:
+        model = Branches()
+        optimizer = distribute(model, compression(spec, model))
+        generator = own_generator()
+        for step in range(12):
+            optimizer.zero_grad()
+            inputs, classes = batch(generator)
+            order = orders[(hvd.rank() + step) % 4] if hvd.size() > 2 else ["lr", "r"][(hvd.rank() + step) % 2]
+            torch.nn.functional.cross_entropy(model(inputs, order), classes).backward()
+            optimizer.step()
+        assert_same_everywhere(weights(model))
+
+
+def case_backward_passes_per_step() -> None:
+    for spec in SPECS:
+        model = small_model()
+        how = compression(spec, model)
+        optimizer = distribute(model, how, 0.01, backward_passes_per_step=3)
+        train(model, optimizer, steps=6, passes=3)
+        optimizer.set_backward_passes_per_step(2)
+        train(model, optimizer, steps=6, passes=2)
+        assert_same_everywhere(weights(model))
+        assert how.ledger.steps == 12
+
+
+def case_groups() -> None:
+    reference = small_model()
+    train(reference, distribute(reference, compression("topk:ratio=0.05", reference)), steps=10)
+    for form in ("number", "list"):
+        model = small_model()
+        groups = 2 if form == "number" else [list(model.parameters())[:3]]
+        train(model, distribute(model, compression("topk:ratio=0.05", model), groups=groups), steps=10)
+        assert_same_everywhere(weights(model))
+        assert torch.equal(weights(model), weights(reference)), form
+    for spec in ("none", "fp16"):
+        model = small_model()
+        train(model, distribute(model, compression(spec, model), groups=2), steps=10)
+        assert_same_everywhere(weights(model))
+
+
+def case_gradient_clipping() -> None:
+    for spec in ("topk:ratio=0.05", "none"):
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model))
+        generator = own_generator()
+        for _ in range(5):
+            optimizer.zero_grad()
+            inputs, classes = batch(generator)
+            (100 * torch.nn.functional.cross_entropy(model(inputs), classes)).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+            assert norm <= 0.1001
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert_same_everywhere(weights(model))
+
+
+class Embedded(torch.nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Embedding(100, 16, sparse=sparse)
+        self.second = torch.nn.Embedding(100, 16, sparse=sparse)
+        self.out = torch.nn.Linear(16, 100)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.first(words) + 0.5 * self.second(words))
+
+
+def _train_embedded(sparse: bool, spec: str | None, **options: object) -> torch.Tensor:
+    model = Embedded(sparse)
+    how = compression(spec, model) if spec else hvd.Compression.none
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=how, **options
+    )
+    generator = own_generator()
+    for _ in range(8):
+        optimizer.zero_grad()
+        words = torch.randint(0, 100, (32,), generator=generator)
+        torch.nn.functional.cross_entropy(model(words), (words + 1) % 100).backward()
+        optimizer.step()
+    assert_same_everywhere(weights(model))
+    return weights(model)
+
+
+def case_sparse_embedding_gradients_pass_through() -> None:
+    expected = _train_embedded(True, None)
+    torch.testing.assert_close(_train_embedded(True, "topk:ratio=1"), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(_train_embedded(True, "none"), expected, rtol=1e-4, atol=1e-6)
+
+
+def case_sparse_as_dense() -> None:
+    expected = _train_embedded(False, None)
+    for spec in ("topk:ratio=1", "none"):
+        result = _train_embedded(True, spec, sparse_as_dense=True)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+
+
+def case_element_types() -> None:
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        for spec in SPECS:
+            model = small_model(dtype)
+            train(model, distribute(model, compression(spec, model), 0.01), steps=4, dtype=dtype)
+            assert_same_everywhere(weights(model))
+            assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
+
+
+def case_channels_last() -> None:
+    for spec in SPECS:
+        model, plain = small_model().to(memory_format=torch.channels_last), small_model()
+        train(model, distribute(model, compression(spec, model)), steps=5)
+        train(plain, distribute(plain, compression(spec, plain)), steps=5)
+        assert_same_everywhere(weights(model))
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-3, atol=1e-4)
+
+
+def case_process_set() -> None:
+    half = hvd.size() // 2
+    sets = [hvd.add_process_set(list(range(half))), hvd.add_process_set(list(range(half, hvd.size())))]
+    mine = sets[0] if sets[0].included() else sets[1]
+    model = small_model()
+    how = compression("topk:ratio=0.05", model, process_set=mine)
+    optimizer = distribute(model, how, process_set=mine)
+    if mine.size() > 1:  # with one rank Horovod still runs its hooks here, because the world is larger
+        train(model, optimizer, steps=10)
+        gathered = hvd.allgather(weights(model).reshape(1, -1), name="test.set", process_set=mine)
+        assert all(torch.equal(gathered[0], row) for row in gathered)
+        message = None
+        other = small_model()
+        wrong = distribute(other, compression("topk:ratio=0.05", other, process_set=sets[0]), process_set=sets[1])
+        try:
+            train(other, wrong, steps=1) if sets[1].included() else None
+        except hvdcomp.ConfigurationError as error:
+            message = str(error)
+        assert sets[1].included() == (message is not None)
+    else:
+        train(model, optimizer, steps=10)
+    everyone = hvd.allgather(weights(model).reshape(1, -1), name="test.sets")
+    assert not torch.equal(everyone[0], everyone[-1])
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def case_different_settings_are_named_on_every_rank() -> None:
+    for specs, words in (
+        (("topk:ratio=0.01", "topk:ratio=0.02"), ("topk:ratio=0.01", "topk:ratio=0.02", "rank 0")),
+        (("none", "powersgd:rank=2"), ("none", "powersgd:rank=2")),
+    ):
+        model = small_model()
+        optimizer = distribute(model, compression(specs[min(hvd.rank(), 1)], model))
+        message = raised(hvdcomp.RankMismatchError, lambda m=model, o=optimizer: train(m, o, steps=1))
+        assert all(word in message for word in words), message
+    model = small_model()
+    how = compression("topk:ratio=0.01", model, seed=hvd.rank())
+    optimizer = distribute(model, how)
+    assert "seed" in raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, steps=1))
+
+
+def case_adasum_is_refused() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model), op=hvd.Adasum)
+    assert "Adasum" in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
+
+
+def case_predivision_is_refused() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model), gradient_predivide_factor=2.0)
+    message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
+    assert "gradient_predivide_factor=2.0" in message
+
+
+def case_parameters_of_another_model_are_refused() -> None:
+    model, other = small_model(), small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", other))
+    message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
+    assert "named_parameters" in message
+
+
+def case_non_finite_gradients_are_seen_by_all_and_change_nothing() -> None:
+    for spec in ("topk:ratio=0.05", "powersgd:rank=2", "randomk:ratio=0.1"):
+        model = small_model()
+        how = compression(spec, model)
+        optimizer = distribute(model, how)
+        train(model, optimizer, steps=3)
+        engine = how._binding.engine
+        before = [array.clone() for state in engine.states.values() for array in state.memory + state.compressor]
+        optimizer.zero_grad()
+        inputs, classes = batch(own_generator())
+        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        (loss * (float("inf") if hvd.rank() == hvd.size() - 1 else 1)).backward()
+        optimizer.synchronize()
+        for parameter in model.parameters():
+            assert not torch.isfinite(parameter.grad).all()
+        after = [array for state in engine.states.values() for array in state.memory + state.compressor]
+        assert len(before) == len(after) > 0
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        train(model, optimizer, steps=2)
+        assert_same_everywhere(weights(model))
+
+
+def case_loss_scaler_skips_the_step_everywhere() -> None:
+    model = small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+    how = compression("topk:ratio=0.05", model, grad_scaler=scaler)
+    optimizer = distribute(model, how)
+    generator = own_generator()
+    scales = []
+    for step in range(12):
+        optimizer.zero_grad()
+        inputs, classes = batch(generator)
+        loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        if step == 5 and hvd.rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        start = weights(model)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        assert torch.equal(start, weights(model)) == (step == 5)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert min(scales) < 1024.0 or max(scales) > 1024.0
+    assert_same_everywhere(weights(model))
+    assert_same_everywhere(torch.tensor(scales))
+
+
+def case_residuals_follow_the_loss_scale() -> None:
+    """Training at a loss scale that changes gives what training at one scale gives: powers of two round alike."""
+    results = []
+    for scales in ([1.0] * 6, [1.0, 1.0, 4.0, 4.0, 2.0, 2.0]):
+        model = small_model()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=10**6)
+        optimizer = distribute(model, compression("topk:ratio=0.05", model, grad_scaler=scaler))
+        generator = own_generator()
+        for scale in scales:
+            scaler.update(scale) if scaler._scale is not None else None
+            optimizer.zero_grad()
+            inputs, classes = batch(generator)
+            scaler.scale(torch.nn.functional.cross_entropy(model(inputs), classes)).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        results.append(weights(model))
+    assert torch.equal(results[0], results[1])
+
+
+def case_level_changes_between_steps() -> None:
+    for spec, levels in (("topk:ratio=0.05", (0.5, 0.01)), ("powersgd:rank=2", (4, 1))):
+        model = small_model()
+        how = compression(spec, model)
+        optimizer = distribute(model, how)
+        sizes = []
+        for level in (how.level, *levels):
+            how.set_level(level)
+            train(model, optimizer, steps=3)
+            sizes.append(how.ledger.last.bytes_sent)
+        assert sizes[1] > sizes[0] > sizes[2]
+        assert_same_everywhere(weights(model))
+
+
+def case_global_random_state_is_untouched() -> None:
+    for spec in SPECS:
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model))
+        inputs, classes = batch(own_generator())
+        before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+        assert torch.equal(before[0], torch.get_rng_state())
+        assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def case_the_same_seed_gives_the_same_run() -> None:
+    for spec in SPECS:
+        results = []
+        for seed in (1, 1, 2):
+            model = small_model()
+            train(model, distribute(model, compression(spec, model, seed=seed)), steps=8)
+            results.append(weights(model))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2]) == (spec not in ("randomk:ratio=0.1", "powersgd:rank=2"))
+
+
+def case_two_optimizers_take_turns() -> None:
+    """As in adversarial training: two models, two compressions, gradients of one flowing through the other."""
+    maker, judge = torch.nn.Linear(64, 64), small_model()
+    hvd.broadcast_parameters(maker.state_dict(), root_rank=0)
+    makers = distribute(maker, compression("topk:ratio=0.1", maker))
+    judges = distribute(judge, compression("powersgd:rank=1", judge))
+    generator = own_generator()
+    for step in range(10):
+        inputs, classes = batch(generator)
+        training = (maker, makers, judge) if step % 2 else (judge, judges, maker)
+        for parameter in training[2].parameters():
+            parameter.requires_grad_(False)
+        training[1].zero_grad()
+        torch.nn.functional.cross_entropy(judge(maker(inputs)), classes).backward()
+        training[1].step()
+        for parameter in training[2].parameters():
+            parameter.requires_grad_(True)
+    assert_same_everywhere(weights(maker))
+    assert_same_everywhere(weights(judge))

@@ -1,0 +1,100 @@
+"""What the cases share: a small model trained on data that differs between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvdcomp
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """Two matrices large enough to be compressed, a convolution, and biases; the same on all ranks."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(
+        torch.nn.Unflatten(1, (1, 8, 8)),
+        torch.nn.Conv2d(1, 128, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(512, 32),
+        torch.nn.ReLU(),
+        torch.nn.Linear(32, 40),
+    )
+    return model.to(dtype)
+
+
+def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (16, 64) and classes of a rule that can be learnt."""
+    inputs = torch.randn(16, 64, generator=generator)
+    return inputs.to(dtype), inputs[:, :10].argmax(1)
+
+
+def own_generator() -> torch.Generator:
+    """A generator that differs between the ranks."""
+    return torch.Generator().manual_seed(100 + hvd.rank())
+
+
+def compression(spec: str, model: torch.nn.Module, **options: Any) -> hvdcomp.Compression:
+    """A compression for all parameters of a model."""
+    return hvdcomp.Compression.from_spec(spec, named_parameters=model.named_parameters(), **options)
+
+
+def distribute(
+    model: torch.nn.Module, how: Any, learning_rate: float = 0.05, **options: Any
+) -> torch.optim.Optimizer:
+    """Horovod's optimizer around SGD with momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    return hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=how, **options
+    )
+
+
+def train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 50,
+    passes: int = 1,
+    dtype: torch.dtype = torch.float32,
+    before_step: Callable[[], None] | None = None,
+) -> None:
+    """Trains on this rank's own data."""
+    generator = own_generator()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            inputs, classes = batch(generator, dtype)
+            torch.nn.functional.cross_entropy(model(inputs).float(), classes).backward()
+        if before_step:
+            before_step()
+        optimizer.step()
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters as one vector of bytes-comparable values."""
+    return torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
+
+
+def assert_same_everywhere(vector: torch.Tensor) -> None:
+    """Asserts that a vector is finite and the same, bit for bit, on all ranks."""
+    assert torch.isfinite(vector).all()
+    everyone = hvd.allgather(vector.reshape(1, -1).contiguous(), name="test.same")
+    for rank in range(1, hvd.size()):
+        difference = (everyone[0] - everyone[rank]).abs().max()
+        assert torch.equal(everyone[0], everyone[rank]), f"ranks 0 and {rank} differ by up to {difference}"
+
+
+def raised(kind: type[Exception], work: Callable[[], object]) -> str:
+    """The message of the error of this kind that `work` raises; every rank must raise one."""
+    message = None
+    try:
+        work()
+    except kind as error:
+        message = str(error)
+    everyone = hvd.allgather_object(message)
+    assert all(everyone), f"raised only on some ranks: {everyone}"
+    assert message is not None
+    return message
