@@ -1,0 +1,110 @@
+"""Schedules: levels that depend on nothing but the step, so that every rank finds the same one by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, Literal, Protocol
+
+from hvdcomp.described import Described
+from hvdcomp.errors import SpecError
+
+Level = float | int
+
+DENSE: Final = "dense"
+"""In place of a level: the step is sent uncompressed."""
+
+
+class Levelled(Protocol):
+    """Of a compressor, what a schedule must know."""
+
+    @property
+    def level(self) -> Level | None: ...
+
+    def at_level(self, level: Level | None) -> object: ...
+
+
+@dataclass(frozen=True)
+class LevelSchedule(Described):
+    """Base of all schedules. Class attribute `name`: the schedule's name in a spec string."""
+
+    name: ClassVar[str]
+
+    def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:
+        """The level of a step.
+
+        Args:
+            step: from 0.
+            steps_per_epoch: None if the user did not say.
+            own: the compressor's own level, None if it has none.
+
+        Returns:
+            A level, `DENSE`, or None for the compressor's own.
+        """
+        raise NotImplementedError
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        """Raises SpecError if the schedule cannot work with this compressor or run."""
+
+
+@dataclass(frozen=True)
+class WarmUp(LevelSchedule):
+    """Compresses little at first and more later, until the compressor's own level is reached.
+
+    Deep Gradient Compression's warm-up is `WarmUp(levels=(0.25, 0.0625, 0.015625, 0.004), epochs=1)` before a ratio
+    of 0.001 (Lin et al. 2018, arXiv:1712.01887, section 3.3).
+
+    Attributes:
+        dense_steps: so many steps are sent uncompressed before anything else.
+        levels: the levels of the periods that follow, one each.
+        start: instead of `levels`: the first level of a geometric sequence that would reach the compressor's own
+            level after `periods` periods. Levels that are whole numbers (ranks, bits) are rounded.
+        periods: length of that sequence.
+        epochs, steps: the length of a period; one of the two.
+    """
+
+    dense_steps: int = 0
+    levels: tuple[Level, ...] = ()
+    start: Level | None = None
+    periods: int = 4
+    epochs: int = 0
+    steps: int = 0
+
+    name: ClassVar[str] = "warmup"
+
+    def __post_init__(self) -> None:
+        for field in ("dense_steps", "epochs", "steps"):
+            if getattr(self, field) < 0:
+                raise SpecError(f"warmup: {field}={getattr(self, field)} is not allowed; it must not be negative")
+        if self.levels and self.start is not None:
+            raise SpecError("warmup: give levels (a list) or start (a geometric sequence), not both")
+        if self.start is not None and self.periods < 1:
+            raise SpecError(f"warmup: periods={self.periods} is not allowed; it must be at least 1")
+        if (self.levels or self.start is not None) and (self.epochs > 0) == (self.steps > 0):
+            raise SpecError("warmup: say how long each level lasts, with epochs=... or steps=..., one of the two")
+        if not self.levels and self.start is None and not self.dense_steps:
+            raise SpecError("warmup: nothing to do; give levels, start, or dense_steps")
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        if self.epochs and not steps_per_epoch:
+            raise SpecError("warmup: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+        if compressor.level is None and (self.levels or self.start is not None):
+            raise SpecError(
+                "warmup: the compressor has no single level to warm up to; use one with a level, such as "
+                "topk:ratio=0.01, or give only dense_steps"
+            )
+        for level in (*self.levels, *(() if self.start is None else (self.start,))):
+            compressor.at_level(level)
+
+    def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:
+        if step < self.dense_steps:
+            return DENSE
+        if not self.levels and self.start is None:
+            return None
+        length = self.steps or self.epochs * (steps_per_epoch or 0)
+        period = (step - self.dense_steps) // length
+        if self.levels:
+            return self.levels[period] if period < len(self.levels) else None
+        if period >= self.periods or own is None or self.start is None:
+            return None
+        level = self.start * (own / self.start) ** (period / self.periods)
+        return max(1, round(level)) if isinstance(own, int) else level
