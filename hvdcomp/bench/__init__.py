@@ -1,0 +1,1 @@
+"""Benchmarks of the package itself, run as `hvdcomp bench`."""

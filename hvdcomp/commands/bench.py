@@ -1,0 +1,90 @@
+"""`hvdcomp bench`: measurements of the package on this machine. What is measured lives in `hvdcomp.bench`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from hvdcomp.bench.encode import METHODS, PEER, Measurement, Request, as_json, measure
+from hvdcomp.bench.shapes import MODELS
+from hvdcomp.errors import SpecError
+from hvdcomp.spec import parse_compressor
+
+
+@click.group()
+def command() -> None:
+    """Measure what compression costs here."""
+
+
+@command.command()
+@click.option("--model", type=click.Choice(MODELS), default="resnet50", show_default=True, help="Whose gradients.")
+@click.option("--method", "methods", multiple=True, metavar="SPEC", help="A compressor; repeat. Default: all.")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Decode as many ranks' payloads.")
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True, help="PyTorch's threads.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for encode.json and encode.png.")
+def encode(methods: tuple[str, ...], output: Path | None, **options: Any) -> None:
+    """Time of encoding and decoding, as multiples of one copy of the same gradients, and peak memory."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        raise click.ClickException("hvdcomp bench encode needs PyTorch: pip install 'hvdcomp[torch]'") from None
+    try:
+        for method in methods:
+            parse_compressor(method)
+    except SpecError as error:
+        raise click.UsageError(str(error)) from None
+    requests = [Request(method=method, **options) for method in methods or (*METHODS, PEER)]
+    measured = [measure(request) for request in track(requests, "measuring", transient=True)]
+    Console().print(_table(measured, options))
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "encode.json").write_text(
+            json.dumps({"options": options, "measurements": as_json(measured)}, indent=1) + "\n"
+        )
+        _plot(measured, options, output / "encode.png")
+        click.echo(f"wrote {output / 'encode.json'} and {output / 'encode.png'}")
+
+
+def _table(measured: list[Measurement], options: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"One step without a network: {options['model']}, decoding {options['ranks']} rank(s), "
+        f"{options['threads']} thread(s), {options['device']}"
+    )
+    for heading in ("method", "x copy", "step ms", "copy ms", "encode ms", "decode ms", "peak MiB", "bytes", "factor"):
+        table.add_column(heading, justify="left" if heading == "method" else "right")
+    for one in measured:
+        table.add_row(
+            one.method,
+            f"{one.ratio:.1f}",
+            f"{one.step_ms:.0f}",
+            f"{one.copy_ms:.1f}",
+            *("-" if value is None else f"{value:.0f}" for value in (one.encode_ms, one.decode_ms)),
+            f"{one.peak_mb:.0f}",
+            "-" if one.bytes_sent is None else f"{one.bytes_sent:,}",
+            "-" if one.compression_factor is None else f"{one.compression_factor:.1f}",
+        )
+    return table
+
+
+def _plot(measured: list[Measurement], options: dict[str, Any], file: Path) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise click.ClickException("the plot needs matplotlib: pip install 'hvdcomp[train]'") from None
+    ordered = sorted(measured, key=lambda one: one.ratio, reverse=True)
+    figure = Figure(figsize=(8, 0.32 * len(ordered) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.barh([one.method for one in ordered], [one.ratio for one in ordered])
+    axes.set_xlabel(f"time of a step, in copies of the gradients of {options['model']}")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(file, dpi=120)

