@@ -11,32 +11,65 @@ from importlib.metadata import version
 
 from hvdcomp.compression import Compression
 from hvdcomp.compressors import (
+    ATOMO,
     BF16,
+    DGC,
     FP16,
+    QSGD,
+    ByDimensions,
+    ByName,
+    BySize,
     Compressor,
+    EFSignSGD,
+    GlobalQSGD,
+    MSTopK,
+    Natural,
     NoCompression,
+    OneBit,
     PowerSGD,
     RandomK,
+    RedSync,
+    SIDCo,
+    SignSGD,
+    TernGrad,
     TopK,
 )
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
-from hvdcomp.memory import ErrorFeedback, NoMemory
+from hvdcomp.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from hvdcomp.policies import WarmUp
 
 __version__ = version("hvdcomp")
 
 __all__ = [
+    "ATOMO",
     "BF16",
+    "DGC",
     "FP16",
+    "QSGD",
+    "ByDimensions",
+    "ByName",
+    "BySize",
     "Compression",
     "Compressor",
     "ConfigurationError",
+    "EFSignSGD",
     "ErrorFeedback",
+    "GlobalQSGD",
+    "MSTopK",
+    "MomentumCorrection",
+    "Natural",
     "NoCompression",
     "NoMemory",
+    "OneBit",
     "PowerSGD",
     "RandomK",
     "RankMismatchError",
+    "RedSync",
+    "SIDCo",
+    "SignSGD",
     "SpecError",
+    "TernGrad",
     "TopK",
+    "WarmUp",
     "__version__",
 ]

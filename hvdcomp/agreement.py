@@ -14,6 +14,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.errors import RankMismatchError
 
 _TEXT_BYTES = 4096
+_TOO_LONG = "too long"
 
 
 def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like: Array) -> None:
@@ -26,15 +27,21 @@ def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like
 
     Raises:
         RankMismatchError: on every rank, naming each differing setting and which ranks have which value.
+        ValueError: on every rank, if the facts of any are too long to be compared.
     """
     xp = arrays_for(like)
     text = json.dumps(facts, sort_keys=True).encode()
-    if len(text) > _TEXT_BYTES:
-        raise ValueError(f"the settings take {len(text)} bytes as JSON; at most {_TEXT_BYTES} can be compared")
+    if len(text) > _TEXT_BYTES:  # said to all, because a rank that left now would leave the others waiting
+        text = json.dumps({_TOO_LONG: len(text)}).encode()
     mine = np.frombuffer(text.ljust(_TEXT_BYTES), np.uint8).copy()
     gathered = communicator.wait(communicator.start_allgather(xp.from_numpy(mine, like=like), "hvdcomp.agreement"))
     everyone = [json.loads(bytes(row).strip()) for row in np.asarray(gathered)]
-    different = [key for key in facts if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
+    too_long = {rank: theirs[_TOO_LONG] for rank, theirs in enumerate(everyone) if _TOO_LONG in theirs}
+    if too_long:
+        sizes = ", ".join(f"{size} bytes on rank {rank}" for rank, size in too_long.items())
+        raise ValueError(f"the settings take {sizes} as JSON; at most {_TEXT_BYTES} can be compared")
+    keys = sorted({key for theirs in everyone for key in theirs})
+    different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
     if different:
         raise RankMismatchError(
             "the ranks do not agree on how to compress: "

@@ -7,7 +7,9 @@ import importlib
 import click
 
 _COMMANDS = {
+    "bench": ("bench", "Measure what compression costs here."),
     "build-horovod": ("build_horovod", "Build and install Horovod for the frameworks found here."),
+    "compressors": ("compressors", "List the compressors, their parameters and what they send."),
     "doctor": ("doctor", "Say what is installed, what fits together and what does not."),
     "report": ("report", "Make a table and a web page from training runs."),
     "train": ("train", "Train a reference model with compressed gradients."),

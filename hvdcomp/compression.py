@@ -10,7 +10,8 @@ from hvdcomp.compressors import Compressor, Level
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.ledger import Ledger
 from hvdcomp.memory import Memory
-from hvdcomp.spec import parse_compressor, parse_memory
+from hvdcomp.policies import LevelSchedule
+from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,16 @@ class Settings:
     seed: int
     min_numel: int
     min_ndim: int
+    policy: LevelSchedule | None
+    steps_per_epoch: int | None
 
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparing ranks and for messages."""
         return {
             "compressor": str(self.compressor),
-            "memory": "default" if self.memory is None else repr(self.memory),
+            "memory": "default" if self.memory is None else str(self.memory),
+            "policy": "constant" if self.policy is None else str(self.policy),
+            "steps_per_epoch": self.steps_per_epoch,
             "seed": self.seed,
             "min_numel": self.min_numel,
             "min_ndim": self.min_ndim,
@@ -47,6 +52,9 @@ class Compression:
         named_parameters: as given to Horovod: pairs of name and parameter. State is kept by these names.
         memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
             unbiased ones and casts. `NoMemory()` turns error feedback off.
+        policy: a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default: the compressor's own
+            level throughout.
+        steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
@@ -67,6 +75,8 @@ class Compression:
         *,
         named_parameters: Iterable[tuple[str, Any]] | None = None,
         memory: Memory | None = None,
+        policy: LevelSchedule | None = None,
+        steps_per_epoch: int | None = None,
         seed: int = 0,
         min_numel: int = 1024,
         min_ndim: int = 2,
@@ -80,7 +90,11 @@ class Compression:
             )
         if memory is not None and not isinstance(memory, Memory):
             raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
-        self.settings = Settings(compressor, memory, seed, min_numel, min_ndim)
+        if policy is not None:
+            if not isinstance(policy, LevelSchedule):
+                raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.WarmUp(dense_steps=100)")
+            policy.check(steps_per_epoch, compressor)
+        self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
         self.ledger = Ledger()
         self._parameters = _unique(named_parameters)
         self._process_set = process_set
@@ -89,19 +103,31 @@ class Compression:
         self._binding: Any = None
 
     @classmethod
-    def from_spec(cls, spec: str, *, memory: str | Memory | None = None, **options: Any) -> Compression:
+    def from_spec(
+        cls,
+        spec: str,
+        *,
+        memory: str | Memory | None = None,
+        policy: str | LevelSchedule | None = None,
+        **options: Any,
+    ) -> Compression:
         """Makes one from spec strings, as a command line gives them.
 
         Args:
             spec: of the compressor, such as "topk:ratio=0.01".
             memory: of the memory ("error_feedback", "none"), or None for the default.
+            policy: of the policy ("warmup:dense_steps=100"), or None for none.
             options: as for `Compression`.
 
         Raises:
             SpecError: for a wrong name or value; lists what exists.
         """
-        parsed = parse_memory(memory) if isinstance(memory, str) else memory
-        return cls(parse_compressor(spec), memory=parsed, **options)
+        return cls(
+            parse_compressor(spec),
+            memory=parse_memory(memory) if isinstance(memory, str) else memory,
+            policy=parse_policy(policy) if isinstance(policy, str) else policy,
+            **options,
+        )
 
     @property
     def level(self) -> Level | None:
@@ -114,8 +140,10 @@ class Compression:
         To be called on every rank between the same two steps.
 
         Raises:
-            SpecError: if the compressor has no level, or not this one.
+            SpecError: if the compressor has no level, or not this one, or if a policy sets the levels.
         """
+        if self.settings.policy is not None:
+            raise SpecError(f"the policy {self.settings.policy} sets the levels; leave them to it, or give no policy")
         self.settings.compressor.at_level(level)
         self._level = level
         if self._binding is not None:

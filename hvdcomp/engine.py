@@ -66,7 +66,8 @@ class Engine:
         communicator: the ranks to exchange with.
         tensors: all tensors that may have a gradient; the same on all ranks.
         compressor: how to compress; each tensor gets what the compressor's `route` gives for it.
-        memory: None for the default: error feedback for biased compressors, nothing for the others.
+        memory: None for the default: error feedback for biased compressors, nothing for the others; but for all
+            tensors the momentum correction of a compressor that comes with it.
         seed: of all random choices; the same on all ranks.
         min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
         bytes_per_tensor: what the binding itself sends for each tensor and step, beside the engine's collectives.
@@ -96,18 +97,22 @@ class Engine:
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
+        self.compressor = compressor
         self.plan: Plan = self.plan_for(compressor)
+        if memory is None:  # momentum is for all tensors or for none
+            defaults = [kind.default_memory for kind in (compressor, *self.plan.values())]
+            self.memory = next((default for default in defaults if default.is_momentum), None)
         self._next_plan = self.plan
+        self._level: Level | str | None = None  # as set_level was last told
 
     def plan_for(self, compressor: Compressor) -> Plan:
         """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
         return MappingProxyType({name: self._choose(compressor, tensor) for name, tensor in self.tensors.items()})
 
     def _choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
+        chosen = compressor.route(tensor)
         small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
-        if small and compressor.wire_dtype(tensor.dtype) is None:
-            return NoCompression()
-        return compressor.route(tensor)
+        return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
 
     def set_plan(self, plan: Plan) -> None:
         """Replaces the plan from the next step on; a step that has begun keeps the one it began with.
@@ -118,11 +123,17 @@ class Engine:
             raise ValueError(f"a plan needs exactly these tensors: {', '.join(self.tensors)}")
         self._next_plan = MappingProxyType(dict(plan))
 
-    def set_level(self, level: Level) -> None:
-        """Sets the level of every tensor that is compressed by a method with a level, from the next step on."""
-        self.set_plan(
-            {name: kind.at_level(level) if kind.level_name else kind for name, kind in self._next_plan.items()}
-        )
+    def set_level(self, level: Level | str | None) -> None:
+        """Sets how hard all tensors are compressed from the next step on.
+
+        Args:
+            level: in the compressor's terms, `DENSE` for uncompressed, or None for the compressor's own.
+        """
+        if level == self._level:
+            return
+        self._level = level
+        compressor = NoCompression() if isinstance(level, str) else self.compressor.at_level(level)
+        self.set_plan(self.plan_for(compressor))
 
     def begin(self) -> Plan:
         """Fixes the plan of the step that is about to begin, and returns it."""
@@ -142,8 +153,9 @@ class Engine:
     def step(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Exchanges the gradients of one step.
 
-        If any gradient of any rank holds an inf or NaN, every rank gets results that hold a NaN in each tensor (so
-        that a loss scaler skips the step everywhere), and all residuals and compressor states stay as they were.
+        If any gradient of any rank holds an inf or NaN, or overflows when its residual is added or when it is cast
+        to half precision, every rank gets results that hold a NaN in each tensor (so that a loss scaler skips the
+        step everywhere), and all residuals and compressor states stay as they were.
 
         Args:
             gradients: by name; the same names on all ranks. They are not changed.
@@ -156,7 +168,10 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
-        tasks = [self._start(xp, name, gradients[name]) for name in names]
+        factor = None
+        if self.memory is not None:
+            factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.size)
+        tasks = [self._start(xp, name, gradients[name], factor) for name in names]
         poison, rounds, overhead = self._run(xp, tasks)
         results = {task.name: self._finish(xp, task, poison) for task in tasks}
         self._drop_flushed(xp, tasks, poison)
@@ -188,16 +203,17 @@ class Engine:
 
     def memory_for(self, compressor: Compressor) -> Memory:
         """The memory of a tensor that is sent by a compressor."""
-        if compressor.lossless:
-            return NoMemory()
-        return compressor.default_memory if self.memory is None else self.memory
+        memory = compressor.default_memory if self.memory is None else self.memory
+        return NoMemory() if compressor.lossless and not memory.is_momentum else memory
 
-    def _start(self, xp: ModuleType, name: str, gradient: Array) -> _Task:
+    def _start(self, xp: ModuleType, name: str, gradient: Array, factor: Array | None) -> _Task:
         compressor = self.plan[name]
         state = self.states[name]
         context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
         start = xp.mark(gradient)
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
+        if factor is not None:
+            x = x * xp.astype(factor, xp.dtype_name(x))
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         memory = self.memory_for(compressor)
         if state.memory and type(memory) is not type(state.keeper):
@@ -228,15 +244,16 @@ class Engine:
         """Steps all generators to their end.
 
         Returns:
-            The element that is NaN if any rank's gradients are not finite, the marks around each round of
+            The element that is NaN if what any rank would send is not finite, the marks around each round of
             collectives, and the bytes that belong to no tensor.
         """
         like = tasks[0].gradient
-        flag = xp.poison([task.gradient for task in tasks])
-        poison = flag
         overhead = self.bytes_per_tensor * len(tasks)
         rounds: list[tuple[Any, Any]] = []
         waiting = [(task, self._advance(xp, task, None)) for task in tasks]
+        # x and not the gradient: the sum with the residual may overflow, and an infinity must not be kept.
+        flag = xp.poison([task.x for task in tasks] + _casts_to_half(xp, waiting))
+        poison = flag
         while waiting := [(task, request) for task, request in waiting if request is not None]:
             requests = [request for _, request in waiting]
             if not rounds:
@@ -285,7 +302,11 @@ class Engine:
 
     def _drop_flushed(self, xp: ModuleType, tasks: list[_Task], poison: Array) -> None:
         """Forgets residuals that a lossless compressor has just sent."""
-        flushed = [task for task in tasks if task.compressor.lossless and task.before.memory]
+        flushed = [
+            task
+            for task in tasks
+            if task.compressor.lossless and task.before.memory and not task.memory.is_momentum
+        ]
         if flushed and xp.is_zero(poison):
             for task in flushed:
                 self.states[task.name].memory = ()
@@ -308,6 +329,17 @@ class Engine:
             return True
 
         self.ledger.record(step, settle)
+
+
+def _casts_to_half(xp: ModuleType, waiting: list[tuple[_Task, AllReduce | AllGather | None]]) -> list[Array]:
+    """What was cast to half precision for the wire, where large values become infinite."""
+    return [
+        request.array
+        for task, request in waiting
+        if isinstance(request, AllReduce)
+        and xp.dtype_name(request.array) == "float16"
+        and xp.dtype_name(task.x) != "float16"
+    ]
 
 
 def _flag_request(xp: ModuleType, requests: list[AllReduce | AllGather], flag: Array) -> AllReduce | AllGather:

@@ -6,21 +6,40 @@ parameter name.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
 from hvdcomp.collectives import Array, SparseVector
+from hvdcomp.described import Described
 from hvdcomp.errors import SpecError
 
 State = tuple[Array, ...]
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Base of all memories. Class attribute `name`: the memory's name in a spec string."""
+class Memory(Described):
+    """Base of all memories.
+
+    Class attributes:
+        name: the memory's name in a spec string.
+        is_momentum: whether it does the momentum of the training itself. It is then used for every tensor, also for
+            those that are sent dense, and the optimizer must have none.
+    """
 
     name: ClassVar[str]
+    is_momentum: ClassVar[bool] = False
+
+    def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
+        """What all gradients of a step are to be multiplied with before `compensate`, as a scalar array; or None.
+
+        Args:
+            gradients: all of this rank's, of every shape and type.
+            size: number of ranks.
+        """
+        return None
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
         """State to start a step from: made anew (zeros) when `state` is empty."""
@@ -63,6 +82,70 @@ class ErrorFeedback(Memory):
 
 
 @dataclass(frozen=True)
+class MomentumCorrection(Memory):
+    """Momentum that is applied before compression, and a residual of it (Lin et al. 2018, arXiv:1712.01887, section 3).
+
+        u = momentum u + g        v = v + u
+
+    v is what is compressed. What a sparsifier has sent is taken out of v, and u becomes zero there as well (momentum
+    factor masking), so that an old momentum does not carry weights on after the gradient behind it was sent. Of what
+    other compressors have sent, which has no places, only v loses its share; nor are dense steps masked. So without
+    masking, and with everything sent, this is SGD with momentum; with masking a sparsifier that sends everything is
+    SGD without.
+
+    With `nesterov` it is v = v + g + momentum u: in sum, what torch.optim.SGD calls Nesterov momentum. Weight decay
+    that the optimizer adds later is outside of the momentum.
+
+    Attributes:
+        momentum: factor; the optimizer's own must then be 0.
+        nesterov: see above.
+        clip: the 2-norm that this rank's gradient, all tensors together and before anything is added, is held to,
+            times size**-1/2 for `size` ranks; 0 for no clipping. In the units of gradients as they arrive, that is,
+            with a loss scaler, multiplied by the loss scale.
+        masking: whether momentum factor masking is done.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float = 0.0
+    masking: bool = True
+
+    name: ClassVar[str] = "momentum_correction"
+    is_momentum: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise SpecError(f"momentum_correction: momentum={self.momentum} is not allowed; it must be in [0, 1)")
+        if not 0 <= self.clip < math.inf:
+            raise SpecError(
+                f"momentum_correction: clip={self.clip} is not allowed; it is the largest norm of a gradient, or 0 "
+                "for no clipping"
+            )
+
+    def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
+        if not self.clip:
+            return None
+        norm, largest = xp.norm(gradients), self.clip / math.sqrt(size)
+        return largest / xp.where(norm > largest, norm, largest)
+
+    def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
+        return state or (xp.zeros(gradient.shape, like=gradient), xp.zeros(gradient.shape, like=gradient))
+
+    def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
+        velocity, residual = state
+        velocity = xp.multiply_add(gradient, velocity, self.momentum)
+        if self.nesterov:
+            return xp.multiply_add(residual + gradient, velocity, self.momentum), (velocity,)
+        return residual + velocity, (velocity,)
+
+    def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
+        (velocity,) = state
+        if self.masking and isinstance(sent, SparseVector):
+            velocity = xp.reshape(xp.fill_at(xp.flatten(velocity), sent.indices, 0.0), velocity.shape)
+        return velocity, without(xp, x, sent)
+
+
+@dataclass(frozen=True)
 class NoMemory(Memory):
     """Nothing is added and nothing kept."""
 
@@ -85,4 +168,4 @@ def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
     return x - sent
 
 
-MEMORIES: dict[str, type[Memory]] = {kind.name: kind for kind in (ErrorFeedback, NoMemory)}
+MEMORIES: dict[str, type[Memory]] = {kind.name: kind for kind in (ErrorFeedback, MomentumCorrection, NoMemory)}

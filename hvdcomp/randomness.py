@@ -8,10 +8,11 @@ which differs between processes, is not used.
 from __future__ import annotations
 
 import hashlib
+from types import ModuleType
 
 import numpy as np
 
-from hvdcomp.collectives import Context
+from hvdcomp.collectives import Array, Context
 
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:
@@ -19,6 +20,11 @@ def shared_generator(context: Context, purpose: str) -> np.random.Generator:
     text = f"{context.seed}|{context.name}|{context.step}|{purpose}"
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
     return np.random.Generator(np.random.Philox(key=key))
+
+
+def rank_generator(context: Context, purpose: str) -> np.random.Generator:
+    """A generator of this rank's own for this tensor, step and purpose."""
+    return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
 def distinct_indices(generator: np.random.Generator, count: int, size: int) -> np.ndarray:
@@ -30,3 +36,32 @@ def distinct_indices(generator: np.random.Generator, count: int, size: int) -> n
     indices = generator.choice(size, count, replace=False, shuffle=False)
     indices.sort()
     return indices.astype(np.int32 if size < 2**31 else np.int64)
+
+
+def random_words(xp: ModuleType, generator: np.random.Generator, count: int, like: Array) -> Array:
+    """Uniform 32-bit words, the same bits in every framework, made on the device of `like`.
+
+    Simple tabulation hashing (Patrascu and Thorup 2012, arXiv:1011.5200): element i is the exclusive or of two random
+    words, one chosen by the high and one by the low digit of i. Each element is exactly uniform and any three are
+    independent, so that sums over elements have the variance of independent draws; and the host draws no more than
+    about 2 sqrt(count) words. The product, which maps words one to one, hides that four elements can depend on each
+    other: without it the top bits of a block of elements are a matrix of rank one.
+
+    Returns:
+        int32 (count,), in fresh storage. The high bits are the better ones.
+    """
+    columns = 1 << (count.bit_length() + 1) // 2
+    rows = -(-count // columns)
+    drawn = generator.integers(-(2**31), 2**31, rows + columns, dtype=np.int32)
+    high, low = xp.from_numpy(drawn[:rows], like=like), xp.from_numpy(drawn[rows:], like=like)
+    words = xp.flatten(xp.reshape(high, (rows, 1)) ^ low)[:count]
+    words *= 0x2C1B3C6D
+    return words
+
+
+def uniform(xp: ModuleType, generator: np.random.Generator, count: int, like: Array) -> Array:
+    """Uniform numbers in [0, 1), float32 (count,), multiples of 2**-24, in fresh storage; see `random_words`."""
+    numbers = xp.astype(xp.shift_right(random_words(xp, generator, count, like), 8), "float32")
+    numbers *= 2.0**-24
+    numbers += 0.5
+    return numbers

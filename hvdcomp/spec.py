@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
+from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize
 from hvdcomp.errors import SpecError
 from hvdcomp.memory import MEMORIES, Memory
+from hvdcomp.policies import SCHEDULES, LevelSchedule
 
 Described = TypeVar("Described")
 
@@ -19,10 +22,19 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 def parse_compressor(spec: str) -> Compressor:
     """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
 
+    A JSON object gives different tensors different compressors, by the first rule that holds: a pattern of names, or
+    `numel<N` or `ndim<N` for tensors of less than N elements or dimensions. A rule's value is a spec string or again
+    such an object: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
+
     Raises:
         SpecError: for an unknown method or field, a missing field, or a value of the wrong kind; lists what exists.
     """
-    return _parse(spec, COMPRESSORS, "compressor")
+    if not spec.lstrip().startswith("{"):
+        return _parse(spec, COMPRESSORS, "compressor")
+    try:
+        return _router(json.loads(spec, object_pairs_hook=tuple))
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{spec!r} is not a JSON object: {error}") from None
 
 
 def parse_memory(spec: str) -> Memory:
@@ -32,6 +44,41 @@ def parse_memory(spec: str) -> Memory:
         SpecError: as `parse_compressor`.
     """
     return _parse(spec, MEMORIES, "memory")
+
+
+def parse_policy(spec: str) -> LevelSchedule:
+    """The policy that a spec string describes: `warmup:levels=0.25|0.0625,epochs=1`, `warmup:dense_steps=100`.
+
+    Raises:
+        SpecError: as `parse_compressor`.
+    """
+    return _parse(spec, SCHEDULES, "policy")
+
+
+def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
+    """The router of some rules: names before the first condition, and all that follows it in the router below it."""
+    patterns = []
+    for place, (key, value) in enumerate(rules):
+        condition = CONDITION.fullmatch(key.strip())
+        if condition is None:
+            patterns.append((key, _routed(value)))
+            continue
+        rest = rules[place + 1 :]
+        if not rest:
+            raise SpecError(f'no rule follows {key!r}; end with one for all other tensors, such as "*": "none"')
+        otherwise = _routed(rest[0][1]) if len(rest) == 1 and rest[0][0] == ANY else _router(rest)
+        kind = {"numel": BySize, "ndim": ByDimensions}[condition[1]]
+        router = kind(int(condition[2]), _routed(value), otherwise)
+        return ByName([*patterns, (ANY, router)]) if patterns else router
+    return ByName(patterns)
+
+
+def _routed(value: Any) -> Compressor:
+    if isinstance(value, str):
+        return parse_compressor(value)
+    if isinstance(value, tuple):
+        return _router(value)
+    raise SpecError(f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object of such")
 
 
 def _parse(spec: str, kinds: Mapping[str, type[Described]], what: str) -> Described:
@@ -72,8 +119,20 @@ def _convert(text: str, kind: Any, where: str) -> Any:
         return _TRUTH[text.lower()]
     if kind is str:
         return text
+    if typing.get_origin(kind) is tuple:
+        return tuple(_number(part, where) for part in text.split("|"))
+    if kind not in (int, float):
+        return _number(text, where)
     try:
         return kind(text)
     except ValueError:
         expected = "a whole number" if kind is int else "a number"
         raise SpecError(f"{where}: expected {expected}") from None
+
+
+def _number(text: str, where: str) -> float | int:
+    """A whole number where the text is one, else a float."""
+    try:
+        return int(text)
+    except ValueError:
+        return _convert(text, float, where)

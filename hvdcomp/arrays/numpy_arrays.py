@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.collectives import Array
 
 _UNSIGNED_32 = np.dtype("uint32")
@@ -47,13 +48,18 @@ def zeros(shape: Sequence[int], like: Array) -> Array:
     return np.zeros(tuple(shape), like.dtype)
 
 
+def arange(count: int, like: Array) -> Array:
+    """0, 1, ... (count,) in `like`'s type and place."""
+    return np.arange(count, dtype=like.dtype)
+
+
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     """A NumPy array brought to the place of `like`, with its own element type."""
     return x
 
 
 def concatenate(arrays: Sequence[Array]) -> Array:
-    """The vectors end to end, in fresh storage."""
+    """The vectors end to end, or the matrices one below the other, in fresh storage."""
     return np.concatenate(arrays)
 
 
@@ -96,14 +102,50 @@ def top_k_indices(x: Array, k: int) -> Array:
 
     NaN counts as largest. Which of several equal elements is taken is left open; exactly k are.
     """
-    magnitude = np.abs(x)
-    size = x.shape[0]
-    chosen = np.argpartition(magnitude, size - k)[size - k :]
-    return chosen.astype(np.int32 if size < 2**31 else np.int64)
+    return magnitudes(x, k).top(k)
+
+
+def magnitudes(x: Array, need: int) -> Magnitudes:
+    """The magnitudes of the vector `x`, ready for questions about the `need` largest; see `Magnitudes`."""
+    return Magnitudes(x.astype(np.float32) if x.dtype.itemsize < 4 else x, need)
+
+
+def sort(x: Array) -> Array:
+    """The vector in ascending order, in fresh storage."""
+    return np.sort(x)
+
+
+def block_counts(indices: Array, block: int, blocks: int) -> Array:
+    """How many, int32 (blocks,), of the ascending indices lie in each block of `block` elements."""
+    ends = np.searchsorted(indices, np.arange(1, blocks, dtype=indices.dtype) * indices.dtype.type(block))
+    return np.diff(ends, prepend=0, append=indices.shape[0]).astype(np.int32)
+
+
+def repeat(x: Array, counts: Array, total: int) -> Array:
+    """Each element of the vector `x` as often as `counts` says, `total` elements in all."""
+    return np.repeat(x, counts)
+
+
+def multiply_add(x: Array, y: Array, factor: float) -> Array:
+    """x + factor * y, in fresh storage."""
+    result = y * y.dtype.type(factor)
+    result += x
+    return result
+
+
+def fill_at(x: Array, indices: Array, value: float) -> Array:
+    """The vector `x` with `value` at `indices`; reuses the storage of x."""
+    x[indices] = value
+    return x
+
+
+def norm(arrays: Sequence[Array]) -> Array:
+    """The 2-norm of all elements of all arrays, a float64 scalar."""
+    return np.sqrt(np.float64(sum(np.sum(np.square(x, dtype=np.float64)) for x in arrays)))
 
 
 def take(x: Array, indices: Array) -> Array:
-    """The elements of the vector `x` at `indices`, in fresh storage."""
+    """The elements of the vector `x`, or the rows of the matrix, at `indices`, in fresh storage."""
     return x[indices]
 
 
@@ -133,9 +175,108 @@ def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     return np.where(x > threshold, 1 / np.where(x > threshold, x, 1), 0).astype(x.dtype)
 
 
+def finite_or_zero(x: Array) -> Array:
+    """`x` with zeros in place of inf and NaN."""
+    return np.where(np.isfinite(x), x, x.dtype.type(0))
+
+
+def eigenvectors(x: Array) -> Array:
+    """Orthonormal eigenvectors of a finite symmetric matrix, as rows, those of the largest eigenvalues first.
+
+    Waits for an accelerator.
+    """
+    return np.linalg.eigh(x)[1].T[::-1]
+
+
+def cumulative_sum(x: Array) -> Array:
+    """Running sums of a vector: element i is the sum of the elements 0 to i."""
+    return np.cumsum(x)
+
+
+def interval_index(bounds: Array, points: Array) -> Array:
+    """For each point the index, int64, of the first of the ascending bounds above it, or else of the last bound."""
+    return np.minimum(np.searchsorted(bounds, points, side="right"), bounds.shape[0] - 1)
+
+
 def where(condition: Array, x: Array, y: Array) -> Array:
     """Elementwise x where the condition holds, else y, broadcast."""
     return np.where(condition, x, y)
+
+
+def bitcast(x: Array, dtype: str) -> Array:
+    """The same bits read as elements of another type of the same size; a view where possible."""
+    return x.view(dtype)
+
+
+def shift_left(x: Array, places: int | Array) -> Array:
+    """The integers shifted left, by an array of their type elementwise; bits that leave the element are lost.
+
+    In fresh storage.
+    """
+    return x << np.asarray(places, x.dtype)
+
+
+def shift_right(x: Array, places: int | Array) -> Array:
+    """The integers shifted right, as `shift_left`; the sign bit of signed types is repeated."""
+    return x >> np.asarray(places, x.dtype)
+
+
+def absolute(x: Array) -> Array:
+    """Elementwise magnitude."""
+    return np.abs(x)
+
+
+def sign(x: Array) -> Array:
+    """Elementwise -1, 0 or 1."""
+    return np.sign(x)
+
+
+def floor(x: Array) -> Array:
+    """Elementwise largest whole number not above x; reuses the storage of x."""
+    return np.floor(x, out=x)
+
+
+def clip(x: Array, low: float, high: float) -> Array:
+    """Elementwise nearest value in [low, high], in fresh storage."""
+    return np.clip(x, x.dtype.type(low), x.dtype.type(high))
+
+
+def to_integers(x: Array, dtype: str) -> Array:
+    """Whole numbers as elements of an integer type that holds them. What NaN becomes is left open."""
+    with np.errstate(invalid="ignore"):
+        return x.astype(dtype)
+
+
+def largest_magnitude(x: Array) -> Array:
+    """One element (1,): the largest magnitude in a vector of at least one element; NaN if it holds one."""
+    return np.abs(x).max(keepdims=True)
+
+
+def row_sums(x: Array) -> Array:
+    """Sums (r, 1) of the rows of a floating-point matrix."""
+    return np.sum(x, axis=1, keepdims=True)
+
+
+def column_sums(x: Array) -> Array:
+    """Sums (c,) of the columns of a matrix, in its element type."""
+    return np.sum(x, axis=0, dtype=x.dtype)
+
+
+def row_counts(condition: Array) -> Array:
+    """How often (r, 1) the condition holds in each row of a matrix of truth values, as float32."""
+    return np.count_nonzero(condition, axis=1, keepdims=True).astype(np.float32)
+
+
+def row_norms(x: Array) -> Array:
+    """2-norms (r, 1) of the rows of a matrix; squares neither overflow nor vanish, being added in float64."""
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return np.sqrt(np.einsum("ij,ij->i", wide, wide)).astype(x.dtype)[:, None]
+
+
+def rows_with_nonzero(x: Array) -> Array:
+    """Whether (r,) each row of a matrix holds an element that is not zero."""
+    return np.any(x != 0, axis=1)
 
 
 def poison(arrays: Sequence[Array]) -> Array:
@@ -153,7 +294,7 @@ def spoil(x: Array, poison: Array) -> Array:
     """`x` with the element `poison` (0 or NaN) added to its first element; reuses the storage of x."""
     if x.size and poison[0] != 0:
         x = np.array(x)
-        x.reshape(-1)[0] = np.nan
+        x[(0,) * x.ndim] = np.nan
     return x
 
 
@@ -164,7 +305,12 @@ def is_zero(poison: Array) -> bool:
 
 def like_original(x: Array, original: Array) -> Array:
     """`x` in the element type, shape and memory layout of `original`."""
-    return x.reshape(original.shape).astype(original.dtype, copy=False)
+    x = x.reshape(original.shape).astype(original.dtype, copy=False)
+    if x.strides == original.strides:
+        return x
+    result = np.empty_like(original)
+    result[...] = x
+    return result
 
 
 def mark(like: Array) -> float:

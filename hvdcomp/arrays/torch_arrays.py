@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdcomp.arrays.magnitudes import Magnitudes
+from hvdcomp.arrays.torch_magnitudes import TorchMagnitudes
 from hvdcomp.collectives import Array
 
 
@@ -43,6 +45,10 @@ def zeros(shape: Sequence[int], like: Array) -> Array:
     return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
+def arange(count: int, like: Array) -> Array:
+    return torch.arange(count, dtype=like.dtype, device=like.device)
+
+
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     return torch.from_numpy(x).to(like.device, non_blocking=True)
 
@@ -56,7 +62,8 @@ def concatenate_columns(matrices: Sequence[Array]) -> Array:
 
 
 def as_bytes(x: Array) -> Array:
-    return x.contiguous().view(-1).view(torch.uint8)
+    # Strides of 1, which torch does not promise for contiguous tensors of no or one element.
+    return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(x: Array, like: Array) -> Array:
@@ -76,8 +83,44 @@ def scale(x: Array, factor: float) -> Array:
 
 
 def top_k_indices(x: Array, k: int) -> Array:
-    indices = torch.topk(x.abs(), k, sorted=False).indices
-    return indices.int() if x.shape[0] < 2**31 else indices
+    return magnitudes(x, k).top(k)
+
+
+def magnitudes(x: Array, need: int) -> Magnitudes | TorchMagnitudes:
+    if x.device.type == "cpu":
+        x = x.detach().float() if x.element_size() < 4 else x.detach()
+        return Magnitudes(x.numpy(), need, torch.from_numpy)
+    return TorchMagnitudes(x)
+
+
+def sort(x: Array) -> Array:
+    if x.device.type == "cpu":  # where NumPy sorts integers many times as fast
+        return torch.from_numpy(np.sort(x.numpy()))
+    return x.sort().values
+
+
+def block_counts(indices: Array, block: int, blocks: int) -> Array:
+    starts = torch.arange(blocks, dtype=indices.dtype, device=indices.device) * block
+    places = torch.searchsorted(indices, starts)
+    return torch.diff(places, append=places.new_full((1,), indices.shape[0])).int()
+
+
+def repeat(x: Array, counts: Array, total: int) -> Array:
+    return torch.repeat_interleave(x, counts, output_size=total)
+
+
+def multiply_add(x: Array, y: Array, factor: float) -> Array:
+    return torch.add(x, y, alpha=factor)
+
+
+def fill_at(x: Array, indices: Array, value: float) -> Array:
+    return x.index_fill_(0, indices.long(), value)
+
+
+def norm(arrays: Sequence[Array]) -> Array:
+    wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
+    norms = [torch.linalg.vector_norm(x, dtype=dtype).double() for x, dtype in zip(arrays, wide, strict=True)]
+    return torch.stack(norms).norm()
 
 
 def take(x: Array, indices: Array) -> Array:
@@ -104,26 +147,105 @@ def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     return torch.where(x > threshold, x.reciprocal(), 0.0)
 
 
+def finite_or_zero(x: Array) -> Array:
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def eigenvectors(x: Array) -> Array:
+    return torch.linalg.eigh(x).eigenvectors.t().flip(0)
+
+
+def cumulative_sum(x: Array) -> Array:
+    return torch.cumsum(x, 0)
+
+
+def interval_index(bounds: Array, points: Array) -> Array:
+    return torch.searchsorted(bounds, points, right=True).clamp_(max=bounds.shape[0] - 1)
+
+
 def where(condition: Array, x: Array, y: Array) -> Array:
     return torch.where(condition, x, y)
 
 
+def bitcast(x: Array, dtype: str) -> Array:
+    return x.view(getattr(torch, dtype))
+
+
+def shift_left(x: Array, places: int | Array) -> Array:
+    return x << places
+
+
+def shift_right(x: Array, places: int | Array) -> Array:
+    return x >> places
+
+
+def absolute(x: Array) -> Array:
+    return x.abs()
+
+
+def sign(x: Array) -> Array:
+    return x.sign()
+
+
+def floor(x: Array) -> Array:
+    return x.floor_()
+
+
+def clip(x: Array, low: float, high: float) -> Array:
+    return x.clamp(low, high)
+
+
+def to_integers(x: Array, dtype: str) -> Array:
+    return x.to(getattr(torch, dtype))
+
+
+def largest_magnitude(x: Array) -> Array:
+    low, high = torch.aminmax(x)
+    return torch.maximum(high, -low).reshape(1)  # on CPU many times as fast as the infinity norm
+
+
+def row_sums(x: Array) -> Array:
+    return x.sum(1, keepdim=True)
+
+
+def column_sums(x: Array) -> Array:
+    return x.sum(0, dtype=x.dtype)
+
+
+def row_counts(condition: Array) -> Array:
+    return condition.view(torch.uint8).sum(1, keepdim=True, dtype=torch.int32).float()
+
+
+def row_norms(x: Array) -> Array:
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64).to(x.dtype)
+
+
+def rows_with_nonzero(x: Array) -> Array:
+    if x.shape[1] == 1:
+        return x[:, 0] != 0
+    return (x.amax(1) != 0) | (x.amin(1) != 0)  # on CPU many times as fast as (x != 0).any(1)
+
+
 def poison(arrays: Sequence[Array]) -> Array:
+    filled = [x for x in arrays if x.numel()]
+    if not filled:
+        return torch.zeros(1, device=arrays[0].device)
     # The largest magnitude is inf or NaN exactly where an element is; x - x is then NaN, otherwise 0.
-    largest = torch._foreach_norm([x for x in arrays if x.numel()], float("inf"))
-    spread = torch.stack([(norm - norm).float() for norm in largest])
+    on_cpu = filled[0].device.type == "cpu"
+    largest = [largest_magnitude(x) for x in filled] if on_cpu else torch._foreach_norm(filled, float("inf"))
+    spread = torch.stack([(norm - norm).float().to(filled[0].device) for norm in largest])
     return spread.sum().reshape(1)
 
 
 def select(poison: Array, x: Array, y: Array) -> Array:
     if poison.is_cuda:
-        return torch.where(poison == 0, x, y)
+        return torch.where(poison.to(x.device) == 0, x, y)
     return x if poison.item() == 0 else y
 
 
 def spoil(x: Array, poison: Array) -> Array:
     if x.numel():
-        x.view(-1)[:1].add_(poison)
+        x[(0,) * x.dim()].add_(poison[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
     return x
 
 

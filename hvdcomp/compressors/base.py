@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
+from hvdcomp.described import Described
 from hvdcomp.errors import SpecError
 from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
 
@@ -19,13 +20,14 @@ Level = float | int
 
 
 @dataclass(frozen=True)
-class Compressor:
+class Compressor(Described):
     """Base of all compressors.
 
     Class attributes:
         name: the method's name in a spec string.
         level_name: the field that says how hard to compress, or None if the method has no such knob.
         collective: the collectives of one step, in order, in words.
+        sends: what one rank sends for a tensor, in words.
         biased: whether the mean of the result over the method's random choices differs from the gradient. Biased
             methods use error feedback unless told otherwise. A cast's rounding does not count.
         lossless: whether the receivers get the gradient itself.
@@ -35,6 +37,7 @@ class Compressor:
     name: ClassVar[str]
     level_name: ClassVar[str | None] = None
     collective: ClassVar[str]
+    sends: ClassVar[str]
     biased: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     reference: ClassVar[str] = ""
@@ -100,15 +103,6 @@ class Compressor:
             raise SpecError(f"{self.name} has no level to set; it was given level {level}")
         changes: dict[str, Any] = {self.level_name: level}
         return dataclasses.replace(self, **changes)
-
-    def __str__(self) -> str:
-        """The spec string that makes this compressor again."""
-        settings = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
-        ]
-        return ":".join([self.name, ",".join(settings)]) if settings else self.name
 
 
 def require_ratio(method: str, ratio: object) -> None:

@@ -26,6 +26,7 @@ class NoCompression(Compressor):
 
     name: ClassVar[str] = "none"
     collective: ClassVar[str] = "allreduce"
+    sends: ClassVar[str] = "all elements"
     lossless: ClassVar[bool] = True
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
@@ -48,6 +49,7 @@ class FP16(Compressor):
 
     name: ClassVar[str] = "fp16"
     collective: ClassVar[str] = "allreduce"
+    sends: ClassVar[str] = "all elements, 16 bits each"
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         half = xp.astype(x, self.wire_dtype(xp.dtype_name(x)))
@@ -67,6 +69,7 @@ class BF16(Compressor):
 
     name: ClassVar[str] = "bf16"
     collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "all elements, 16 bits each"
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         bits = xp.to_bfloat16_bits(xp.flatten(x))

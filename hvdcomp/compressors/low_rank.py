@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -28,72 +29,113 @@ from hvdcomp.randomness import shared_generator
 # left is rounding error, whose direction means nothing.
 _DEPENDENT = 1e-5
 
+# P, Q and the state for the next step.
+_Factors = Generator[AllReduce, Array, tuple[Array, Array, tuple[Array, ...]]]
+
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """One step of power iteration a training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
+    """Power iteration a training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).
 
     The gradient is viewed as the matrix M of shape[0] rows. P = M Q is averaged and orthogonalised, Q = M' P is
     averaged, and the result is P Q'. Q is kept for the next step.
 
+    With `alternating`, a step does half of that with one allreduce (Vogels et al. 2020, arXiv:2008.01425):
+    even steps average P = M Q with the orthogonalised Q of the step before, odd steps average Q = M' P with the
+    orthogonalised P; the result is again P Q'. Even steps send rows x rank values and odd steps columns x rank:
+    `payload_bytes` and `payload_floats` then give the mean of the two, while a ledger holds what each step sent.
+
     Attributes:
         rank: number of columns of P and Q; no more than rows or columns.
-        min_rate: a tensor is sent dense unless (rows + columns) rank < rows columns / min_rate.
+        min_rate: a tensor is sent dense unless it takes fewer floats than rows columns / min_rate to send P and Q.
+        iterations: power iterations a step; each takes two allreduces and sends both factors.
+        alternating: one factor a step. Takes iterations=1.
     """
 
     rank: int
     min_rate: float = 1.0
+    iterations: int = 1
+    alternating: bool = False
 
     name: ClassVar[str] = "powersgd"
     level_name: ClassVar[str | None] = "rank"
     collective: ClassVar[str] = "allreduce, allreduce"
+    sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:
-        require_at_least_one(self.name, rank=self.rank)
+        require_at_least_one(self.name, rank=self.rank, iterations=self.iterations)
         if not self.min_rate > 0:
             raise SpecError(f"powersgd: min_rate={self.min_rate} is not allowed; it must be positive (1 is usual)")
+        if not isinstance(self.alternating, bool):
+            raise SpecError(f"powersgd: alternating={self.alternating} is not allowed; it is true or false")
+        if self.alternating and self.iterations > 1:
+            raise SpecError(
+                f"powersgd: iterations={self.iterations} does not go with alternating, which does half an iteration "
+                "a step; leave out one of the two"
+            )
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
         rows, columns = matrix_shape(x.shape)
         rank = min(self.rank, rows, columns)
-        kept = state[0].shape[1] if state else 0
-        if kept == rank:
-            return state
-        if kept > rank:
-            return (state[0][:, :rank],)
-        fresh = random_columns(xp, x, columns, rank, context)[:, kept:]
-        return (xp.concatenate_columns([state[0], fresh]) if state else fresh,)
+        q = fit_columns(xp, x, state[0] if state else None, columns, rank, context, "powersgd")
+        if not self.alternating:
+            return (q,)
+        return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
-        matrix = xp.reshape(xp.astype(x, "float32") if xp.item_size(x) < 4 else x, matrix_shape(x.shape))
-        (start,) = state
-        p = yield AllReduce(xp.matmul(matrix, orthogonalize(xp, start)))
-        p = orthogonalize(xp, p)
-        q = yield AllReduce(xp.matmul(xp.transpose(matrix), p))
+        matrix = as_matrix(xp, x)
+        if not self.alternating:
+            p, q, state = yield from self._iterate(xp, matrix, state)
+        elif context.step % 2 == 0:
+            p, q, state = yield from self._update_p(xp, matrix, state)
+        else:
+            p, q, state = yield from self._update_q(xp, matrix, state)
         approximation = xp.astype(xp.reshape(xp.matmul(p, xp.transpose(q)), x.shape), xp.dtype_name(x))
-        # A zero gradient empties columns of q, and from zeros the power iteration would never start again.
-        kept = xp.where(xp.column_norms(q) > 0, q, start)
-        return Outcome(approximation, approximation, (kept,))
+        return Outcome(approximation, approximation, state)
+
+    def _iterate(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
+        (start,) = state
+        q = start
+        for _ in range(self.iterations):
+            p = yield AllReduce(xp.matmul(matrix, orthogonalize(xp, q)))
+            p = orthogonalize(xp, p)
+            q = yield AllReduce(xp.matmul(xp.transpose(matrix), p))
+        return p, q, (nonzero_columns(xp, q, start),)
+
+    def _update_p(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
+        start, old = state
+        q = orthogonalize(xp, start)
+        p = yield AllReduce(xp.matmul(matrix, q))
+        return p, q, (start, nonzero_columns(xp, p, old))
+
+    def _update_q(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
+        old, start = state
+        p = orthogonalize(xp, start)
+        q = yield AllReduce(xp.matmul(xp.transpose(matrix), p))
+        return p, q, (nonzero_columns(xp, q, old), start)
 
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return int(self.payload_floats(shape, level)) * max(4, dtype_bytes(dtype))
+        return int(self.payload_floats(shape, level) * max(4, dtype_bytes(dtype)))
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         rows, columns = matrix_shape(shape)
-        return (rows + columns) * min(int(self.rank if level is None else level), rows, columns)
+        rank = min(int(self.rank if level is None else level), rows, columns)
+        return (rows + columns) * rank * self._iterations_per_step
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
-        rows, columns = matrix_shape(shape)
-        rank = math.floor(rows * columns / (compression_factor * (rows + columns)))
-        return min(max(1, rank), rows, columns)
+        return rank_for(compression_factor * self._iterations_per_step, shape)
 
     def route(self, tensor: TensorInfo) -> Compressor:
         if tensor.size and self.payload_floats(tensor.shape) < tensor.size / self.min_rate:
             return self
         return NoCompression()
+
+    @property
+    def _iterations_per_step(self) -> float:
+        return 0.5 if self.alternating else self.iterations
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -102,15 +144,47 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, number_of_elements(tuple(shape[1:]))
 
 
-def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: Context) -> Array:
+def as_matrix(xp: ModuleType, x: Array) -> Array:
+    """The tensor as a matrix of `matrix_shape`, in float32 at least."""
+    return xp.reshape(xp.astype(x, "float32") if xp.item_size(x) < 4 else x, matrix_shape(x.shape))
+
+
+def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
+    """The highest rank whose two factors take no more than 1 / `compression_factor` of the matrix; 1 at least."""
+    rows, columns = matrix_shape(shape)
+    rank = math.floor(rows * columns / (compression_factor * (rows + columns)))
+    return min(max(1, rank), rows, columns)
+
+
+def fit_columns(
+    xp: ModuleType, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
+) -> Array:
+    """The kept columns (length, any), cut to `rank` columns or filled up with random ones."""
+    if kept is None:
+        return random_columns(xp, x, length, rank, context, purpose)
+    have = kept.shape[1]
+    if have >= rank:
+        return kept[:, :rank]
+    return xp.concatenate_columns([kept, random_columns(xp, x, length, rank, context, purpose)[:, have:]])
+
+
+def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: Context, purpose: str) -> Array:
     """Standard normal columns (length, count), the same on every rank and at every step.
 
     A higher count begins with the columns of a lower one.
     """
     start = Context(context.name, 0, context.seed, 0, context.size)
     dtype = np.float64 if xp.item_size(x) == 8 else np.float32
-    drawn = shared_generator(start, "powersgd").standard_normal((count, length), dtype=dtype)
+    drawn = shared_generator(start, purpose).standard_normal((count, length), dtype=dtype)
     return xp.transpose(xp.from_numpy(drawn, like=x))
+
+
+def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
+    """The new columns, but the old one where the new one is zero.
+
+    A zero gradient empties columns, and from zeros the power iteration would never start again.
+    """
+    return xp.where(xp.column_norms(new) > 0, new, old)
 
 
 def orthogonalize(xp: ModuleType, matrix: Array) -> Array:

@@ -113,6 +113,11 @@ class TorchBinding:
         """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
         self._results.clear()
         self._previous = None
+        settings = self._compression.settings
+        if settings.policy is not None:
+            step = self.engine.step_number
+            own = settings.compressor.level
+            self.engine.set_level(settings.policy.level_at(step, settings.steps_per_epoch, own))
         self.engine.begin()
         # The first step goes through the engine whatever the plan, so that ranks with different settings meet in
         # the same collective and can say so.
@@ -126,6 +131,7 @@ class TorchBinding:
         if not self._agreed:
             require_agreement(self.engine.communicator, self._facts(), torch.empty(0))
             self._agreed = True
+        self._refuse_double_momentum()
         pending, self._pending = self._pending, {}
         self._results = self.engine.step(pending)
         if factor != 1:
@@ -196,6 +202,26 @@ class TorchBinding:
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
 
+    def _momentum_of_optimizer(self) -> str | None:
+        """The first momentum in the optimizer's settings, as text; None without one, or where it does no harm."""
+        if self.engine.memory is None or not self.engine.memory.is_momentum:
+            return None
+        for group in getattr(self._optimizer, "param_groups", ()):
+            if group.get("momentum"):
+                return f"momentum={group['momentum']}"
+            if "betas" in group and group["betas"][0]:
+                return f"betas={tuple(group['betas'])}"
+        return None
+
+    def _refuse_double_momentum(self) -> None:
+        found = self._momentum_of_optimizer()
+        if found:
+            raise ConfigurationError(
+                f"the optimizer has {found}, but {self.engine.memory} applies momentum itself, before compression; use "
+                "an optimizer without momentum (torch.optim.SGD with momentum=0) and set momentum in the memory "
+                "(dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
+            )
+
     def _follow_loss_scale(self) -> None:
         if self._grad_scaler is None:
             return
@@ -209,6 +235,7 @@ class TorchBinding:
         return self._compression.settings.describe() | {
             "parameters": f"{len(shapes)}, {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]}",
             "level": self._compression.level,
+            "momentum of the optimizer": self._momentum_of_optimizer(),
             "hvdcomp": hvdcomp.__version__,
             "numpy": numpy.__version__,
         }

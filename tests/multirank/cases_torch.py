@@ -35,6 +35,52 @@ def case_weights_are_identical_after_50_steps() -> None:
         assert how.ledger.steps == 50, spec
 
 
+# Every other method, and the forms of those above.
+MORE_SPECS = [
+    "topk:ratio=0.05,values=fp16",
+    "randomk:ratio=0.1,unbiased=true",
+    "mstopk:ratio=0.05",
+    "redsync:ratio=0.05",
+    "sidco:ratio=0.05",
+    "signsgd",
+    "efsignsgd",
+    "onebit",
+    "onebit:per_row=true",
+    "qsgd:bits=4",
+    "qsgd:bits=1",
+    "terngrad",
+    "natural",
+    "globalqsgd:bits=8",
+    "powersgd:rank=2,alternating=true",
+    "powersgd:rank=2,iterations=2",
+    "atomo:rank=2",
+    '{"*5*": "topk:ratio=0.05", "numel<2000": "qsgd:bits=8", "*": "powersgd:rank=1"}',
+]
+
+
+def case_every_method_keeps_weights_identical() -> None:
+    for spec in MORE_SPECS:
+        model = small_model()
+        start = weights(model)
+        train(model, distribute(model, compression(spec, model), 0.005), steps=8)
+        assert_same_everywhere(weights(model))
+        assert not torch.equal(start, weights(model)), spec
+
+
+def case_dgc_keeps_weights_identical_and_refuses_momentum() -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression("dgc:ratio=0.05", model)
+    )
+    train(model, optimizer, steps=10)
+    assert_same_everywhere(weights(model))
+    model = small_model()
+    twice = distribute(model, compression("dgc:ratio=0.05", model))
+    message = raised(hvdcomp.ConfigurationError, lambda: train(model, twice, steps=1))
+    assert "momentum=0.9" in message
+
+
 def case_none_equals_horovods_own() -> None:
     ours, theirs = small_model(), small_model()
     train(ours, distribute(ours, compression("none", ours)))
@@ -355,6 +401,19 @@ def case_level_changes_between_steps() -> None:
         assert_same_everywhere(weights(model))
 
 
+def case_warm_up_schedule() -> None:
+    model = small_model()
+    how = compression("topk:ratio=0.01", model, policy="warmup:dense_steps=2,levels=0.5|0.1,steps=2")
+    optimizer = distribute(model, how)
+    sizes = []
+    for _ in range(8):
+        train(model, optimizer, steps=1)
+        sizes.append(how.ledger.last.bytes_sent / how.ledger.last.dense_bytes)
+    assert sizes[0] >= sizes[1] == 1  # the first step always goes through the engine, with its flags
+    assert sizes[2] == sizes[3] > sizes[4] == sizes[5] > sizes[6] == sizes[7]
+    assert_same_everywhere(weights(model))
+
+
 def case_global_random_state_is_untouched() -> None:
     for spec in SPECS:
         model = small_model()
@@ -376,8 +435,10 @@ def case_the_same_seed_gives_the_same_run() -> None:
             model = small_model()
             train(model, distribute(model, compression(spec, model, seed=seed)), steps=8)
             results.append(weights(model))
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2]) == (spec not in ("randomk:ratio=0.1", "powersgd:rank=2"))
+        if spec in ("none", "fp16") and hvd.size() > 2:
+            continue  # Horovod carries these, and what it fuses, and so the order of additions, depends on timing
+        assert torch.equal(results[0], results[1]), spec
+        assert torch.equal(results[0], results[2]) == (spec not in ("randomk:ratio=0.1", "powersgd:rank=2")), spec
 
 
 def case_two_optimizers_take_turns() -> None:

@@ -1,0 +1,109 @@
+"""`hvdcomp train`: options in, a training run out. What a run is and does lives in `hvdcomp.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.train import environment
+from hvdcomp.train.settings import DATA, MODELS, Settings
+
+_DEFAULTS = Settings()
+
+
+def _epoch_list(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in value.split(",") if part.strip())
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of epochs, such as 3,4") from None
+
+
+def _option(name: str, help_text: str, **attributes: Any) -> Any:
+    """An option with the default of `Settings`; None there means that it depends on the model and the data."""
+    default = getattr(_DEFAULTS, name.lstrip("-").replace("-", "_"))
+    shown: bool | str = "by model and data" if default is None else True
+    return click.option(
+        name, help=help_text, default=default, show_default=attributes.pop("shown", shown), **attributes
+    )
+
+
+@click.command(epilog="Start it on several ranks with: horovodrun -np 2 hvdcomp train ...")
+@_option("--model", "What to train.", type=click.Choice(MODELS))
+@_option("--data", "What to train it on.", type=click.Choice(DATA))
+@_option(
+    "--data-dir",
+    "Folder of CIFAR, WikiText-2 or PTB, as published.",
+    type=click.Path(path_type=Path),
+    shown=False,
+)
+@_option("--compression", "How gradients are sent, such as topk:ratio=0.01.", metavar="SPEC")
+@_option("--memory", "What happens to what is not sent: error_feedback or none.", metavar="SPEC", shown="by compressor")
+@_option("--epochs", "Passes over the training data.", type=int)
+@_option("--batch-size", "Samples per rank and backward pass.", type=int)
+@_option("--lr", "Learning rate. It is used as given: scale it yourself when you add ranks.", type=float)
+@_option("--momentum", "Momentum of SGD.", type=float)
+@_option("--nesterov", "Nesterov's form of momentum.", is_flag=True, shown=False)
+@_option("--weight-decay", "L2 penalty on all parameters.", type=float)
+@click.option(
+    "--milestones",
+    help="Epochs after which the learning rate is multiplied by --gamma.",
+    default="",
+    metavar="E,E,...",
+    callback=_epoch_list,
+)
+@_option("--gamma", "Factor of the learning rate at each milestone.", type=float)
+@_option("--warm-up", "Epochs over which the learning rate grows from 0.", type=float)
+@_option("--clip-norm", "Largest norm of the averaged gradient; 0 for no limit.", type=float)
+@_option("--backward-passes-per-step", "Backward passes whose gradients make one step.", type=int)
+@_option("--seed", "Start of all random choices; the train/test split does not depend on it.", type=int)
+@_option(
+    "--output",
+    "Folder for steps.jsonl, epochs.jsonl and summary.json.",
+    type=click.Path(path_type=Path),
+    shown=False,
+)
+@_option("--overwrite", "Replace the run that --output holds.", is_flag=True, shown=False)
+@_option("--tensorboard", "Write TensorBoard's files too, below --output.", is_flag=True, shown=False)
+@_option("--samples", "Train on the first N samples only.", type=int, metavar="N", shown="all")
+@_option("--label-noise", "Fraction of training labels drawn at random.", type=float)
+@_option("--image-size", "Pixels on a side of synthetic images.", type=int)
+@_option("--text-size", "Characters of stdlib-text.", type=int)
+@_option("--text-unit", "What a token of stdlib-text is.", type=click.Choice(["char", "word"]))
+@_option("--sequence-length", "Tokens of a sequence of text.", type=int)
+@click.option("--progress/--no-progress", default=True, help="Show how the run goes.")
+@click.pass_context
+def command(context: click.Context, **options: Any) -> None:
+    """Train a reference model with compressed gradients.
+
+    Alone it is one process; under horovodrun, mpirun or srun each process is a rank, and rank 0 writes and
+    reports. A learning rate, a batch size and the like that are not given are chosen to suit the model and
+    the data.
+    """
+    environment.prepare_mpi()
+    try:
+        import horovod.torch as hvd
+
+        from hvdcomp.train.ranks import RunRefused
+        from hvdcomp.train.trainer import train
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error}; hvdcomp train needs PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]', "
+            "then hvdcomp build-horovod"
+        ) from None
+    hvd.init()
+    try:
+        summary = train(Settings(**options))
+    except RunRefused as refused:
+        if hvd.rank() == 0:
+            click.UsageError(str(refused), context).show()
+        hvd.barrier()  # a launcher ends the others as soon as one rank is gone: rank 0 speaks first
+        context.exit(2)
+    except (ConfigurationError, RankMismatchError) as error:
+        raise click.ClickException(str(error)) from None
+    if summary["status"] == "diverged":
+        if hvd.rank() == 0:
+            click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
+        context.exit(1)

@@ -1,0 +1,294 @@
+"""Quantizers: each element is rounded at random to one of a few values, so that the expectation is the element itself.
+
+Rounding a number v down with probability 1 - (v - floor(v)) and else up is floor(v + u) with u uniform in [0, 1): all
+methods here but `Natural`, which does the same to the bits of a float, are that with their own scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from hvdcomp.collectives import (
+    AllGather,
+    AllReduce,
+    Array,
+    Context,
+    Exchange,
+    TensorInfo,
+    number_of_elements,
+)
+from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
+from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.randomness import random_words, rank_generator, uniform
+
+# A scale below this counts as zero, so that dividing by it stays within float32.
+_SMALLEST_SCALE = 2.0**-110
+
+
+@dataclass(frozen=True)
+class QSGD(Compressor):
+    """Elements as multiples of a fraction of their bucket's 2-norm (Alistarh et al. 2017, section 3.1).
+
+    A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1; one bit says only
+    + or - norm (+ with probability (1 + x / norm) / 2), which is unbiased too, but of a variance near bucket * norm**2.
+
+    Attributes:
+        bits: of a code, sign included, 1 to 8.
+        bucket: consecutive elements that share a norm; the last bucket may be shorter.
+    """
+
+    bits: int
+    bucket: int = 512
+
+    name: ClassVar[str] = "qsgd"
+    level_name: ClassVar[str | None] = "bits"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "bits for each element, a 2-norm for each bucket"
+    reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
+
+    def __post_init__(self) -> None:
+        require_bits(self.name, self.bits, 1, 8)
+        require_at_least_one(self.name, bucket=self.bucket)
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        vector = xp.flatten(xp.astype(x, "float32"))
+        size = vector.shape[0]
+        bucket = min(self.bucket, size)
+        steps = max(1, 2**self.bits - 2)  # from the lowest code to the highest
+        lowest = steps // 2
+        buckets = xp.reshape(pad(xp, vector, bucket), (-1, bucket))
+        norms = xp.row_norms(buckets)
+        values = xp.flatten(buckets * (xp.reciprocal_or_zero(norms, _SMALLEST_SCALE) * (steps / 2)))[:size]
+        values += uniform(xp, rank_generator(context, self.name), size, like=values)
+        if steps == 1:
+            values += 0.5
+        codes = whole_codes(xp, values, lowest, steps)
+        ranks = yield AllGather((pack(xp, codes, self.bits), norms))
+
+        def decode(packed: Array, norms: Array) -> Array:
+            codes = pad(xp, unpack(xp, packed, self.bits, size), bucket)
+            values = xp.astype(xp.reshape(codes, (-1, bucket)), "float32")
+            values -= steps / 2
+            values *= norms * (2 / steps)
+            return xp.flatten(values)[:size]
+
+        return average_decoded(xp, x, ranks, decode, context)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        size = number_of_elements(shape)
+        return packed_bytes(size, int(self.bits if level is None else level)) + 4 * -(-size // self.bucket)
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)
+        return bits_for(self, compression_factor, shape, range(1, 9))
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+
+@dataclass(frozen=True)
+class TernGrad(Compressor):
+    """Elements as -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one scale for a tensor).
+
+    Unbiased with respect to the clipped gradient. Sigma is taken about zero, sqrt(mean(x**2)): gradients are modelled
+    with mean zero, and about its own mean a constant tensor would be clipped to nothing.
+
+    Attributes:
+        clip: magnitudes above clip * sigma are cut to it first; 0 or inf for none.
+    """
+
+    clip: float = 2.5
+
+    name: ClassVar[str] = "terngrad"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "two bits an element, the largest magnitude"
+    reference: ClassVar[str] = "Wen et al. 2017, arXiv:1705.07878"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not self.clip >= 0:
+            raise SpecError(
+                f"terngrad: clip={self.clip} is not allowed; it is a number of standard deviations (2.5 is usual), "
+                "or 0 for no clipping"
+            )
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        vector = xp.flatten(xp.astype(x, "float32"))
+        size = vector.shape[0]
+        scale = xp.largest_magnitude(vector)
+        if 0 < self.clip < math.inf:
+            bound = xp.flatten(xp.row_norms(xp.reshape(vector, (1, size)))) * (self.clip / math.sqrt(size))
+            scale = xp.where(bound < scale, bound, scale)
+        values = vector * xp.reciprocal_or_zero(scale, _SMALLEST_SCALE)
+        values += uniform(xp, rank_generator(context, self.name), size, like=values)
+        codes = whole_codes(xp, values, 1, 2)  # which also clips: what lies beyond +-1 is rounded beyond it
+        ranks = yield AllGather((pack(xp, codes, 2), scale))
+
+        def decode(packed: Array, scale: Array) -> Array:
+            values = xp.astype(unpack(xp, packed, 2, size), "float32")
+            values -= 1
+            values *= scale
+            return values
+
+        return average_decoded(xp, x, ranks, decode, context)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return packed_bytes(number_of_elements(shape), 2) + 4
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+
+@dataclass(frozen=True)
+class Natural(Compressor):
+    """Natural compression: elements rounded to a power of two, sent as sign and exponent, 9 bits
+    (Horvath et al. 2019, section 2).
+
+    Adding random bits below the exponent of a float and dropping all but the carry rounds to the power of two above
+    with exactly the right probability, in the range of denormal numbers too (to 0 or 2**-126). Magnitudes beyond
+    2**127, the highest power of two of float32, become 2**127.
+    """
+
+    name: ClassVar[str] = "natural"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "a sign bit and an exponent byte for each element"
+    reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        vector = xp.flatten(xp.astype(x, "float32"))
+        size = vector.shape[0]
+        noise = xp.shift_right(random_words(xp, rank_generator(context, self.name), size, like=vector), 9)
+        noise &= 0x7FFFFF
+        noise += xp.bitcast(vector, "int32")
+        # A conversion to bytes drops the sign bit, which is beyond the eight bits of the exponent.
+        exponents = xp.clip(xp.astype(xp.shift_right(noise, 23), "uint8"), 0, 254)
+        signs = pack(xp, xp.astype(vector < 0, "uint8"), 1)
+        ranks = yield AllGather((exponents, signs))
+
+        def decode(exponents: Array, signs: Array) -> Array:
+            upper_half = xp.shift_left(xp.astype(exponents, "int16"), 7)
+            upper_half |= xp.shift_left(xp.astype(unpack(xp, signs, 1, size), "int16"), 15)
+            return xp.from_bfloat16_bits(upper_half)
+
+        return average_decoded(xp, x, ranks, decode, context)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        size = number_of_elements(shape)
+        return size + packed_bytes(size, 1)
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+
+@dataclass(frozen=True)
+class GlobalQSGD(Compressor):
+    """Integer multiples of a fraction of the largest magnitude of all ranks, summed by an allreduce
+    (Xin et al. 2023, uniform levels and maximum norm; integer sums as in IntSGD, Mishchenko et al. 2021).
+
+    An int32 carries 32 // bits fields. Among N ranks each sends -s ... s in a field with s = (2**bits - 1) // (2 N)
+    levels, so that no sum of N of them leaves its field: the payload does not depend on N, the precision does, and a
+    field must have room for at least s = 1.
+
+    Attributes:
+        bits: of a field, 2 to 16; 2, 4, 8 and 16 leave no bit of the int32 unused.
+    """
+
+    bits: int = 8
+
+    name: ClassVar[str] = "globalqsgd"
+    level_name: ClassVar[str | None] = "bits"
+    collective: ClassVar[str] = "allreduce, allreduce"
+    sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"
+    reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
+
+    def __post_init__(self) -> None:
+        require_bits(self.name, self.bits, 2, 16)
+
+    def levels(self, ranks: int) -> int:
+        """s: a rank of so many sends -s ... s.
+
+        Raises:
+            ConfigurationError: if the sum over the ranks has no room in a field.
+        """
+        levels = (2**self.bits - 1) // (2 * ranks)
+        if levels < 1:
+            raise ConfigurationError(
+                f"globalqsgd: bits={self.bits} holds sums of at most {(2**self.bits - 1) // 2} ranks, and there are "
+                f"{ranks}; {ranks} ranks need at least bits={(2 * ranks).bit_length()} (16 at most)"
+            )
+        return levels
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        levels = self.levels(context.size)
+        vector = xp.flatten(xp.astype(x, "float32"))
+        size = vector.shape[0]
+        scale = yield AllReduce(xp.largest_magnitude(vector), op="max")
+        values = vector * (xp.reciprocal_or_zero(scale, _SMALLEST_SCALE) * levels)
+        values += uniform(xp, rank_generator(context, self.name), size, like=values)
+        values = xp.clip(xp.floor(values), -levels, levels)
+        total = yield AllReduce(self._pack(xp, xp.to_integers(values, "int32")), op="sum")
+        mean = xp.astype(self._unpack(xp, total, levels * context.size), "float32")[:size]
+        mean *= scale * (1 / (levels * context.size))
+        values *= scale * (1 / levels)
+        return outcome_like(xp, x, mean, values)
+
+    def _pack(self, xp: ModuleType, codes: Array) -> Array:
+        """Codes below 2**(bits - 1) in magnitude, int32, as the digits of int32 numbers to the base 2**bits.
+
+        Digits with signs: their sums over ranks are the digits of the sum, and nothing can overflow.
+        """
+        fields = 32 // self.bits
+        codes = pad(xp, codes, fields)
+        length = codes.shape[0] // fields
+        words = codes[(fields - 1) * length :]
+        for field in range(fields - 2, -1, -1):
+            words = xp.shift_left(words, self.bits)
+            words += codes[field * length : (field + 1) * length]
+        return words
+
+    def _unpack(self, xp: ModuleType, words: Array, largest: int) -> Array:
+        """The digits, int32, of words whose digits are at most `largest` in magnitude."""
+        fields = 32 // self.bits
+        # With `largest` added to each digit, all are positive and lie in bits of their own.
+        words = words + sum(largest << (self.bits * field) for field in range(fields))
+        digits = xp.concatenate([xp.shift_right(words, self.bits * field) for field in range(fields)])
+        digits &= (1 << self.bits) - 1
+        digits -= largest
+        return digits
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        fields = 32 // int(self.bits if level is None else level)
+        return 4 + 4 * -(-number_of_elements(shape) // fields)
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)
+        return bits_for(self, compression_factor, shape, range(2, 17))
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+
+def whole_codes(xp: ModuleType, values: Array, lowest: int, steps: int) -> Array:
+    """floor(values) clipped to -lowest ... steps - lowest, as codes 0 ... steps; reuses the storage of `values`.
+
+    Clipping matters even where the values are in range: adding a random number below 1 may round up to 1.
+    """
+    values = xp.clip(xp.floor(values), -lowest, steps - lowest)
+    values += lowest
+    return xp.to_integers(values, "uint8")
+
+
+def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
+    """The most bits whose payload is at most dense bytes / `compression_factor`, else the fewest allowed."""
+    budget = 4 * number_of_elements(shape) / compression_factor
+    return max((bits for bits in allowed if method.payload_bytes(shape, bits) <= budget), default=allowed[0])
+
+
+def require_bits(method: str, bits: object, lowest: int, highest: int) -> None:
+    """Raises SpecError unless `bits` is a whole number in the range."""
+    if isinstance(bits, bool) or not isinstance(bits, int) or not lowest <= bits <= highest:
+        raise SpecError(f"{method}: bits={bits} is not allowed; it must be a whole number from {lowest} to {highest}")

@@ -1,0 +1,261 @@
+"""Routing: different compressors for different tensors, chosen by name, by size or by number of dimensions.
+
+A router is itself a compressor and may stand wherever one may, also inside another router. It never compresses: the
+engine asks `route` what each tensor gets, and everything else (memory, payload, bias) is then the routed compressor's
+own matter. All tensors still share the fused collectives of a round, whatever their compressors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import Any, ClassVar, NoReturn
+
+from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
+from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
+from hvdcomp.errors import SpecError
+
+ANY = "*"  # the pattern that matches every name
+CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # what stands in a pattern's place for the other routers
+
+
+@dataclass(frozen=True)
+class Router(Compressor):
+    """Base of the compressors that choose another one for each tensor.
+
+    A router has a level if those among its compressors that have one mean the same by it (ratio, or rank): setting it
+    sets it in all of them. Otherwise there is none to set, and levels are a matter of single tensors.
+    """
+
+    collective: ClassVar[str] = "those of the chosen compressors"
+    sends: ClassVar[str] = "what the chosen compressors send"
+
+    @property
+    def choices(self) -> tuple[Compressor, ...]:
+        """The compressors that tensors may get; routers among them."""
+        raise NotImplementedError
+
+    def choose(self, tensor: TensorInfo) -> Compressor:
+        """The one of `choices` that a tensor gets."""
+        raise NotImplementedError
+
+    def rules(self) -> dict[str, Compressor]:
+        """Condition and compressor, in the order in which they are tried, as a spec string has them."""
+        raise NotImplementedError
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        """What a tensor gets: the first compressor on the way that is no router, or what that one prefers.
+
+        Raises:
+            SpecError: for a tensor that no rule covers.
+        """
+        return self.choose(tensor).route(tensor)
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Whether any of its compressors is."""
+        return any(choice.biased for choice in self.choices)
+
+    @property
+    def level_name(self) -> str | None:  # type: ignore[override]
+        """What its compressors with a level call it; None if they do not agree or none has one."""
+        names = {choice.level_name for choice in self._with_level()}
+        return names.pop() if len(names) == 1 else None
+
+    @property
+    def level(self) -> Level | None:
+        """The level of all its compressors that have one; None if they differ."""
+        levels = {choice.level for choice in self._with_level()}
+        return levels.pop() if len(levels) == 1 and self.level_name else None
+
+    def at_level(self, level: Level | None) -> Compressor:
+        """The same router with every compressor that has a level at this one.
+
+        Raises:
+            SpecError: if they do not mean the same by a level, or do not allow this one.
+        """
+        if level is None:
+            return self
+        if self.level_name is None:
+            have = ", ".join(f"{choice} ({choice.level_name or 'no level'})" for choice in self.choices)
+            raise SpecError(
+                f"level {level} cannot be set for all of {have}: they have no level in common; use compressors that "
+                "have the same kind of level, or set the levels of single tensors"
+            )
+        return self._with(choice.at_level(level) if _has_level(choice) else choice for choice in self.choices)
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        self._refuse()
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        self._refuse()
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        self._refuse()
+
+    def __str__(self) -> str:
+        """The JSON object that makes this router again."""
+        return json.dumps(self._as_json())
+
+    def _as_json(self) -> dict[str, Any]:
+        return {
+            condition: choice._as_json() if isinstance(choice, Router) else str(choice)
+            for condition, choice in self.rules().items()
+        }
+
+    def _with(self, choices: Iterable[Compressor]) -> Router:
+        """The same rules for other compressors, given in the order of `choices`."""
+        raise NotImplementedError
+
+    def _with_level(self) -> list[Compressor]:
+        return [choice for choice in self.choices if _has_level(choice)]
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(f"{self.name} only chooses compressors; ask the one that route(tensor) gives")
+
+
+def _has_level(compressor: Compressor) -> bool:
+    """Whether it has a level, or is a router with levels (that may differ, so that it has none in common)."""
+    if isinstance(compressor, Router):
+        return bool(compressor._with_level())
+    return compressor.level_name is not None
+
+
+@dataclass(frozen=True, init=False)
+class ByName(Router):
+    """Chooses by the tensor's name: the first pattern that matches decides.
+
+        ByName({"embed.*": TopK(0.001), "*.bias": NoCompression(), "*": PowerSGD(4)})
+
+    Patterns are those of Python's `fnmatch`, whole names, upper and lower case told apart: `*` stands for any text
+    (also with dots and slashes), `?` for one character, `[abc]` for one of several.
+
+    Args:
+        patterns: pattern to compressor, in the order in which they are tried (a mapping, or pairs). A tensor that
+            none matches is an error, so the last pattern is usually "*".
+
+    Raises:
+        SpecError: for no patterns, one that is given twice or after "*", or something that is no compressor.
+    """
+
+    patterns: tuple[tuple[str, Compressor], ...]
+
+    name: ClassVar[str] = "by_name"
+
+    def __init__(self, patterns: Mapping[str, Compressor] | Iterable[tuple[str, Compressor]]) -> None:
+        pairs = tuple(patterns.items() if isinstance(patterns, Mapping) else patterns)
+        object.__setattr__(self, "patterns", pairs)  # the dataclass is frozen
+        if not pairs:
+            raise SpecError('by_name: there are no patterns; give some, such as {"*.bias": NoCompression(), "*": ...}')
+        names = [pattern for pattern, _ in pairs]
+        for place, (pattern, choice) in enumerate(pairs):
+            if not isinstance(pattern, str) or not pattern:
+                raise SpecError(f"by_name: {pattern!r} is not a pattern; it must be text, such as 'embed.*'")
+            if CONDITION.fullmatch(pattern.strip()):
+                raise SpecError(f"by_name: {pattern!r} is a condition, not a pattern; use BySize or ByDimensions")
+            if ANY in names[:place]:
+                raise SpecError(f"by_name: pattern {pattern!r} stands after '*', which matches all; put '*' last")
+            if pattern in names[:place]:
+                raise SpecError(f"by_name: pattern {pattern!r} is given twice")
+            _require_compressor(self.name, pattern, choice)
+
+    @property
+    def choices(self) -> tuple[Compressor, ...]:
+        return tuple(choice for _, choice in self.patterns)
+
+    def choose(self, tensor: TensorInfo) -> Compressor:
+        for pattern, choice in self.patterns:
+            if fnmatchcase(tensor.name, pattern):
+                return choice
+        raise SpecError(
+            f"no pattern matches tensor {tensor.name!r} of shape {tensor.shape}; there are: "
+            f"{', '.join(pattern for pattern, _ in self.patterns)}. Add one for it, or '*' at the end for all others "
+            '({"*": "none"} leaves them uncompressed)'
+        )
+
+    def rules(self) -> dict[str, Compressor]:
+        return dict(self.patterns)
+
+    def _with(self, choices: Iterable[Compressor]) -> ByName:
+        return ByName(zip((pattern for pattern, _ in self.patterns), choices, strict=True))
+
+
+@dataclass(frozen=True)
+class BySize(Router):
+    """Chooses by the number of elements.
+
+    Attributes:
+        threshold: number of elements from which a tensor is large.
+        small: for tensors with fewer elements.
+        large: for all others.
+    """
+
+    threshold: int
+    small: Compressor
+    large: Compressor
+
+    name: ClassVar[str] = "by_size"
+    condition: ClassVar[str] = "numel"
+
+    def __post_init__(self) -> None:
+        require_at_least_one(self.name, threshold=self.threshold)
+        _require_compressor(self.name, "small", self.small)
+        _require_compressor(self.name, "large", self.large)
+
+    @property
+    def choices(self) -> tuple[Compressor, ...]:
+        return self.small, self.large
+
+    def choose(self, tensor: TensorInfo) -> Compressor:
+        return self.small if tensor.size < self.threshold else self.large
+
+    def rules(self) -> dict[str, Compressor]:
+        return {f"{self.condition}<{self.threshold}": self.small, ANY: self.large}
+
+    def _with(self, choices: Iterable[Compressor]) -> BySize:
+        return BySize(self.threshold, *choices)
+
+
+@dataclass(frozen=True)
+class ByDimensions(Router):
+    """Chooses by the number of dimensions: a bias has one, a linear layer two, a convolution four.
+
+    Attributes:
+        threshold: number of dimensions from which `others` is taken.
+        fewer: for tensors with fewer dimensions.
+        others: for all others.
+    """
+
+    threshold: int
+    fewer: Compressor
+    others: Compressor
+
+    name: ClassVar[str] = "by_dimensions"
+    condition: ClassVar[str] = "ndim"
+
+    def __post_init__(self) -> None:
+        require_at_least_one(self.name, threshold=self.threshold)
+        _require_compressor(self.name, "fewer", self.fewer)
+        _require_compressor(self.name, "others", self.others)
+
+    @property
+    def choices(self) -> tuple[Compressor, ...]:
+        return self.fewer, self.others
+
+    def choose(self, tensor: TensorInfo) -> Compressor:
+        return self.fewer if len(tensor.shape) < self.threshold else self.others
+
+    def rules(self) -> dict[str, Compressor]:
+        return {f"{self.condition}<{self.threshold}": self.fewer, ANY: self.others}
+
+    def _with(self, choices: Iterable[Compressor]) -> ByDimensions:
+        return ByDimensions(self.threshold, *choices)
+
+
+def _require_compressor(method: str, place: str, choice: object) -> None:
+    if not isinstance(choice, Compressor):
+        raise SpecError(f"{method}: {choice!r} for {place!r} is not a compressor; give one, such as TopK(ratio=0.01)")

@@ -1,0 +1,205 @@
+"""Sign methods: one bit an element, eight to a byte, and what little else is needed to read it.
+
+They differ in what the receivers make of the bits: a majority vote (SignSGD), two means (one-bit SGD) or one
+magnitude (EF-SignSGD).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from hvdcomp.collectives import (
+    AllGather,
+    Array,
+    Context,
+    Exchange,
+    TensorInfo,
+    number_of_elements,
+)
+from hvdcomp.compressors.base import Compressor, Level
+from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.low_rank import matrix_shape
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
+from hvdcomp.errors import SpecError
+from hvdcomp.memory import Memory, NoMemory
+
+# The balance of so many votes fits into a byte with a sign.
+_VOTES_PER_BYTE = 127
+
+
+@dataclass(frozen=True)
+class SignSGD(Compressor):
+    """Signs of the gradient; the result is the sign of the ranks' majority, 0 in a tie (Bernstein et al. 2018).
+
+    One bit cannot say that an element is zero. Beside the sign bits, each rank sends one bit for each row (first
+    dimension): a row without a nonzero element, such as the embedding of a word that the batch did not hold, votes
+    for neither sign. With `zeros="elements"` each element has such a bit and every zero votes for neither, at two
+    bits an element. Otherwise a zero in a row that holds a nonzero element must take a side: + and - in turn from
+    step to step and from rank to rank, so that two ranks' zeros cancel, and one rank's within two steps.
+
+    The result has magnitude 1 (or 0) and the learning rate must be chosen for that. Used without error feedback, as
+    published: the residual of error feedback is in the gradient's units, the sign is not (`EFSignSGD` scales it).
+
+    Attributes:
+        zeros: "rows" or "elements", what has a bit of its own to vote for neither.
+    """
+
+    zeros: str = "rows"
+
+    name: ClassVar[str] = "signsgd"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "one bit an element, one bit a row (an element with zeros=elements)"
+    biased: ClassVar[bool] = True
+    reference: ClassVar[str] = "Bernstein et al. 2018, arXiv:1802.04434; Bernstein et al. 2019, arXiv:1810.05291"
+
+    def __post_init__(self) -> None:
+        if self.zeros not in ("rows", "elements"):
+            raise SpecError(
+                f'signsgd: zeros={self.zeros} is not allowed; it is "rows" (a bit for each row, to say that it is all '
+                'zero) or "elements" (a bit for each element)'
+            )
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        rows, columns = self._voters(tuple(x.shape))
+        matrix = xp.reshape(x, (rows, columns))
+        votes = xp.rows_with_nonzero(matrix)
+        zero_is_positive = (context.step + context.rank) % 2 == 0
+        positive = matrix >= 0 if zero_is_positive else matrix > 0
+        cast = xp.astype(votes, "uint8")
+        bits = xp.flatten(xp.astype(positive, "uint8") & xp.reshape(cast, (rows, 1)))
+        ranks = yield AllGather((pack(xp, bits, 1), pack(xp, cast, 1)))
+        mean = xp.astype(xp.sign(self._count(xp, ranks, rows, columns)), xp.dtype_name(x))
+        return outcome_like(xp, x, mean, balance(xp, bits, cast))
+
+    @staticmethod
+    def _count(xp: ModuleType, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
+        """Votes for + less votes for - of all ranks, as int8 (rows, columns), or int16 where int8 is too small."""
+        total = None
+        for start in range(0, len(ranks), _VOTES_PER_BYTE):
+            (bits, cast), *others = ranks[start : start + _VOTES_PER_BYTE]
+            positive, votes = unpack(xp, bits, 1, rows * columns), unpack(xp, cast, 1, rows)
+            for bits, cast in others:
+                positive += unpack(xp, bits, 1, rows * columns)
+                votes += unpack(xp, cast, 1, rows)
+            counted = balance(xp, positive, votes)
+            total = counted if total is None else xp.astype(total, "int16") + xp.astype(counted, "int16")
+        assert total is not None
+        return total
+
+    def _voters(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return packed_bytes(number_of_elements(shape), 1) + packed_bytes(self._voters(shape)[0], 1)
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+    @property
+    def default_memory(self) -> Memory:
+        """None, although the method is biased: the sign's magnitude is not the gradient's."""
+        return NoMemory()
+
+
+@dataclass(frozen=True)
+class OneBit(Compressor):
+    """One-bit SGD: a bit says whether an element is positive; it is read as the mean of the positive elements, or of
+    the rest (Seide et al. 2014, section 3.2).
+
+    Attributes:
+        per_row: a pair of means for each row of the gradient viewed as a matrix (first dimension by the rest), not
+            one for the tensor. Seide et al. take a pair for each column of their weight matrices.
+    """
+
+    per_row: bool = False
+
+    name: ClassVar[str] = "onebit"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "one bit an element, two means (a pair for each row if per_row)"
+    biased: ClassVar[bool] = True
+    reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.per_row, bool):
+            raise SpecError(f"onebit: per_row={self.per_row} is not allowed; it is true or false")
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        rows, columns = self._groups(tuple(x.shape))
+        matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
+        positive = matrix > 0
+        above = xp.row_counts(positive)
+        below = columns - above
+        upper = xp.row_sums(xp.clip(matrix, 0, float("inf"))) * xp.reciprocal_or_zero(above, 0)
+        lower = xp.row_sums(xp.clip(matrix, float("-inf"), 0)) * xp.reciprocal_or_zero(below, 0)
+        bits = pack(xp, xp.astype(xp.flatten(positive), "uint8"), 1)
+        ranks = yield AllGather((bits, representable(xp, upper, x), representable(xp, lower, x)))
+
+        def decode(bits: Array, upper: Array, lower: Array) -> Array:
+            values = xp.astype(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)), "float32")
+            values *= upper - lower
+            values += lower
+            return values
+
+        return average_decoded(xp, x, ranks, decode, context)
+
+    def _groups(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return packed_bytes(number_of_elements(shape), 1) + 8 * self._groups(shape)[0]
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+
+@dataclass(frozen=True)
+class EFSignSGD(Compressor):
+    """Signs times the mean magnitude |x|_1 / d (Karimireddy et al. 2019, algorithm 1). Zero counts as positive."""
+
+    name: ClassVar[str] = "efsignsgd"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "one bit an element, the mean magnitude"
+    biased: ClassVar[bool] = True
+    reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
+
+    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+        vector = xp.flatten(xp.astype(x, "float32"))
+        size = vector.shape[0]
+        magnitude = xp.flatten(xp.row_sums(xp.reshape(xp.absolute(vector), (1, size)))) * (1 / size)
+        bits = pack(xp, xp.astype(vector >= 0, "uint8"), 1)
+        ranks = yield AllGather((bits, representable(xp, magnitude, x)))
+
+        def decode(bits: Array, magnitude: Array) -> Array:
+            values = xp.astype(unpack(xp, bits, 1, size), "float32")
+            values *= 2 * magnitude
+            values -= magnitude
+            return values
+
+        return average_decoded(xp, x, ranks, decode, context)
+
+    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        return packed_bytes(number_of_elements(shape), 1) + 4
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size else NoCompression()
+
+
+def representable(xp: ModuleType, scale: Array, like: Array) -> Array:
+    """float32 values that the type of `like` holds too, so that what receivers decode is exactly what was sent."""
+    return xp.astype(xp.astype(scale, xp.dtype_name(like)), "float32")
+
+
+def balance(xp: ModuleType, positive: Array, votes: Array) -> Array:
+    """Votes for + less votes for -, int8 (rows, columns), of at most 127 ranks; reuses the storage of `positive`.
+
+    Args:
+        positive: how many voted for +, uint8 (rows * columns,).
+        votes: how many voted, uint8 (rows,).
+    """
+    positive *= 2  # what does not fit into a byte comes back when the votes are taken off
+    difference = xp.reshape(positive, (votes.shape[0], -1))
+    difference -= xp.reshape(votes, (-1, 1))
+    return xp.bitcast(difference, "int8")

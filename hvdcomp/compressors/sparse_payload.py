@@ -1,0 +1,132 @@
+"""How chosen elements travel: values as they are or in half precision, indices in the fewest bytes that hold them.
+
+All sizes follow from the number of elements of the tensor and the number chosen, so that they are known on every rank
+before the data are.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+from hvdcomp.collectives import Array, Context, SparseVector, dtype_bytes
+from hvdcomp.compressors.base import Level
+from hvdcomp.errors import SpecError
+
+_VALUES = ("same", "fp16")
+LARGEST_HALF = 65504.0
+_BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
+
+
+def require_values(method: str, values: object) -> None:
+    """Raises SpecError unless `values` says how to send values."""
+    if values not in _VALUES:
+        raise SpecError(
+            f"{method}: values={values} is not allowed; it is 'same' (as in the gradient) or 'fp16' (half precision)"
+        )
+
+
+def elements_kept(ratio: Level, size: int) -> int:
+    """k = max(1, ceil(ratio d)), and never more than d."""
+    # Less a rounding error: 0.07 * 100 is 7.000000000000001 in floating point, and must make 7.
+    return min(size, max(1, math.ceil(ratio * size * (1 - 1e-12))))
+
+
+def value_bytes(values: str, dtype: str) -> int:
+    """Bytes of one value of a tensor of element type `dtype`."""
+    return 2 if values == "fp16" else dtype_bytes(dtype)
+
+
+def payload_bytes(count: int, size: int, bytes_of_value: int) -> int:
+    """Bytes of `count` values and their indices into `size` elements."""
+    return count * bytes_of_value + index_bytes(count, size)
+
+
+def index_bytes(count: int, size: int) -> int:
+    """Bytes of `count` indices into `size` elements.
+
+    Two bytes an index where the tensor has no more than 65536 elements, and in blocks of so many with four bytes for
+    each block's count; but whole indices where so few are sent that this is less.
+    """
+    if size <= _BLOCK:
+        return 2 * count
+    return min(2 * count + 4 * _blocks(size), _whole_bytes(size) * count)
+
+
+def most_elements(budget: float, size: int, bytes_of_value: int) -> int:
+    """The largest number of elements, of 1 to `size`, whose payload is within `budget` bytes; 1 if none is."""
+    blocks = 0 if size <= _BLOCK else 4 * _blocks(size)
+    in_blocks = math.floor((budget - blocks) / (bytes_of_value + 2))
+    whole = math.floor(budget / (bytes_of_value + _whole_bytes(size)))
+    return min(size, max(1, in_blocks, whole))
+
+
+def level_for(compression_factor: float, size: int, bytes_of_value: int) -> float:
+    """The share of elements whose payload is nearest to 1 / `compression_factor` of `size` floats, and not above."""
+    return most_elements(4 * size / compression_factor, size, bytes_of_value) / size
+
+
+def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST_HALF) -> Array:
+    """The values as they travel. Those beyond half precision become the largest there is: the rest is not sent."""
+    return values if how == "same" else xp.astype(xp.clip(values, -bound, bound), "float16")
+
+
+def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
+    """The parts to gather for the elements of `vector` at `indices`, and what receivers make of them.
+
+    Args:
+        vector: (d,).
+        indices: (k,), int32 or int64, each at most once, in any order.
+        values: "same" or "fp16".
+
+    Returns:
+        (values, indices) or (values, indices in their blocks, counts of the blocks), and the sparse vector.
+    """
+    size = vector.shape[0]
+    blocks = _in_blocks(indices.shape[0], size)
+    if blocks:
+        indices = xp.sort(indices)
+    carried = round_values(xp, xp.take(vector, indices), values)
+    sent = SparseVector(indices, xp.astype(carried, xp.dtype_name(vector)))
+    if not blocks:
+        return (carried, xp.astype(indices, "int16") if size <= _BLOCK else indices), sent
+    return (carried, xp.astype(indices, "int16"), xp.block_counts(indices, _BLOCK, _blocks(size))), sent
+
+
+def decode_indices(xp: ModuleType, parts: tuple[Array, ...], size: int) -> Array:
+    """The indices (k,) in the parts that one rank sent."""
+    if len(parts) == 2 and size > _BLOCK:
+        return parts[1]
+    wide = "int32" if size < 2**31 else "int64"
+    indices = xp.astype(parts[1], wide) & (_BLOCK - 1)
+    if len(parts) == 3:
+        starts = xp.astype(xp.cumulative_sum(xp.zeros(parts[2].shape, like=parts[2]) + _BLOCK), wide) - _BLOCK
+        indices = indices + xp.repeat(starts, parts[2], indices.shape[0])
+    return indices
+
+
+def mean_of_sparse(xp: ModuleType, ranks: list[tuple[Array, ...]], like: Array, context: Context) -> Array:
+    """Adds every rank's part into one dense vector in the shape of `like`, in rank order, each divided by their number.
+
+    Half-precision values are added in float32. No more than one rank's part is unpacked at a time.
+    """
+    wide = "float32" if xp.item_size(like) < 4 else xp.dtype_name(like)
+    total = xp.zeros(like.shape, like=xp.astype(like[:0], wide))
+    for parts in ranks:
+        values = xp.astype(parts[0], wide)
+        if context.size > 1:
+            values = values * (1 / context.size)
+        total = xp.add_at(total, decode_indices(xp, parts, like.shape[0]), values)
+    return total
+
+
+def _blocks(size: int) -> int:
+    return -(-size // _BLOCK)
+
+
+def _in_blocks(count: int, size: int) -> bool:
+    return size > _BLOCK and 2 * count + 4 * _blocks(size) < _whole_bytes(size) * count
+
+
+def _whole_bytes(size: int) -> int:
+    return 4 if size < 2**31 else 8

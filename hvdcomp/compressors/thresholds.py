@@ -1,0 +1,212 @@
+"""Threshold sparsifiers: in place of a sort they look for a magnitude that about k elements reach.
+
+All of them ask the same questions of `xp.magnitudes` (how many elements reach a threshold, what is their mean) and end
+with exactly k elements, so that the payload has a fixed size. They differ in where they look for the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+from hvdcomp.collectives import Array
+from hvdcomp.compressors.base import require_at_least_one
+from hvdcomp.compressors.sparsification import Sparsifier
+from hvdcomp.memory import Memory, MomentumCorrection
+
+_ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
+_ROOM = 4  # an estimated threshold may let through so many times k; of those the k largest are taken
+
+
+class Bracket:
+    """The thresholds on either side of the sought one, and how they become a choice of k elements.
+
+    Args:
+        magnitudes: what `xp.magnitudes` returned.
+        k: elements to choose.
+        most: a threshold is good if at least k and at most this many elements reach it.
+    """
+
+    def __init__(self, magnitudes: Any, k: int, most: int) -> None:
+        self._magnitudes = magnitudes
+        self._k = k
+        self._most = most
+        self.low: Any = 0.0  # the highest known threshold that more than `most` elements reach; all reach 0
+        self.high: Any = math.inf  # the lowest known one that at most `most` reach
+
+    def test(self, threshold: Any) -> tuple[Any, Any, bool]:
+        """Whether too few (less than k) elements reach the threshold, whether too many (more than `most`) do, and
+        whether it is known without waiting that it is good."""
+        count = self._magnitudes.count(threshold)
+        too_few, too_many = count < self._k, count > self._most
+        self.low = self._magnitudes.where(too_many & (threshold > self.low), threshold, self.low)
+        self.high = self._magnitudes.where((count <= self._most) & (threshold < self.high), threshold, self.high)
+        return too_few, too_many, self._magnitudes.settled((count >= self._k) & (count <= self._most))
+
+    def choose(self) -> Array:
+        """Indices of the k largest among the first `most` elements, counted in index order from those that reach
+        `high` and going on to those that reach `low`."""
+        return self._magnitudes.pick(self.low, self.high, self._k, self._most)
+
+
+def bisect(magnitudes: Any, bracket: Bracket, rounds: int) -> None:
+    """Halves the range from the mean to the largest magnitude until a threshold is good, or `rounds` times."""
+    mean, width = magnitudes.mean, magnitudes.largest - magnitudes.mean
+    left: Any = 0.0
+    right: Any = 1.0
+    for _ in range(rounds):
+        middle = (left + right) / 2
+        too_few, too_many, good = bracket.test(mean + middle * width)
+        if good:
+            return
+        # A good threshold closes the range, and the rounds that are left test it again.
+        left = magnitudes.where(too_few, left, middle)
+        right = magnitudes.where(too_many, right, middle)
+
+
+@dataclass(frozen=True)
+class MSTopK(Sparsifier):
+    """The k largest elements, by bisection for a threshold (Shi et al. 2021, arXiv:2010.10458, algorithm 1).
+
+    The threshold is sought between the mean and the largest magnitude until exactly k elements reach it or the rounds
+    are over. Then all that reach the upper threshold found (at most k) are taken, and what is missing to k is taken
+    from those between the lower and the upper one, in index order where the paper takes a random run of them. No
+    element left out is larger than one taken by more than the distance of the two thresholds.
+
+    Attributes:
+        rounds: of the search.
+    """
+
+    rounds: int = _ROUNDS
+
+    name: ClassVar[str] = "mstopk"
+    reference: ClassVar[str] = "Shi et al. 2021, arXiv:2010.10458"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least_one(self.name, rounds=self.rounds)
+
+    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+        magnitudes = xp.magnitudes(vector, k + 1)
+        bracket = Bracket(magnitudes, k, k)
+        bisect(magnitudes, bracket, self.rounds)
+        return bracket.choose()
+
+
+@dataclass(frozen=True)
+class RedSync(Sparsifier):
+    """The k largest elements, by bisection for a threshold that k to 2k elements reach, and an exact choice among
+    those (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
+
+    Where no threshold has k to 2k elements (many equal ones), the choice is among the first 2k, in index order, of
+    those that reach the nearest thresholds; the same holds when 25 rounds did not find one.
+    """
+
+    name: ClassVar[str] = "redsync"
+    reference: ClassVar[str] = "Fang et al. 2019, arXiv:1808.04357"
+
+    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+        most = min(2 * k, vector.shape[0])
+        magnitudes = xp.magnitudes(vector, most + 1)
+        bracket = Bracket(magnitudes, k, most)
+        bisect(magnitudes, bracket, _ROUNDS)
+        return bracket.choose()
+
+
+@dataclass(frozen=True)
+class DGC(Sparsifier):
+    """Deep gradient compression: the k largest elements by a sampled threshold, of what momentum correction
+    accumulates (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
+
+    The first threshold is what a share `ratio` of a strided 1 % sample reaches. While less than k elements reach it,
+    it is multiplied by 0.8, and by 1.3 while more than 4 k do, at most 10 times; where that leads past a threshold
+    already tried, half-way to it. Then the k largest of those that reach it are sent, which are the k largest of all.
+    If the rounds end without such a threshold, it is the k largest of the first 4 k, in index order, of those that
+    reach the nearest thresholds tried.
+
+    The optimizer must have no momentum of its own. Momentum and clipping only say what the default memory is
+    (`MomentumCorrection`), and mean nothing with another one.
+
+    Attributes:
+        momentum, nesterov, clip: of the default memory.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float = 0.0
+
+    name: ClassVar[str] = "dgc"
+    reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.default_memory  # refuses wrong settings
+
+    @property
+    def default_memory(self) -> Memory:
+        """Momentum correction."""
+        return MomentumCorrection(self.momentum, self.nesterov, self.clip)
+
+    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+        most = min(_ROOM * k, vector.shape[0])
+        magnitudes = xp.magnitudes(vector, most + 1)
+        bracket = Bracket(magnitudes, k, most)
+        threshold = magnitudes.sample_threshold(self.ratio)
+        for _ in range(1 + 10):
+            too_few, too_many, good = bracket.test(threshold)
+            if good:
+                break
+            where = magnitudes.where
+            following = threshold * where(too_few, 0.8, where(too_many, 1.3, 1.0))
+            highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
+            untried = (following > bracket.low) & (following <= highest)
+            threshold = where(untried, following, (bracket.low + highest) / 2)
+        return bracket.choose()
+
+
+@dataclass(frozen=True)
+class SIDCo(Sparsifier):
+    """About the k largest elements, by a threshold estimated from a fitted distribution (Abdelmoniem et al. 2021,
+    arXiv:2101.10761, algorithm 1 with double-exponential gradients).
+
+    If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta), and what
+    magnitudes exceed a threshold by is distributed as the magnitudes are. So the first of several stages aims at a
+    quarter of the elements, and each next one at an equal further share of those that reach the threshold before.
+
+    The payload is k elements whatever the estimate is worth. If k to 4 k elements reach the last threshold, the k
+    largest of them are sent; if more do, the k largest of the first 4 k of them in index order. If fewer do, they are
+    sent, and of the next 4 k, in index order, that reach the stage before (or of all, if too few reach that) as many
+    of the largest as are missing. What is sent is always the true value of an element, each at most once.
+
+    Attributes:
+        stages: of the estimate; 1 aims at `ratio` at once. The paper adapts their number; here it is fixed.
+    """
+
+    stages: int = 2
+
+    name: ClassVar[str] = "sidco"
+    reference: ClassVar[str] = "Abdelmoniem et al. 2021, arXiv:2101.10761"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least_one(self.name, stages=self.stages)
+
+    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+        most = min(_ROOM * k, vector.shape[0])
+        magnitudes = xp.magnitudes(vector, most + 1)
+        bracket = Bracket(magnitudes, k, most)
+        threshold: Any = 0.0
+        for share in stage_shares(self.ratio, self.stages):
+            threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
+            bracket.test(threshold)
+        return bracket.choose()
+
+
+def stage_shares(ratio: float, stages: int) -> list[float]:
+    """The share of the elements left that each stage of SIDCo aims at; their product is `ratio`."""
+    if stages == 1:
+        return [ratio]
+    first = max(ratio, 0.25)
+    return [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)

@@ -1,0 +1,20 @@
+"""Settings that all tests share."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+
+# Examples are derived from the test's own code, so that a run can be repeated; no deadline, because machines differ.
+hypothesis.settings.register_profile("hvdcomp", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("hvdcomp")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "network: downloads packages; skipped where no package index can be reached")
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.set_num_threads(1)  # the ranks of a test are threads already

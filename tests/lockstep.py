@@ -1,0 +1,66 @@
+"""Runs a compressor on any number of ranks without an engine, and keeps what the ranks asked of the collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import AllGather, AllReduce, Context, Outcome
+from hvdcomp.compressors import Compressor
+from tests.harness import as_numpy, bits, make
+
+
+class Exchanged(NamedTuple):
+    """outcomes: of each rank. requests: of each rank, in order."""
+
+    outcomes: list[Outcome]
+    requests: list[list[AllReduce | AllGather]]
+
+    def bytes_sent(self, rank: int = 0) -> int:
+        return sum(len(payload) for payload in self.payloads(rank))
+
+    def payloads(self, rank: int = 0) -> list[bytes]:
+        """The bytes of each array that a rank handed to collectives."""
+        return [bits(array) for request in self.requests[rank] for array in arrays_of(request)]
+
+
+def arrays_of(request: AllReduce | AllGather) -> tuple[Any, ...]:
+    return (request.array,) if isinstance(request, AllReduce) else request.parts
+
+
+def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed: int = 0, name: str = "w") -> Exchanged:
+    """One step of a compressor without state on `len(xs)` ranks; sums of integers must fit their type."""
+    xp = arrays_for(xs[0])
+    generators = [compressor.exchange(xp, x, (), Context(name, step, seed, rank, len(xs))) for rank, x in enumerate(xs)]
+    requests: list[list[AllReduce | AllGather]] = [[] for _ in xs]
+    outcomes: list[Outcome] = []
+    answer: Any = None
+    while not outcomes:
+        asked = []
+        for rank, generator in enumerate(generators):
+            try:
+                asked.append(generator.send(answer))
+                requests[rank].append(asked[-1])
+            except StopIteration as stop:
+                outcomes.append(stop.value)
+        assert len(asked) in (0, len(xs))
+        answer = _answer(asked) if asked else None
+    return Exchanged(outcomes, requests)
+
+
+def _answer(asked: list[Any]) -> Any:
+    assert len({(type(request), *[tuple(array.shape) for array in arrays_of(request)]) for request in asked}) == 1
+    if isinstance(asked[0], AllGather):
+        return [request.parts for request in asked]
+    stacked = np.stack([as_numpy(request.array) for request in asked])
+    wide = np.int64 if stacked.dtype.kind == "i" else np.float64
+    assert asked[0].op in ("sum", "max")
+    combined = stacked.astype(wide).sum(0) if asked[0].op == "sum" else stacked.max(0)
+    narrow = combined.astype(stacked.dtype)
+    if wide is np.int64:
+        np.testing.assert_array_equal(narrow, combined, err_msg="an integer sum overflowed")
+    backend = "numpy" if isinstance(asked[0].array, np.ndarray) else "torch"
+    return make(backend, narrow, str(stacked.dtype))

@@ -1,0 +1,303 @@
+"""The array functions: PyTorch held against NumPy, and NumPy against what the docstrings say."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from tests.harness import BACKENDS, BACKENDS_AND_DTYPES, as_numpy, bits, make
+
+pytest.importorskip("torch")
+
+import torch
+
+from hvdcomp.arrays import torch_arrays
+
+FLOATS = ["float16", "float32", "float64"]
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+FILLED_SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=1, max_side=5)
+SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-45, 3.4e38, 65504.0, 65520.0, 2.0**-24, 1.0]
+
+
+@st.composite
+def arrays(draw: st.DrawFn, shapes: st.SearchStrategy = SHAPES, finite: bool = False) -> np.ndarray:
+    """Arrays of all element types, with few distinct values (ties), zeros, subnormals and (unless finite) inf, NaN."""
+    dtype = draw(st.sampled_from(FLOATS))
+    width = {"float16": 16, "float32": 32, "float64": 64}[dtype]
+    limit = 100.0 if finite else None
+    elements = st.floats(-limit if limit else None, limit, width=width, allow_nan=not finite, allow_infinity=not finite)
+    return draw(hnp.arrays(dtype, draw(shapes), elements=elements | st.sampled_from([0.0, 1.0, -1.0])))
+
+
+def both(x: np.ndarray) -> tuple[tuple[ModuleType, np.ndarray], tuple[ModuleType, torch.Tensor]]:
+    return (numpy_arrays, x.copy()), (torch_arrays, torch.from_numpy(x.copy()))
+
+
+def same(a: np.ndarray, b: torch.Tensor) -> None:
+    """Equal shape, element type and values; NaN equals NaN, and zeros may differ in sign."""
+    assert a.dtype == as_numpy(b).dtype
+    np.testing.assert_array_equal(a, as_numpy(b), strict=True)
+
+
+def functions_of(module: ModuleType) -> dict[str, list[str]]:
+    return {
+        name: list(inspect.signature(function).parameters)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def test_all_backends_define_the_same_functions_and_numpy_documents_them() -> None:
+    assert functions_of(numpy_arrays) == functions_of(torch_arrays)
+    for name in functions_of(numpy_arrays):
+        assert getattr(numpy_arrays, name).__doc__, name
+
+
+def test_each_array_finds_its_functions() -> None:
+    assert arrays_for(np.zeros(1)) is numpy_arrays
+    assert arrays_for(np.float32(1)) is numpy_arrays
+    assert arrays_for(torch.zeros(1)) is torch_arrays
+    assert arrays_for(torch.nn.Parameter(torch.zeros(1))) is torch_arrays
+    with pytest.raises(TypeError, match=r"builtins\.list; it takes NumPy arrays and PyTorch tensors"):
+        arrays_for([1.0])
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+def test_descriptions(backend: str, dtype: str) -> None:
+    x = make(backend, [[1.0, 2.0]], dtype)
+    xp = arrays_for(x)
+    assert xp.dtype_name(x) == dtype
+    assert xp.item_size(x) == {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+    assert xp.device(x) == "cpu"
+    assert xp.astype(x, dtype) is x
+    assert xp.dtype_name(xp.astype(x, "float64")) == "float64"
+    zeros = xp.zeros((2, 3), like=x)
+    assert xp.dtype_name(zeros) == dtype
+    assert not as_numpy(zeros).any()
+    assert zeros.shape == (2, 3)
+
+
+@given(arrays())
+def test_shapes_and_bytes(x: np.ndarray) -> None:
+    (np_xp, a), (torch_xp, b) = both(x)
+    same(np_xp.flatten(a), torch_xp.flatten(b))
+    same(np_xp.reshape(a, (x.size, 1)), torch_xp.reshape(b, (x.size, 1)))
+    for xp, array in ((np_xp, a), (torch_xp, b)):
+        packed = xp.as_bytes(array)
+        assert packed.shape == (x.nbytes,)
+        assert bits(packed) == x.tobytes()
+        back = xp.from_bytes(packed, like=array)
+        assert tuple(back.shape) == x.shape
+        assert bits(back) == x.tobytes()
+
+
+@given(arrays(shapes=hnp.array_shapes(min_dims=2, max_dims=2, max_side=6)))
+def test_row_major_order_of_transposed_input(x: np.ndarray) -> None:
+    (np_xp, a), (torch_xp, b) = both(x)
+    same(np_xp.transpose(a), torch_xp.transpose(b))
+    same(np_xp.flatten(a.T), torch_xp.flatten(b.T))
+    assert bits(np_xp.as_bytes(a.T)) == bits(torch_xp.as_bytes(b.T)) == np.ascontiguousarray(x.T).tobytes()
+    same(np_xp.concatenate_columns([a, a]), torch_xp.concatenate_columns([b, b]))
+
+
+@given(st.lists(arrays(shapes=hnp.array_shapes(min_dims=1, max_dims=1, min_side=0)), min_size=1, max_size=4))
+def test_concatenate_makes_fresh_storage(pieces: list[np.ndarray]) -> None:
+    with np.errstate(over="ignore"):
+        pieces = [piece.astype(np.float32) for piece in pieces]
+    result = numpy_arrays.concatenate(pieces)
+    same(result, torch_arrays.concatenate([torch.from_numpy(piece) for piece in pieces]))
+    for xp, array in ((numpy_arrays, np.ones(3)), (torch_arrays, torch.ones(3))):
+        alone = xp.concatenate([array])
+        alone += 1
+        assert as_numpy(array).tolist() == [1, 1, 1]
+
+
+@given(
+    hnp.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32) | st.sampled_from(SPECIAL).map(np.float32))
+)
+def test_bfloat16_bits_are_those_of_torch(x: np.ndarray) -> None:
+    ours = numpy_arrays.to_bfloat16_bits(x)
+    theirs = torch.from_numpy(x).to(torch.bfloat16)
+    assert ours.dtype == np.int16
+    nan = np.isnan(x)
+    np.testing.assert_array_equal(ours[~nan], theirs.view(torch.int16).numpy()[~nan])
+    # Which NaN it is differs between torch's own code paths.
+    assert np.isnan(numpy_arrays.from_bfloat16_bits(ours)[nan]).all()
+    same(ours[~nan], torch_arrays.to_bfloat16_bits(torch.from_numpy(x[~nan])))
+    same(numpy_arrays.from_bfloat16_bits(ours), torch_arrays.from_bfloat16_bits(torch.from_numpy(ours)))
+    same(numpy_arrays.from_bfloat16_bits(ours), theirs.float())
+
+
+def test_bfloat16_of_every_exponent_and_rounding_case() -> None:
+    """All 65536 upper halves, each with lower halves below, at and above the middle."""
+    upper = np.repeat(np.arange(2**16, dtype=np.uint32) << 16, 5)
+    x = (upper + np.tile(np.array([0, 1, 0x7FFF, 0x8000, 0x8001], np.uint32), 2**16)).view(np.float32)
+    nan = np.isnan(x)
+    ours = numpy_arrays.to_bfloat16_bits(x)
+    np.testing.assert_array_equal(ours[~nan], torch.from_numpy(x).to(torch.bfloat16).view(torch.int16).numpy()[~nan])
+    assert np.isnan(numpy_arrays.from_bfloat16_bits(ours)[nan]).all()
+
+
+def test_every_bfloat16_pattern_goes_there_and_back() -> None:
+    patterns = np.arange(-(2**15), 2**15).astype(np.int16)
+    values = numpy_arrays.from_bfloat16_bits(patterns)
+    same(values, torch_arrays.from_bfloat16_bits(torch.from_numpy(patterns)))
+    finite = ~np.isnan(values)
+    np.testing.assert_array_equal(numpy_arrays.to_bfloat16_bits(values)[finite], patterns[finite])
+
+
+@given(arrays(shapes=hnp.array_shapes(max_dims=1, max_side=40)), st.data())
+def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, x.size))
+    key = np.where(np.isnan(x), np.inf, np.abs(x).astype(np.float64))
+    rank = np.stack([np.isnan(x), key])  # NaN above inf
+    expected = np.sort(np.lexsort(rank[::-1])[-k:])
+    for xp, array in both(x):
+        indices = xp.top_k_indices(array, k)
+        assert indices.dtype in (np.int32, torch.int32)
+        assert indices.shape == (k,)
+        chosen = as_numpy(indices)
+        assert len(set(chosen.tolist())) == k
+        assert np.isnan(x[chosen]).sum() == min(k, np.isnan(x).sum())
+        np.testing.assert_array_equal(np.sort(key[chosen]), np.sort(key[expected]))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+def test_top_k_of_ties_is_exactly_k(backend: str, dtype: str) -> None:
+    x = make(backend, np.tile([1.0, -1.0], 500), dtype)
+    for k in (1, 7, 500, 999, 1000):
+        indices = as_numpy(arrays_for(x).top_k_indices(x, k))
+        assert len(np.unique(indices)) == k
+
+
+@given(arrays(shapes=hnp.array_shapes(max_dims=1, max_side=30), finite=True), st.data())
+def test_take_and_add_at(x: np.ndarray, data: st.DataObject) -> None:
+    indices = np.array(data.draw(st.lists(st.integers(0, x.size - 1), unique=True)), np.int32)
+    results = []
+    for xp, array in both(x):
+        places = xp.from_numpy(indices.copy(), like=array)
+        taken = xp.take(array, places)
+        taken += 1  # fresh storage: the vector stays
+        assert bits(array) == x.tobytes()
+        results.append((taken, xp.add_at(array, places, taken)))
+    same(*(taken for taken, _ in results))
+    same(*(added for _, added in results))
+    expected = x.copy()
+    expected[indices] = x[indices] + (x[indices] + x.dtype.type(1))
+    np.testing.assert_array_equal(results[0][1], expected)
+
+
+@given(arrays(finite=True), st.floats(-2, 2, width=16))
+def test_scale(x: np.ndarray, factor: float) -> None:
+    (np_xp, a), (torch_xp, b) = both(x)
+    result = np_xp.scale(a, factor)
+    assert result.dtype == x.dtype
+    same(result, torch_xp.scale(b, factor))
+
+
+@given(
+    hnp.arrays(np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=8), elements=st.floats(-9, 9, width=16)),
+    st.sampled_from(["float32", "float64"]),
+)
+def test_matrices(x: np.ndarray, dtype: str) -> None:
+    x = x.astype(dtype)
+    (np_xp, a), (torch_xp, b) = both(x)
+    tolerance = {"rtol": 1e-5 if dtype == "float32" else 1e-12, "atol": 1e-3 if dtype == "float32" else 1e-10}
+    np.testing.assert_allclose(np_xp.matmul(a, a.T), as_numpy(torch_xp.matmul(b, b.t())), **tolerance)
+    norms, theirs = np_xp.column_norms(a), torch_xp.column_norms(b)
+    assert norms.shape == tuple(theirs.shape) == (1, x.shape[1])
+    np.testing.assert_allclose(norms, as_numpy(theirs), **tolerance)
+    np.testing.assert_allclose(norms[0], [np.linalg.norm(column) for column in x.T], **tolerance)
+
+
+@given(arrays(finite=True), st.floats(0, 2, width=16))
+def test_reciprocal_or_zero(x: np.ndarray, threshold: float) -> None:
+    (np_xp, a), (torch_xp, b) = both(np.atleast_1d(x))
+    with np.errstate(over="ignore"):
+        result = np_xp.reciprocal_or_zero(a, np.full_like(a, threshold))
+        expected = np.array([0 if not v > threshold else a.dtype.type(1) / v for v in a.flat], a.dtype)
+    same(result, torch_xp.reciprocal_or_zero(b, torch.full_like(b, threshold)))
+    np.testing.assert_array_equal(result.ravel(), expected)
+
+
+@given(arrays(finite=True))
+def test_where_broadcasts(x: np.ndarray) -> None:
+    (np_xp, a), (torch_xp, b) = both(x)
+    same(np.asarray(np_xp.where(a > 0, a, -a)), torch_xp.where(b > 0, b, -b))
+
+
+@given(st.lists(arrays(), min_size=1, max_size=5))
+def test_poison_is_nan_exactly_where_something_is_not_finite(pieces: list[np.ndarray]) -> None:
+    clean = all(np.isfinite(piece).all() for piece in pieces)
+    for xp, convert in ((numpy_arrays, np.array), (torch_arrays, torch.from_numpy)):
+        element = xp.poison([convert(piece) for piece in pieces])
+        assert xp.dtype_name(element) == "float32"
+        assert tuple(element.shape) == (1,)
+        assert (as_numpy(element)[0] == 0) if clean else np.isnan(as_numpy(element)[0])
+        assert xp.is_zero(element) is clean
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+def test_poison_finds_one_bad_element_anywhere(backend: str, dtype: str, value: float) -> None:
+    for place in (0, 500, 999):
+        values = np.linspace(-60000, 60000, 1000)
+        pieces = [make(backend, values, dtype), make(backend, np.ones((3, 0)), dtype), make(backend, values, dtype)]
+        xp = arrays_for(pieces[0])
+        assert xp.is_zero(xp.poison(pieces))
+        pieces[2][place] = value
+        assert not xp.is_zero(xp.poison(pieces))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+def test_select_and_spoil(backend: str, dtype: str) -> None:
+    for shape in [(), (3,), (2, 0), (2, 3, 2, 2)]:
+        x, y = (make(backend, np.full(shape, value), dtype) for value in (1.0, 2.0))
+        xp = arrays_for(x)
+        zero, nan = make(backend, [0.0]), make(backend, [np.nan])
+        assert bits(xp.select(zero, x, y)) == bits(x)
+        assert bits(xp.select(nan, x, y)) == bits(y)
+        assert bits(xp.spoil(x, zero)) == bits(y - 1)
+        spoiled = xp.spoil(x, nan)
+        assert xp.dtype_name(spoiled) == dtype
+        assert tuple(spoiled.shape) == shape
+        assert np.isnan(as_numpy(spoiled)).sum() == (1 if spoiled.shape != (2, 0) else 0)
+
+
+def test_spoil_any_layout() -> None:
+    for x in (torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), torch.ones(4, 6).t()):
+        assert torch.isnan(torch_arrays.spoil(x, torch.tensor([np.nan]))).sum() == 1
+    assert np.isnan(numpy_arrays.spoil(np.ones((4, 6)).T, np.array([np.nan], np.float32))).sum() == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_like_original_takes_type_shape_and_layout(backend: str, dtype: str) -> None:
+    values = np.arange(120.0).reshape(2, 3, 4, 5)
+    for axes in [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)]:  # the second is channels_last, the third column-major
+        stored = make(backend, np.zeros([values.shape[axis] for axis in axes]), dtype)
+        back = tuple(np.argsort(axes))
+        original = stored.transpose(back) if backend == "numpy" else stored.permute(back)
+        result = arrays_for(original).like_original(make(backend, values.ravel()), original)
+        assert result.dtype == original.dtype
+        assert tuple(result.shape) == values.shape
+        layout = ("strides",) if backend == "numpy" else ("stride",)
+        for name in layout:
+            ours, theirs = getattr(result, name), getattr(original, name)
+            assert (ours() if callable(ours) else ours) == (theirs() if callable(theirs) else theirs)
+        np.testing.assert_array_equal(as_numpy(result), values)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_marks_measure_time(backend: str) -> None:
+    like = make(backend, [1.0])
+    xp = arrays_for(like)
+    first, second = xp.mark(like), xp.mark(like)
+    assert 0 <= xp.seconds_between(first, second) < 1

@@ -1,0 +1,100 @@
+"""The package is light: importing it, and asking for help, takes no framework."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
+FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes"]  # nor anything else that is heavy and optional
+
+
+def run(*command: str | Path) -> str:
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, cwd="/")
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def hidden(code: str) -> list[str]:
+    """A Python command in which the frameworks cannot be imported at all."""
+    return [sys.executable, "-c", f"import sys; sys.modules.update(dict.fromkeys({FRAMEWORKS}))\n{code}"]
+
+
+def test_importing_imports_no_framework() -> None:
+    loaded = run(sys.executable, "-c", "import hvdcomp, sys; print(*sys.modules)").split()
+    assert "hvdcomp" in loaded
+    assert not set(FRAMEWORKS) & {module.partition(".")[0] for module in loaded}
+
+
+def test_importing_is_quick() -> None:
+    """Half a second at most, interpreter and NumPy included: the median of seven, in CPU time."""
+    seconds = []
+    for _ in range(7):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run(sys.executable, "-c", "import hvdcomp")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert statistics.median(seconds) < 0.5, seconds
+
+
+def test_everything_public_is_there_without_frameworks() -> None:
+    code = """
+import hvdcomp, numpy
+assert all(hasattr(hvdcomp, name) for name in hvdcomp.__all__)
+compression = hvdcomp.Compression.from_spec("topk:ratio=0.01", named_parameters=[("w", object())])
+try:
+    compression.compress(numpy.zeros(3))
+except hvdcomp.ConfigurationError as error:
+    print(error)
+"""
+    assert "hvdcomp.Compression was given a numpy.ndarray" in run(*hidden(code))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_the_command_needs_no_framework(arguments: list[str]) -> None:
+    shown = run(*hidden(f"from hvdcomp.cli import main; main({arguments}, prog_name='hvdcomp')"))
+    assert ("Commands:" if arguments == ["--help"] else "hvdcomp, version") in shown
+
+
+@pytest.mark.parametrize("command", ["build-horovod", "doctor", "report", "train"])
+def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
+    assert f"hvdcomp {command} [OPTIONS]" in run(
+        *hidden(f"from hvdcomp.cli import main; main(['{command}', '--help'], prog_name='hvdcomp')")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy, because building leaves files behind
+    source.mkdir()
+    shutil.copytree(ROOT / "hvdcomp", source / "hvdcomp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    download = [*pip, "download", "--no-deps", "--dest", tmp_path, "click"]
+    reached = subprocess.run(download, capture_output=True, text=True)
+    if reached.returncode:
+        pytest.skip(f"no package index can be reached: {reached.stderr.strip().splitlines()[-1]}")
+    run(*pip, "install", source)
+    installed = run(*pip, "list", "--format=freeze").lower()
+    assert not [name for name in FRAMEWORKS if f"{name}==" in installed]
+    assert run(python, "-I", "-c", "import hvdcomp; print(hvdcomp.TopK(ratio=0.01))").strip() == "topk:ratio=0.01"
+    shown = run(python, "-I", tmp_path / "venv" / "bin" / "hvdcomp", "--help")
+    assert "Commands:" in shown
+    # Files that are not Python must be installed too.
+    package = next((tmp_path / "venv" / "lib").glob("python*/site-packages/hvdcomp"))
+    files = [path for path in (ROOT / "hvdcomp").rglob("*") if path.suffix in (".html", ".typed")]
+    wanted = {path.relative_to(ROOT / "hvdcomp") for path in files}
+    assert wanted
+    assert all((package / path).is_file() for path in wanted)

@@ -1,0 +1,102 @@
+"""The ledger: sums by step, tensor and run, and times that come in late."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdcomp import TopK
+from hvdcomp.ledger import Cost, Ledger, StepCost
+from tests.harness import BACKENDS, infos, make, run_engines
+
+
+def step(number: int, **tensors: int) -> StepCost:
+    costs = {name: Cost(bytes_sent=size, dense_bytes=10 * size, floats_sent=size / 4) for name, size in tensors.items()}
+    result = StepCost(step=number, tensors=costs, bytes_sent=8)
+    for cost in costs.values():
+        result.add(cost)
+    return result
+
+
+def test_sums() -> None:
+    ledger = Ledger()
+    ledger.record(step(0, a=100, b=20))
+    ledger.record(step(1, a=40))
+    assert ledger.steps == 2
+    assert ledger.last is not None
+    assert ledger.last.step == 1
+    assert (ledger.last.bytes_sent, ledger.last.dense_bytes, ledger.last.floats_sent) == (48, 400, 10)
+    assert (ledger.totals.bytes_sent, ledger.totals.dense_bytes, ledger.totals.floats_sent) == (176, 1600, 40)
+    assert (ledger.tensors["a"].bytes_sent, ledger.tensors["b"].bytes_sent) == (140, 20)
+    assert ledger.totals.encode_seconds is None  # not known, which is not zero
+
+
+def test_times_are_shared_out_by_bytes() -> None:
+    ledger = Ledger()
+    cost = step(0, a=60, b=32)
+
+    def settle() -> bool:
+        ledger.enter_times(cost, {"a": 1.0, "b": 2.0}, 10.0, {"a": 0.25, "b": 0.5})
+        return True
+
+    ledger.record(cost, settle)
+    assert (cost.encode_seconds, cost.communicate_seconds, cost.decode_seconds) == (3, 10, 0.75)
+    assert (cost.tensors["a"].encode_seconds, cost.tensors["b"].decode_seconds) == (1, 0.5)
+    assert cost.tensors["a"].communicate_seconds == 10 * 60 / 100
+    assert ledger.tensors["b"].communicate_seconds == 10 * 32 / 100
+    assert ledger.totals.encode_seconds == 3
+
+
+def test_steps_whose_times_are_not_known_yet_are_settled_later_and_in_order() -> None:
+    ledger = Ledger()
+    passed: set[int] = set()
+    asked: list[int] = []
+    costs = [step(number, a=10) for number in range(4)]
+
+    def settler(number: int):
+        def settle() -> bool:
+            asked.append(number)
+            if number not in passed:
+                return False
+            ledger.enter_times(costs[number], {"a": 1.0}, 1.0, {"a": 1.0})
+            return True
+
+        return settle
+
+    ledger.record(costs[0], settler(0))
+    ledger.record(costs[1], settler(1))
+    assert asked == [0, 0]  # the device gets to steps in order, so the first is asked first
+    assert ledger.totals.encode_seconds is None
+    assert ledger.totals.bytes_sent == 36
+    passed |= {0, 1}
+    ledger.record(costs[2], settler(2))
+    assert asked == [0, 0, 0, 1, 2]
+    assert [cost.encode_seconds for cost in costs] == [1, 1, None, None]
+    assert ledger.totals.encode_seconds == 2
+    passed |= {2, 3}
+    ledger.record(costs[3], settler(3))
+    assert [cost.encode_seconds for cost in costs] == [1] * 4
+    assert ledger.totals.encode_seconds == ledger.tensors["a"].encode_seconds == 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_engine_fills_in_bytes_and_times(backend: str) -> None:
+    (run,) = run_engines(
+        1, infos({"w": (64, 64), "b": (64,)}), TopK(0.1),
+        lambda rank, step: {"w": make(backend, np.ones((64, 64))), "b": make(backend, np.ones(64))}, 3, min_ndim=2,
+    )  # fmt: skip
+    ledger = run.engine.ledger
+    assert ledger.steps == 3
+    assert ledger.last is not None
+    assert ledger.last.step == 2
+    assert ledger.last.tensors["w"].bytes_sent == 6 * 410
+    assert ledger.last.tensors["b"].bytes_sent == ledger.last.tensors["b"].dense_bytes == 256
+    assert ledger.totals.dense_bytes == 3 * (4 * 4096 + 256)
+    assert ledger.totals.floats_sent == 3 * (410 + 64)
+    for cost in (ledger.last, ledger.totals, ledger.tensors["w"], ledger.tensors["b"]):
+        for seconds in (cost.encode_seconds, cost.communicate_seconds, cost.decode_seconds):
+            assert seconds is not None
+            assert 0 < seconds < 60
+    assert ledger.last.encode_seconds == pytest.approx(sum(c.encode_seconds or 0 for c in ledger.last.tensors.values()))
+    shares = sum(cost.communicate_seconds or 0 for cost in ledger.last.tensors.values())
+    assert 0 < shares <= (ledger.last.communicate_seconds or 0)  # the rest is the flag's

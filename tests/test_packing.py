@@ -1,0 +1,200 @@
+"""Bit packing against a statement of its layout in Python integers, the array functions it needs, and the random
+numbers of the quantizers."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.collectives import Context
+from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
+from hvdcomp.randomness import random_words, rank_generator, uniform
+from tests.harness import BACKENDS, as_numpy, bits, make
+
+torch = pytest.importorskip("torch")
+
+
+def packed_by_hand(codes: np.ndarray, width: int) -> np.ndarray:
+    """Code k n + i occupies the bits k width ... of the i-th number; byte p of all numbers is plane p."""
+    numbers = 1
+    while numbers * width % 8:
+        numbers += 1
+    planes, length = numbers * width // 8, -(-len(codes) // numbers)
+    padded = np.concatenate([codes, np.zeros(length * numbers - len(codes), np.uint8)]).reshape(numbers, length)
+    whole = [sum(int(padded[k, i]) << (k * width) for k in range(numbers)) for i in range(length)]
+    result = np.array([list(number.to_bytes(planes, "little")) for number in whole], np.uint8)
+    return result.reshape(length, planes).T.reshape(-1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", range(1, 9))
+@given(data=st.data(), count=st.integers(1, 70))
+def test_codes_survive_packing_in_the_stated_layout(backend: str, width: int, data: st.DataObject, count: int) -> None:
+    codes = np.array(data.draw(st.lists(st.integers(0, 2**width - 1), min_size=count, max_size=count)), np.uint8)
+    array = make(backend, codes, "uint8")
+    xp = arrays_for(array)
+    packed = pack(xp, array, width)
+    assert as_numpy(packed).dtype == np.uint8
+    np.testing.assert_array_equal(as_numpy(packed), packed_by_hand(codes, width))
+    assert packed.shape == (packed_bytes(count, width),)
+    np.testing.assert_array_equal(as_numpy(unpack(xp, packed, width, count)), codes)
+    np.testing.assert_array_equal(as_numpy(array), codes)
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "expected"),
+    [(8, 3, 3), (9, 3, 6), (8, 1, 1), (9, 1, 2), (3, 2, 1), (3, 4, 2), (8, 5, 5), (4, 6, 3), (8, 7, 7), (5, 8, 5)],
+)
+def test_packed_sizes(count: int, width: int, expected: int) -> None:
+    assert packed_bytes(count, width) == expected
+
+
+def test_the_highest_codes_of_three_bits_fill_three_bytes() -> None:
+    assert pack(numpy_arrays, np.full(8, 7, np.uint8), 3).tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pad(backend: str) -> None:
+    x = make(backend, [1, 2, 3], "int32")
+    xp = arrays_for(x)
+    assert as_numpy(pad(xp, x, 2)).tolist() == [1, 2, 3, 0]
+    assert pad(xp, x, 3) is x
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_average_decoded_keeps_what_this_rank_sent(backend: str, size: int) -> None:
+    values = np.random.default_rng(0).standard_normal((size, 6)).astype(np.float32)
+    ranks = [(make(backend, row),) for row in values]
+    xp = arrays_for(ranks[0][0])
+    for rank in range(size):
+        x = make(backend, np.zeros((2, 3)), "float16")
+        outcome = average_decoded(xp, x, ranks, lambda row: row * 2, Context("w", 0, 0, rank, size))
+        np.testing.assert_allclose(as_numpy(outcome.mean), (2 * values.mean(0)).reshape(2, 3), rtol=1e-6, atol=1e-7)
+        np.testing.assert_array_equal(as_numpy(outcome.sent), (2 * values[rank]).reshape(2, 3).astype(np.float16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_integer_functions(backend: str) -> None:
+    xp = arrays_for(make(backend, [0.0]))
+    octets = make(backend, [1, 130, 255], "uint8")
+    assert as_numpy(xp.shift_left(octets, 1)).tolist() == [2, 4, 254]
+    assert as_numpy(xp.shift_right(octets, 7)).tolist() == [0, 1, 1]
+    places = make(backend, [[0], [4]], "uint8")
+    assert as_numpy(xp.shift_right(octets, places)).tolist() == [[1, 130, 255], [0, 8, 15]]
+    assert as_numpy(xp.shift_right(make(backend, [-8], "int32"), 2)).tolist() == [-2]
+    assert as_numpy(octets).tolist() == [1, 130, 255]
+    assert as_numpy(xp.arange(3, like=octets)).tolist() == [0, 1, 2]
+    assert xp.dtype_name(xp.arange(3, like=octets)) == "uint8"
+    sums = xp.column_sums(make(backend, [[200, 1], [100, 2]], "uint8"))
+    assert as_numpy(sums).tolist() == [44, 3]
+    assert xp.dtype_name(sums) == "uint8"
+    assert as_numpy(xp.bitcast(make(backend, [1.0, -2.0]), "int32")).tolist() == [0x3F800000, -0x40000000]
+    assert as_numpy(xp.row_counts(make(backend, [[1.0, -1.0], [2.0, 3.0]]) > 0)).tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rounding_functions(backend: str) -> None:
+    x = make(backend, [-1.5, -0.0, 2.7])
+    xp = arrays_for(x)
+    assert as_numpy(xp.clip(x, -1, 2)).tolist() == [-1, 0, 2]
+    assert as_numpy(xp.absolute(x)).tolist() == [1.5, 0, np.float32(2.7)]
+    assert as_numpy(xp.sign(x)).tolist() == [-1, 0, 1]
+    assert as_numpy(x).tolist() == [-1.5, 0, np.float32(2.7)]
+    assert as_numpy(xp.floor(x)).tolist() == [-2, 0, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        codes = xp.to_integers(make(backend, [0.0, 255.0, np.nan]), "uint8")
+    assert as_numpy(codes)[:2].tolist() == [0, 255]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_row_functions(backend: str) -> None:
+    x = make(backend, [[3.0, -4.0], [0.0, 0.0], [3e30, 4e30], [3e-30, 4e-30], [np.nan, 0.0], [np.inf, 1.0]])
+    xp = arrays_for(x)
+    expected = np.array([[5], [0], [5e30], [5e-30], [np.nan], [np.inf]], np.float32)
+    np.testing.assert_allclose(as_numpy(xp.row_norms(x)), expected, rtol=1e-6)
+    assert as_numpy(xp.rows_with_nonzero(x)).tolist() == [True, False, True, True, True, True]
+    assert as_numpy(xp.rows_with_nonzero(x[:, 1:])).tolist() == [True, False, True, True, False, True]
+    assert as_numpy(xp.row_sums(x[:2])).tolist() == [[-1], [0]]
+    for row, largest in zip(x, [4, 0, 4e30, 4e-30, np.nan, np.inf], strict=True):
+        np.testing.assert_array_equal(as_numpy(xp.largest_magnitude(row)), np.array([largest], np.float32))
+
+
+def numbers(backend: str, count: int, name: str = "w", step: int = 0, seed: int = 0, rank: int = 0) -> np.ndarray:
+    like = make(backend, [0.0])
+    generator = rank_generator(Context(name, step, seed, rank, 4), "test")
+    return as_numpy(uniform(arrays_for(like), generator, count, like=like))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 1000, 4097])
+def test_both_frameworks_draw_the_same_numbers(count: int) -> None:
+    assert numbers("numpy", count).shape == (count,)
+    np.testing.assert_array_equal(numbers("numpy", count), numbers("torch", count), strict=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_depend_on_seed_name_step_and_rank_alone(backend: str) -> None:
+    draws = [
+        numbers(backend, 500),
+        numbers(backend, 500, name="v"),
+        numbers(backend, 500, step=1),
+        numbers(backend, 500, seed=1),
+        numbers(backend, 500, rank=1),
+    ]
+    for number, draw in enumerate(draws):
+        for other in draws[:number]:
+            assert abs(np.corrcoef(draw, other)[0, 1]) < 5 / np.sqrt(500)
+    np.testing.assert_array_equal(numbers(backend, 500), draws[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_global_random_state_is_left_alone(backend: str) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), bits(torch.get_rng_state())
+    numbers(backend, 1000)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), bits(torch.get_rng_state())) == before
+
+
+def test_numbers_are_uniform_and_uncorrelated() -> None:
+    """Chi-square over 256 cells, and correlations at lags that the tables could show; 5 standard deviations each."""
+    count = 1 << 20
+    drawn = numbers("numpy", count)
+    assert drawn.dtype == np.float32
+    assert 0 <= drawn.min() < 1e-4
+    assert 1 - 1e-4 < drawn.max() < 1
+    cells = np.histogram(drawn, 256, (0, 1))[0]
+    chi_square = ((cells - count / 256) ** 2 / (count / 256)).sum()
+    assert abs(chi_square - 255) < 5 * np.sqrt(2 * 255)
+    for lag in (1, 2, 1024, 2048, 4096):
+        assert abs(np.corrcoef(drawn[:-lag], drawn[lag:])[0, 1]) < 5 / np.sqrt(count)
+
+
+def test_sums_of_rounded_numbers_behave_as_sums_of_independent_ones() -> None:
+    """The number of heads among 4096 coins over 2000 steps: mean, variance and kurtosis of the normal distribution.
+
+    Tables without the final product pass the first two, and fail the third with a kurtosis of 9.
+    """
+    steps = 2000
+    heads = np.array([(numbers("numpy", 4096, step=step) < 0.5).sum() for step in range(steps)])
+    z = (heads - 2048) / 32
+    assert abs(z.mean()) < 5 / np.sqrt(steps)
+    assert abs((z**2).mean() - 1) < 5 * np.sqrt(2 / steps)
+    assert abs((z**4).mean() - 3) < 5 * np.sqrt(96 / steps)
+
+
+def test_the_host_draws_few_words() -> None:
+    drawn = []
+
+    class Counting:
+        def integers(self, low: int, high: int, count: int, dtype: type) -> np.ndarray:
+            drawn.append(count)
+            return np.zeros(count, dtype)
+
+    random_words(numpy_arrays, Counting(), 10**6, like=np.zeros(1, np.float32))  # type: ignore[arg-type]
+    assert drawn[0] < 3 * 10**3

@@ -1,0 +1,103 @@
+"""Spec strings: there and back, and errors that say what exists."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, SpecError, TopK
+from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.memory import MEMORIES
+from hvdcomp.spec import parse_compressor, parse_memory
+
+RATIOS = st.floats(1e-9, 1, exclude_min=True)
+COMPRESSOR = (
+    st.sampled_from([NoCompression(), FP16(), BF16()])
+    | st.builds(TopK, RATIOS)
+    | st.builds(RandomK, RATIOS, st.booleans())
+    | st.builds(PowerSGD, st.integers(1, 10**6), st.floats(1e-3, 1e6) | st.just(float("inf")))
+)
+
+
+@given(COMPRESSOR)
+def test_a_compressor_is_made_again_by_its_string(compressor: Compressor) -> None:
+    again = parse_compressor(str(compressor))
+    assert again == compressor
+    assert hash(again) == hash(compressor)
+    assert str(again) == str(compressor)
+    assert pickle.loads(pickle.dumps(compressor)) == compressor
+
+
+@pytest.mark.parametrize(
+    ("spec", "compressor"),
+    [
+        ("none", NoCompression()),
+        ("topk:ratio=0.01", TopK(0.01)),
+        ("topk:ratio=1", TopK(1.0)),
+        (" topk: ratio = 1e-2 ", TopK(0.01)),
+        ("randomk:ratio=0.01,unbiased=true", RandomK(0.01, unbiased=True)),
+        ("randomk:unbiased=No,ratio=0.01", RandomK(0.01)),
+        ("powersgd:rank=4", PowerSGD(4)),
+        ("powersgd:rank=4,min_rate=2", PowerSGD(4, min_rate=2.0)),
+    ],
+)
+def test_strings(spec: str, compressor: Compressor) -> None:
+    assert parse_compressor(spec) == compressor
+
+
+@pytest.mark.parametrize("compressor", [NoCompression(), TopK(0.25), RandomK(0.5, unbiased=True), PowerSGD(4)], ids=str)
+def test_only_what_differs_from_the_default_is_shown(compressor: Compressor) -> None:
+    assert str(compressor) in ("none", "topk:ratio=0.25", "randomk:ratio=0.5,unbiased=True", "powersgd:rank=4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("topkk:ratio=0.1", ["unknown compressor 'topkk'", "'topkk:ratio=0.1'", *COMPRESSORS]),
+        ("", ["unknown compressor ''", "topk"]),
+        ("TopK:ratio=0.1", ["unknown compressor 'TopK'", "topk"]),
+        ("topk", ["'topk' does not set ratio", "write 'topk:ratio=..."]),
+        ("topk:", ["does not set ratio"]),
+        ("topk:rank=4", ["'rank=4' in 'topk:rank=4' is not a setting of topk", "write 'topk:ratio=..."]),
+        ("topk:0.1", ["'0.1' in 'topk:0.1' is not a setting of topk", "write 'topk:ratio=..."]),
+        ("topk:ratio=0.1,", ["'' in 'topk:ratio=0.1,' is not a setting"]),
+        ("topk:ratio=0.1,ratio=0.2", ["'ratio' is set twice in 'topk:ratio=0.1,ratio=0.2'"]),
+        ("topk:ratio=a", ["ratio=a in 'topk:ratio=a': expected a number"]),
+        ("topk:ratio=0", ["ratio=0.0 is not allowed", "0 < ratio <= 1"]),
+        ("topk:ratio=nan", ["ratio=nan is not allowed"]),
+        ("powersgd:rank=1.5", ["rank=1.5", "expected a whole number"]),
+        ("powersgd:rank=0", ["rank=0 is not allowed", "at least 1"]),
+        ("powersgd:min_rate=2", ["does not set rank", "rank=...,min_rate=1.0"]),
+        ("randomk:ratio=0.1,unbiased=maybe", ["unbiased=maybe", "expected true or false"]),
+        ("none:ratio=1", ["not a setting of none", "none has no settings: write 'none'"]),
+    ],
+)
+def test_errors_say_what_is_wrong_and_what_exists(spec: str, words: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_compressor(spec)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_memories() -> None:
+    assert parse_memory("none") == NoMemory()
+    assert parse_memory("error_feedback") == ErrorFeedback()
+    assert parse_memory("error_feedback:decay=0.9") == ErrorFeedback(decay=0.9)
+    for spec, word in {"ef": "there are: " + ", ".join(MEMORIES), "error_feedback:decay=2": "at most 1"}.items():
+        with pytest.raises(SpecError, match=word):
+            parse_memory(spec)
+
+
+def test_compressors_are_frozen_descriptions() -> None:
+    with pytest.raises(AttributeError):
+        TopK(0.1).ratio = 0.2  # type: ignore[misc]
+    assert TopK(0.1).at_level(0.2) == TopK(0.2)
+    assert PowerSGD(4, min_rate=2).at_level(1) == PowerSGD(1, min_rate=2)
+    assert PowerSGD(4).level == 4
+    for name, kind in COMPRESSORS.items():
+        assert kind.name == name
+        assert kind.collective
+        assert kind.__doc__

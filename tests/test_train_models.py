@@ -1,0 +1,103 @@
+"""The reference models: shapes, sizes as published, and that they learn."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdcomp.train.models import build_model  # noqa: E402
+from hvdcomp.train.settings import IMAGE_MODELS, SetupError  # noqa: E402
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+@pytest.mark.parametrize("classes", [10, 100])
+def test_image_models_give_logits_per_class(name: str, classes: int) -> None:
+    model = build_model(name, channels=3, size=32, classes=classes)
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, classes)
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "size"),
+    [
+        ("mlp", 1, 8),
+        ("cnn", 1, 8),
+        ("cnn", 3, 4),
+        ("cnn", 3, 17),
+        ("resnet20", 1, 8),
+        ("resnet18", 1, 8),
+        ("vgg16", 1, 33),
+    ],
+)
+def test_image_models_take_other_sizes(name: str, channels: int, size: int) -> None:
+    model = build_model(name, channels=channels, size=size, classes=5)
+    assert model(torch.randn(2, channels, size, size)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "tolerance"),
+    [
+        ("resnet20", 0.27, 0.005),  # He et al. 2016, Table 6
+        ("resnet18", 11.17, 0.01),
+        # The convolutions of Simonyan and Zisserman's configurations D and E, and 512 x 10 weights.
+        ("vgg16", 14.72, 0.01),
+        ("vgg19_bn", 20.04, 0.01),
+    ],
+)
+def test_number_of_parameters(name: str, millions: float, tolerance: float) -> None:
+    model = build_model(name, channels=3, size=32, classes=10)
+    assert _count(model) / 1e6 == pytest.approx(millions, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "convolutions"), [("resnet20", 19), ("resnet18", 17), ("vgg16", 13), ("vgg19_bn", 16)]
+)
+def test_depth_is_as_named(name: str, convolutions: int) -> None:
+    model = build_model(name, channels=3, size=32, classes=10)
+    kernels = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(kernels) == convolutions
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(90, 128), (2000, 650)])
+def test_lstm_gives_logits_per_token_and_does_not_look_ahead(tokens: int, hidden: int) -> None:
+    model = build_model("lstm", channels=0, size=0, classes=tokens).eval()
+    text = torch.randint(tokens, (2, 6))
+    logits = model(text)
+    assert logits.shape == (2, 6, tokens)
+    assert model.head.in_features == hidden
+    changed = text.clone()
+    changed[:, 4] = (text[:, 4] + 1) % tokens
+    torch.testing.assert_close(model(changed)[:, :4], logits[:, :4])
+    assert not torch.allclose(model(changed)[:, 4:], logits[:, 4:])
+
+
+@pytest.mark.parametrize(("name", "size"), [("vgg16", 8), ("vgg19_bn", 31), ("resnet18", 4), ("cnn", 3)])
+def test_too_small_images_are_refused(name: str, size: int) -> None:
+    with pytest.raises(SetupError, match=rf"--model {name} needs images of at least .* these have {size}x{size}.*mlp"):
+        build_model(name, channels=1, size=size, classes=10)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "resnet18", "lstm"])
+def test_models_learn_one_batch(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "lstm":
+        x, classes = torch.randint(20, (4, 8)), 20
+        y = torch.randint(20, (4, 8))
+    else:
+        x, classes = torch.randn(8, 3, 8, 8), 10
+        y = torch.randint(10, (8,))
+    model = build_model(name, channels=3, size=8, classes=classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if name == "lstm" else 0.02, momentum=0.9)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]

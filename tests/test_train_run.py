@@ -1,0 +1,247 @@
+"""Whole runs of `hvdcomp train`: one process, two ranks with Gloo and with MPI, and runs that end early."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import run_ranks
+
+pytest.importorskip("sklearn")
+pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+
+_COMMAND = str(Path(sys.executable).parent / "hvdcomp")
+_STEP_FIELDS = {
+    "step",
+    "epoch",
+    "loss",
+    "learning_rate",
+    "ms",
+    "bytes_sent",
+    "dense_bytes",
+    "floats_sent",
+    "encode_ms",
+    "communicate_ms",
+    "decode_ms",
+}
+
+
+def _alone(*options: str) -> subprocess.CompletedProcess[str]:
+    """One process, started by no launcher."""
+    mine = ("OPAL_", "OMPI_", "PMIX_", "HOROVOD_", "SLURM_")
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(mine)}
+    return subprocess.run(
+        [_COMMAND, "train", *options],
+        env=variables | {"COLUMNS": "160"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+def _ranks(controller: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return run_ranks(2, controller, [_COMMAND, "train", *options], {"COLUMNS": "160"}, timeout=120)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=_no_constant) for line in path.read_text().splitlines()]
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text(), parse_constant=_no_constant)
+
+
+def _check_files(folder: Path, steps: int, epochs: int) -> dict[str, Any]:
+    """What holds for the files of every finished run."""
+    summary, step_lines, epoch_lines = _summary(folder), _lines(folder / "steps.jsonl"), _lines(folder / "epochs.jsonl")
+    assert summary["status"] == "finished"
+    assert (summary["steps"], summary["epochs"]) == (steps, epochs)
+    assert [line["step"] for line in step_lines] == list(range(1, steps + 1))
+    assert all(set(line) == _STEP_FIELDS for line in step_lines)
+    assert [line["epoch"] for line in epoch_lines] == list(range(1, epochs + 1))
+    assert [line["step"] for line in epoch_lines] == [steps // epochs * epoch for epoch in range(1, epochs + 1)]
+    assert epoch_lines[-1]["bytes_sent"] == summary["bytes_sent"] == sum(line["bytes_sent"] for line in step_lines)
+    assert summary["dense_bytes"] == sum(line["dense_bytes"] for line in step_lines)
+    assert summary["loss"] == epoch_lines[-1]["test_loss"]
+    assert summary["identical"] is True
+    assert len(summary["weights_sha256"]) == summary["world_size"]
+    assert len(set(summary["weights_sha256"])) == 1
+    assert set(summary["versions"]) == {"python", "hvdcomp", "torch", "horovod"}
+    assert not list(folder.glob("*.part"))
+    return summary
+
+
+def test_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "run"
+    options = ["--model", "mlp", "--samples", "320", "--batch-size", "32", "--epochs", "3", "--output", str(folder)]
+    done = _alone(*options, "--tensorboard", "--compression", "topk:ratio=0.01")
+    assert done.returncode == 0, done.stdout
+    summary = _check_files(folder, steps=30, epochs=3)
+    assert (summary["world_size"], summary["bytes_sent"], summary["compression_factor"]) == (1, 0, None)
+    assert summary["spec"] == "topk:ratio=0.01"
+    assert "one rank" in summary["note"]
+    assert "nothing is compressed or sent" in done.stdout
+    assert summary["accuracy"] > 0.5
+    assert summary["best_accuracy"] == max(line["accuracy"] for line in _lines(folder / "epochs.jsonl"))
+    assert summary["ms_per_step"] > 0
+    assert summary["ms_per_step_over"] == "median of steps 11 to 30"
+    assert summary["options"]["batch_size"] == 32
+    assert summary["options"]["lr"] == 0.05
+    assert list((folder / "tensorboard").glob("events*"))
+    _check_tensorboard(folder)
+    # The folder is not written over unasked, and what it holds stays.
+    before = (folder / "steps.jsonl").read_bytes()
+    refused = _alone(*options)
+    assert refused.returncode == 2
+    assert "holds a run already" in refused.stdout
+    assert (folder / "steps.jsonl").read_bytes() == before
+    again = _alone(*options, "--overwrite", "--no-progress", "--epochs", "1")
+    assert again.returncode == 0, again.stdout
+    assert "epoch 1/1" not in again.stdout
+    _check_files(folder, steps=10, epochs=1)
+    assert not (folder / "tensorboard").exists()
+
+
+def _check_tensorboard(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    losses = [(event.step, pytest.approx(event.value)) for event in board.Scalars("step/loss")]
+    assert losses == [(line["step"], line["loss"]) for line in _lines(folder / "steps.jsonl")]
+    assert len(board.Scalars("epoch/accuracy")) == 3
+
+
+def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
+    """With Gloo and with MPI: the ranks agree, and so do the two runs."""
+    summaries = {}
+    for controller in ("gloo", "mpi"):
+        folder = tmp_path / controller
+        done = _ranks(controller, "--compression", "topk:ratio=0.01", "--epochs", "3", "--output", str(folder))
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert "\x1b" not in done.stdout, "no control characters where no terminal is"
+        for epoch in (1, 2, 3):
+            assert done.stdout.count(f"epoch {epoch}/3 ") == 1, "rank 0 alone reports"
+        summary = _check_files(folder, steps=132, epochs=3)
+        assert (summary["world_size"], summary["controller"]) == (2, controller)
+        assert summary["note"] is None
+        assert summary["parameters"] == 151_306
+        assert summary["dense_bytes"] == 132 * 4 * 151_306
+        assert summary["compression_factor"] > 20
+        assert summary["accuracy"] > 0.85
+        summaries[controller] = summary
+    assert summaries["gloo"]["weights_sha256"] == summaries["mpi"]["weights_sha256"]
+    assert summaries["gloo"]["accuracy"] == summaries["mpi"]["accuracy"]
+
+
+def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
+    """Two ranks of two passes of 8 see what one process with a batch of 32 sees, and learn the same."""
+    schedule = ["--warm-up", "1", "--milestones", "2", "--clip-norm", "0.5", "--nesterov", "--weight-decay", "0.01"]
+    common = ["--model", "mlp", "--samples", "320", "--epochs", "3", *schedule]
+    done = _alone(*common, "--batch-size", "32", "--output", str(tmp_path / "one"))
+    assert done.returncode == 0, done.stdout
+    split = ["--batch-size", "8", "--backward-passes-per-step", "2"]
+    done = _ranks("mpi", *common, *split, "--output", str(tmp_path / "two"))
+    assert done.returncode == 0, done.stdout[-3000:]
+    one, two = (_check_files(tmp_path / name, steps=30, epochs=3) for name in ("one", "two"))
+    assert two["compression_factor"] == pytest.approx(1, abs=0.001)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-4)
+    rates = [line["learning_rate"] for line in _lines(tmp_path / "two" / "steps.jsonl")]
+    assert rates[:11] == pytest.approx([0.05 * step / 10 for step in range(11)])
+    assert rates[19:21] == pytest.approx([0.05, 0.005])
+
+
+def test_language_model_on_two_ranks(tmp_path: Path) -> None:
+    options = ["--model", "lstm", "--data", "stdlib-text", "--text-size", "40000", "--epochs", "3"]
+    done = _ranks("mpi", *options, "--compression", "powersgd:rank=2", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:]
+    summary = _summary(tmp_path)
+    assert summary["identical"] is True
+    perplexities = [line["perplexity"] for line in _lines(tmp_path / "epochs.jsonl")]
+    assert perplexities[-1] < perplexities[0]
+    assert summary["perplexity"] == perplexities[-1] == pytest.approx(math.exp(summary["loss"]))
+    assert summary["best_perplexity"] == min(perplexities)
+    assert "accuracy" not in summary
+
+
+def test_batch_norm_on_two_ranks(tmp_path: Path) -> None:
+    options = ["--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "256", "--epochs", "2"]
+    done = _ranks("mpi", *options, "--batch-size", "32", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert _check_files(tmp_path, steps=8, epochs=2)["dense_bytes"] == 8 * 4 * 272_474
+
+
+def test_divergence_ends_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = _ranks("mpi", "--model", "mlp", "--lr", "1e20", "--output", str(folder))
+    assert done.returncode != 0
+    assert "the loss is no longer a finite number" in done.stdout
+    assert "Traceback" not in done.stdout
+    summary = _summary(folder)
+    assert summary["status"] == "diverged"
+    assert summary["epochs"] == 0
+    assert summary["steps"] == 20
+    assert _lines(folder / "steps.jsonl")[-1]["loss"] is None
+
+
+def test_bad_spec_under_horovodrun() -> None:
+    done = _ranks("gloo", "--compression", "topk:ratio=7")
+    assert done.returncode != 0
+    assert "Error: " in done.stdout
+    assert "ratio" in done.stdout
+    assert done.stdout.count("Usage: ") == 1, "rank 0 alone speaks"
+    assert "trainer.py" not in done.stdout, "a traceback of horovodrun's own is all there may be"
+
+
+# Runs the command once per list of options, on ranks that stay; RANK in an option is the rank's number.
+_REFUSED_RUNS = """
+import json, os, sys
+from hvdcomp.commands.train import command
+
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+for options in json.loads(sys.argv[1]):
+    code = command.main([option.replace("RANK", rank) for option in options], "train", standalone_mode=False)
+    print(f"rank {rank} ends with {code}", flush=True)
+"""
+
+
+def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_REFUSED_RUNS)
+    (tmp_path / "data0").mkdir()
+    for name in ("wiki.train.tokens", "wiki.test.tokens"):
+        (tmp_path / "data0" / name).write_text("a cat and a dog \n" * 1000)
+    refused = {
+        "unknown compressor 'zip'": ["--compression", "zip"],
+        "--batch-size 1000 (times 1 backward passes) is more than the 718": ["--batch-size", "1000"],
+        "--model vgg16 needs images of at least 32x32": ["--model", "vgg16"],
+        "--model lstm cannot learn --data digits": ["--model", "lstm"],
+        f"on rank 1: --data-dir {tmp_path}/data1 holds no WikiText-2": [
+            *("--model", "lstm", "--data", "wikitext2"),
+            *("--data-dir", f"{tmp_path}/dataRANK"),
+        ],
+        "the ranks differ in seed: 0 on rank 0, 1 on rank 1": ["--seed", "RANK"],
+    }
+    arguments = [str(program), json.dumps(list(refused.values()))]
+    done = run_ranks(2, "mpi", arguments, {"COLUMNS": "160"}, timeout=120)
+    assert done.returncode == 0, done.stdout
+    for message in refused:
+        assert done.stdout.count(message) == 1, done.stdout
+    assert done.stdout.count("Error: ") == len(refused)
+    assert "Traceback" not in done.stdout
+    for rank in (0, 1):
+        assert done.stdout.count(f"rank {rank} ends with 2") == len(refused)

@@ -1,0 +1,117 @@
+"""The options of `hvdcomp train`: what is chosen, what is refused, the learning rate over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.cli import main
+from hvdcomp.train import environment
+from hvdcomp.train.outputs import check_output, strict
+from hvdcomp.train.settings import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, Settings, SetupError
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("data", DATA)
+def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: str) -> None:
+    settings = Settings(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
+    if (model in TEXT_MODELS) == (data in TEXT_DATA):
+        options = settings.resolved().as_options()
+        assert {key for key, value in options.items() if value is None} <= {"data_dir", "memory", "output", "samples"}
+    else:
+        with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
+            settings.resolved()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": "alexnet"}, "--model 'alexnet' is unknown; choose one of mlp, cnn"),
+        ({"data": "mnist"}, "--data 'mnist' is unknown; choose one of digits"),
+        ({"data": "cifar10"}, "--data cifar10 is read from a folder"),
+        ({"data_dir": Path("x")}, "--data digits needs no --data-dir"),
+        ({"epochs": 0}, "--epochs 0"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"lr": 0.0}, "--lr 0.0"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"momentum": 1.0}, "--momentum 1.0"),
+        ({"nesterov": True, "momentum": 0.0}, "--nesterov needs"),
+        ({"weight_decay": -1.0}, "--weight-decay -1.0"),
+        ({"gamma": 0.0}, "--gamma 0.0"),
+        ({"milestones": (4.0, 3.0)}, "--milestones 4,3: .* later"),
+        ({"milestones": (3.0, 3.0)}, "--milestones 3,3: .* later"),
+        ({"milestones": (3.0, 10.0)}, "--milestones 3,10: .* --epochs 10"),
+        ({"milestones": (2.0,), "warm_up": 3.0}, "--warm-up 3.0: over before"),
+        ({"warm_up": -1.0}, "--warm-up -1.0"),
+        ({"clip_norm": -1.0}, "--clip-norm -1.0"),
+        ({"backward_passes_per_step": 0}, "--backward-passes-per-step 0"),
+        ({"seed": -1}, "--seed -1"),
+        ({"samples": 0}, "--samples 0"),
+        ({"label_noise": 1.5}, "--label-noise 1.5"),
+        (
+            {"model": "lstm", "data": "stdlib-text", "label_noise": 0.5},
+            "--label-noise: --data stdlib-text has no labels",
+        ),
+        ({"data": "synthetic", "image_size": 2}, "--image-size 2"),
+        ({"text_size": 10}, "--text-size 10"),
+        ({"text_unit": "line"}, "--text-unit 'line'"),
+        ({"sequence_length": 0}, "--sequence-length 0"),
+        ({"tensorboard": True}, "--tensorboard writes below --output"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SetupError, match=message):
+        Settings(**options).resolved()  # type: ignore[arg-type]
+
+
+def test_learning_rate_over_time() -> None:
+    settings = Settings(lr=0.8, warm_up=2.0, milestones=(3.0, 5.0), gamma=0.5).resolved()
+    rates = {0: 0.0, 0.5: 0.2, 1.5: 0.6, 2: 0.8, 2.99: 0.8, 3: 0.4, 4.9: 0.4, 5: 0.2, 9: 0.2}
+    assert {done: pytest.approx(settings.learning_rate(done)) for done in rates} == rates
+    assert Settings(lr=0.8).resolved().learning_rate(0) == 0.8
+
+
+def test_what_is_given_is_kept() -> None:
+    settings = Settings(batch_size=3, lr=0.5, weight_decay=0.0, clip_norm=0.0, sequence_length=7)
+    assert settings.resolved() == settings
+
+
+def test_output_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    check_output(tmp_path / "new" / "deep", overwrite=False)
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "steps.jsonl").touch()
+    with pytest.raises(SetupError, match=r"holds a run already \(steps.jsonl\).*--overwrite"):
+        check_output(tmp_path, overwrite=False)
+    check_output(tmp_path, overwrite=True)
+    with pytest.raises(SetupError, match="is a file"):
+        check_output(tmp_path / "steps.jsonl", overwrite=True)
+
+
+def test_json_holds_finite_numbers_only() -> None:
+    record = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": (-float("inf"), 2)}, "e": "nan", "f": True}
+    assert strict(record) == {"a": None, "b": [1.5, None], "c": {"d": [None, 2]}, "e": "nan", "f": True}
+
+
+@pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_separate_runs_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    for name in environment._SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    environment.check_world_size(1)
+    monkeypatch.setenv(variable, "4")
+    environment.check_world_size(4)
+    with pytest.raises(SetupError, match=f"{variable}=4, but Horovod found 1 rank"):
+        environment.check_world_size(1)
+
+
+def test_help_needs_no_framework_and_names_every_option() -> None:
+    shown = CliRunner().invoke(main, ["train", "--help"]).output
+    for name in Settings().as_options():
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+def test_milestones_that_are_no_numbers() -> None:
+    result = CliRunner().invoke(main, ["train", "--milestones", "3,x"])
+    assert result.exit_code == 2
+    assert "'3,x' is not a list of epochs, such as 3,4" in result.output
