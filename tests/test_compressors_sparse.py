@@ -49,7 +49,7 @@ def clusters(random: np.random.Generator, size: int) -> np.ndarray:
     """Some large elements, many that no search for a threshold tells apart, growing with the index, and small ones."""
     x = random.laplace(scale=0.1, size=size)
     places = random.permutation(size)
-    x[places[: size // 200]] = 9
+    x[places[: size // 200]] = 9 + random.random(size // 200)
     x[np.sort(places[size // 200 : size // 20])] = 5 + 1e-12 * np.arange(size // 20 - size // 200)
     return x
 

@@ -178,7 +178,7 @@ def test_numbers_are_uniform_and_uncorrelated() -> None:
 def test_sums_of_rounded_numbers_behave_as_sums_of_independent_ones() -> None:
     """The number of heads among 4096 coins over 2000 steps: mean, variance and kurtosis of the normal distribution.
 
-    Tables without the final product pass the first two, and fail the third with a kurtosis of 9.
+    Tables without the final product pass the first two, and fail the third with a kurtosis near 9.
     """
     steps = 2000
     heads = np.array([(numbers("numpy", 4096, step=step) < 0.5).sum() for step in range(steps)])

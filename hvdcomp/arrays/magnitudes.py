@@ -104,9 +104,9 @@ class Magnitudes:
         whole, count = 0.0, 0
         for _, magnitude in self._chunks():
             with np.errstate(invalid="ignore"):
-                excess = magnitude - threshold
+                excess = np.subtract(magnitude, threshold, out=magnitude)
+            count += int(np.count_nonzero(excess >= 0))
             whole += float(np.sum(np.maximum(excess, 0, out=excess)))
-            count += int(np.count_nonzero(magnitude >= threshold))
         return whole / max(count, 1)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:

@@ -31,7 +31,11 @@ from hvdcomp.errors import ConfigurationError
 if TYPE_CHECKING:
     from hvdcomp.compression import Compression
 
-_PRESENCE_BYTES = 4  # the one float32 per tensor that Horovod allreduces in an engine step
+# The number that Horovod allreduces for each tensor in an engine step. An int64, because Horovod fuses tensors of one
+# element type, and must not fuse these with the engine's buffers: what is fused depends on timing, and would change the
+# order of additions from run to run. Large, because an integer mean is rounded down.
+_PRESENCE = 2**30
+_PRESENCE_BYTES = 8
 
 
 class _Ticket(NamedTuple):
@@ -94,7 +98,7 @@ class TorchBinding:
             wire = self.engine.plan[name].wire_dtype(str(tensor.dtype).removeprefix("torch."))
             return tensor.to(getattr(torch, wire or "")).contiguous(), _Ticket(name, True, tensor)
         self._pending[name] = tensor
-        return torch.ones(1), _Ticket(name, False, tensor)
+        return torch.full((1,), _PRESENCE), _Ticket(name, False, tensor)
 
     @torch.no_grad()
     def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
@@ -102,7 +106,7 @@ class TorchBinding:
             result = _as_gradient(tensor, ticket.gradient)
         else:
             if self._pending:
-                self._run_engine(float(tensor[0]))
+                self._run_engine(tensor.item() / _PRESENCE)
             result = self._results.pop(ticket.name)
         self._open.discard(ticket.name)
         if not self._open and ticket.cast:
@@ -141,7 +145,7 @@ class TorchBinding:
     def _reduction_factor(self, presence: float) -> int:
         """What the mean is to be multiplied with: 1, or the number of ranks where the optimizer sums.
 
-        `presence` is what Horovod made of one 1 from every rank.
+        `presence` is what Horovod made of a 1 from every rank.
         """
         size = self.engine.communicator.size
         summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum

@@ -29,7 +29,7 @@ _LEARNING_RATES = {
     "resnet18": 0.1,
     "vgg16": 0.02,
     "vgg19_bn": 0.05,
-    "lstm": 1.0,
+    "lstm": 2.0,
 }
 _BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128}  # per rank; text: 32
 
