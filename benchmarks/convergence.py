@@ -1,6 +1,6 @@
 """What every compressor does to accuracy: trains the reference models with each, at two levels, over three seeds.
 
-    horovodrun -np 2 python benchmarks/convergence.py            # both data sets; about an hour on two cores
+    horovodrun -np 2 python benchmarks/convergence.py            # both data sets; about 40 minutes on two cores
     horovodrun -np 2 python benchmarks/convergence.py --data digits --only topk --only powersgd
 
 Each run goes to a folder of its own below --runs and is skipped when it is there already, so that an interrupted
@@ -45,6 +45,7 @@ METHODS = (
     Method(("qsgd:bits=4", "qsgd:bits=2")),
     Method(("terngrad",)),
     Method(("natural",)),
+    Method(("globalqsgd:bits=8", "globalqsgd:bits=4")),
     Method(("powersgd:rank=2", "powersgd:rank=1")),
     Method(("powersgd:rank=2,alternating=True", "powersgd:rank=1,alternating=True")),
     Method(("atomo:rank=4", "atomo:rank=2")),
@@ -52,7 +53,7 @@ METHODS = (
 
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"model": "cnn", "data": "digits", "epochs": 15},
-    "stdlib-text": {"model": "lstm", "data": "stdlib-text", "epochs": 3, "text_size": 200_000},
+    "stdlib-text": {"model": "lstm", "data": "stdlib-text", "epochs": 8, "text_size": 100_000},
 }
 
 

@@ -41,6 +41,12 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
 )
 @_option("--compression", "How gradients are sent, such as topk:ratio=0.01.", metavar="SPEC")
 @_option("--memory", "What happens to what is not sent: error_feedback or none.", metavar="SPEC", shown="by compressor")
+@_option(
+    "--policy",
+    "How the level changes, such as warmup:levels=0.25|0.05,epochs=1.",
+    metavar="SPEC",
+    shown="constant",
+)
 @_option("--epochs", "Passes over the training data.", type=int)
 @_option("--batch-size", "Samples per rank and backward pass.", type=int)
 @_option("--lr", "Learning rate. It is used as given: scale it yourself when you add ranks.", type=float)

@@ -47,6 +47,7 @@ class Settings:
     data_dir: Path | None = None
     compression: str = "none"
     memory: str | None = None
+    policy: str | None = None
     epochs: int = 10
     batch_size: int | None = None  # per rank and backward pass
     lr: float | None = None

@@ -48,7 +48,7 @@ def train(settings: Settings) -> dict[str, Any]:
     data, model, steps = together(lambda: _build(settings))
     check_same({**_comparable(settings), "training samples": len(data.train_x), "classes": data.classes})
     optimizer = _broadcast(settings, model)
-    compression = together(lambda: _compression(settings, model))
+    compression = together(lambda: _compression(settings, model, steps))
     return _Run(settings, data, model, optimizer, compression, steps).run()
 
 
@@ -97,10 +97,12 @@ def _broadcast(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _compression(settings: Settings, model: nn.Module) -> hvdcomp.Compression:
+def _compression(settings: Settings, model: nn.Module, steps: int) -> hvdcomp.Compression:
     return hvdcomp.Compression.from_spec(
         settings.compression,
         memory=settings.memory,
+        policy=settings.policy,
+        steps_per_epoch=steps,
         named_parameters=model.named_parameters(),
         seed=settings.seed,
     )
