@@ -1,0 +1,222 @@
+"""What every registered compressor must do, whatever its method; a new one is covered by its example here."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import AllGather, AllReduce, Context, TensorInfo
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.engine import Engine
+from hvdcomp.fusion import request_bytes
+from hvdcomp.memory import ErrorFeedback
+from hvdcomp.spec import parse_compressor
+from tests.harness import BACKENDS, BACKENDS_AND_DTYPES, SpyFeedback, as_numpy, bits, densify, make
+
+EXAMPLES = [
+    "none",
+    "fp16",
+    "bf16",
+    "topk:ratio=0.1",
+    "topk:ratio=0.1,values=fp16",
+    "randomk:ratio=0.1",
+    "randomk:ratio=0.1,unbiased=true",
+    "mstopk:ratio=0.1",
+    "redsync:ratio=0.1",
+    "dgc:ratio=0.1",
+    "sidco:ratio=0.1",
+    "powersgd:rank=2",
+    "powersgd:rank=2,iterations=2",
+    "powersgd:rank=2,alternating=true",
+    "atomo:rank=2",
+    "signsgd",
+    "signsgd:zeros=elements",
+    "onebit",
+    "onebit:per_row=true",
+    "efsignsgd",
+    "qsgd:bits=1",
+    "qsgd:bits=3,bucket=64",
+    "qsgd:bits=8",
+    "terngrad",
+    "natural",
+    "globalqsgd:bits=8",
+]
+SHAPE = (37, 29)  # nothing divides it
+
+
+def test_every_registered_compressor_has_an_example() -> None:
+    assert {spec.partition(":")[0] for spec in EXAMPLES} == set(COMPRESSORS)
+
+
+def engine_of(communicator: Any, spec: str, shape: tuple[int, ...], **options: Any) -> Engine:
+    tensors = [TensorInfo("w", shape, options.pop("dtype", "float32"))]
+    return Engine(communicator, tensors, parse_compressor(spec), min_numel=0, min_ndim=0, **options)
+
+
+def normal(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def results(spec: str, backend: str, dtype: str, gradients: list[list[np.ndarray]], **options: Any) -> list[list[Any]]:
+    """What each rank gets in each step; `gradients[rank][step]`."""
+
+    def work(communicator: InProcessCommunicator) -> list[Any]:
+        engine = engine_of(communicator, spec, gradients[0][0].shape, dtype=dtype, **options)
+        return [engine.step({"w": make(backend, values, dtype)})["w"] for values in gradients[communicator.rank]]
+
+    return list(run_ranks(len(gradients), work))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_all_ranks_get_the_same_bits_of_the_right_kind(spec: str, backend: str, dtype: str) -> None:
+    gradients = [[normal(10 * rank + step) for step in range(3)] for rank in range(3)]
+    everyone = results(spec, backend, dtype, gradients)
+    for step in range(3):
+        mine = everyone[0][step]
+        assert tuple(mine.shape) == SHAPE
+        assert str(mine.dtype).removeprefix("torch.") == dtype
+        assert np.isfinite(as_numpy(mine)).all()
+        assert all(bits(theirs[step]) == bits(mine) for theirs in everyone)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize("shape", [SHAPE, (1, 1), (1, 300), (513,), (300, 1, 3), ()])
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_the_payload_has_the_size_that_was_promised(
+    spec: str, shape: tuple[int, ...], backend: str, dtype: str
+) -> None:
+    sent: list[int] = []
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = engine_of(communicator, spec, shape, dtype=dtype)
+        for step in range(2):  # two, because an alternating method sends two sizes in turn
+            engine.step({"w": make(backend, normal(step, shape), dtype)})
+            assert engine.ledger.last is not None
+            sent.append(engine.ledger.last.tensors["w"].bytes_sent)
+        chosen = engine.plan["w"]
+        assert sum(sent) / 2 == chosen.payload_bytes(shape, dtype=dtype), chosen
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_zero_and_constant_gradients(spec: str, backend: str) -> None:
+    zero, constant = np.zeros(SHAPE, np.float32), np.full(SHAPE, 0.25, np.float32)
+    for rank in results(spec, backend, "float32", [[zero, zero], [zero, zero]]):
+        assert not np.any([as_numpy(step) for step in rank])
+    for rank in results(spec, backend, "float32", [[constant, constant]] * 2):
+        assert np.isfinite([as_numpy(step) for step in rank]).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what is meant to happen here
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_a_non_finite_gradient_reaches_all_ranks_and_leaves_no_trace(spec: str, bad: float, backend: str) -> None:
+    poisoned = normal(1)
+    poisoned[3, 5] = bad
+    ranks = [[normal(0), poisoned, normal(2)], [normal(3), normal(4), normal(5)]]
+
+    def work(communicator: InProcessCommunicator) -> tuple[np.ndarray, list[bytes], list[bytes], np.ndarray]:
+        engine = engine_of(communicator, spec, SHAPE)
+        first, second, third = (make(backend, values) for values in ranks[communicator.rank])
+        engine.step({"w": first})
+        before = state_of(engine)
+        spoilt = as_numpy(engine.step({"w": second})["w"])
+        after = state_of(engine)
+        return spoilt, before, after, as_numpy(engine.step({"w": third})["w"])
+
+    for spoilt, before, after, later in run_ranks(2, work):
+        assert not np.isfinite(spoilt).all()
+        assert before == after
+        assert np.isfinite(later).all()
+
+
+def state_of(engine: Engine) -> list[bytes]:
+    state = engine.states["w"]
+    return [bits(array) for array in (*state.memory, *state.compressor)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_error_feedback_keeps_exactly_what_was_not_sent(spec: str, backend: str) -> None:
+    spy = SpyFeedback()
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = engine_of(communicator, spec, SHAPE, memory=spy if communicator.rank == 0 else ErrorFeedback())
+        for step in range(3):
+            engine.step({"w": make(backend, normal(10 * communicator.rank + step))})
+
+    run_ranks(2, work)
+    if parse_compressor(spec).lossless:
+        assert not spy.log
+        return
+    assert len(spy.log) == 3
+    residual = np.zeros(SHAPE, np.float32)
+    for kept in spy.log:
+        np.testing.assert_array_equal(as_numpy(kept.before), residual)
+        np.testing.assert_array_equal(as_numpy(kept.x), as_numpy(kept.gradient) + residual)
+        residual = as_numpy(kept.x) - densify(kept.sent, SHAPE)
+        np.testing.assert_array_equal(as_numpy(kept.after), residual)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_the_seed_alone_decides_and_no_global_random_state_is_touched(spec: str, backend: str) -> None:
+    torch = pytest.importorskip("torch") if backend == "torch" else None
+    gradients = [[normal(10 * rank + step) for step in range(2)] for rank in range(2)]
+    before = (random.getstate(), np.random.get_state()[1].tolist(), torch and torch.get_rng_state().tolist())
+    runs = [results(spec, backend, "float32", gradients, seed=seed) for seed in (1, 1)]
+    after = (random.getstate(), np.random.get_state()[1].tolist(), torch and torch.get_rng_state().tolist())
+    assert before == after
+    assert [bits(step) for step in runs[0][0]] == [bits(step) for step in runs[1][0]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", EXAMPLES)
+def test_the_gradient_is_not_changed_and_the_result_is_fresh(spec: str, backend: str) -> None:
+    def work(communicator: InProcessCommunicator) -> list[np.ndarray]:
+        engine = engine_of(communicator, spec, SHAPE)
+        found = []
+        for step in range(3):
+            gradient = make(backend, normal(step))
+            result = engine.step({"w": gradient})["w"]
+            assert bits(gradient) == bits(make(backend, normal(step)))
+            found.append(as_numpy(result))
+            gradient[...] = 1e9  # nobody may look at either again
+            result[...] = 1e9
+        return found
+
+    plain = [as_numpy(step) for step in results(spec, backend, "float32", [[normal(step) for step in range(3)]])[0]]
+    np.testing.assert_array_equal(run_ranks(1, work)[0], plain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", [spec for spec in EXAMPLES if ":ratio" in spec])
+def test_sparsifiers_send_exactly_k_different_elements(spec: str, backend: str) -> None:
+    """Also where all magnitudes are tied, and where the ratio asks for everything."""
+    context = Context("w", step=0, seed=0, rank=0, size=1)
+    for values in (normal(0), np.full(SHAPE, -0.5, np.float32), np.zeros(SHAPE, np.float32)):
+        for ratio, k in ((1e-6, 1), (0.1, 108), (1.0, 1073)):
+            x = make(backend, values)
+            chosen = parse_compressor(spec).at_level(ratio)
+            generator = chosen.exchange(arrays_for(x), x, chosen.prepare(arrays_for(x), x, (), context), context)
+            request = next(generator)
+            assert request_bytes(arrays_for(x), request) == chosen.payload_bytes(SHAPE)
+            indices = indices_sent(generator, request)
+            assert len(indices) == len(set(indices)) == k
+            assert 0 <= min(indices) <= max(indices) < values.size
+
+
+def indices_sent(generator: Any, request: AllGather | AllReduce) -> list[int]:
+    """The places that the method says it sent, when it is the only rank."""
+    with pytest.raises(StopIteration) as stop:
+        generator.send([request.parts] if isinstance(request, AllGather) else request.array)
+    return as_numpy(stop.value.value.sent.indices).tolist()
