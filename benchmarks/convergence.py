@@ -159,7 +159,7 @@ result is a sign instead of a gradient, the learning rate is a hundredth). "conv
 seeds is within one point of dense accuracy, or within 10 % of dense perplexity. Bytes are what one rank hands to the
 collectives in a step; the compression factor is dense bytes over sent bytes.
 
-The models are small: small tensors go dense, and with {numbers} that ride along they bound the factor that a model of
+The models are small: small tensors go dense, and with the numbers that ride along they bound the factor that a model of
 this size can reach.
 """
 
@@ -176,7 +176,7 @@ def main(chosen: tuple[str, ...], only: tuple[str, ...], runs: Path, file: Path)
     hvd.init()
     run_all(runs, chosen or tuple(DATA), only)
     if hvd.rank() == 0:
-        file.write_text(INTRODUCTION.replace("{numbers} ", "the numbers ") + table(runs))
+        file.write_text(INTRODUCTION + table(runs))
         print(f"wrote {file}")
 
 

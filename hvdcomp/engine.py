@@ -110,7 +110,7 @@ class Engine:
         return MappingProxyType({name: self._choose(compressor, tensor) for name, tensor in self.tensors.items()})
 
     def _choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
-        chosen = compressor.route(tensor)
+        chosen = compressor.route(tensor) if tensor.size else NoCompression()
         small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
         return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
 

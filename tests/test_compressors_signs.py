@@ -307,12 +307,6 @@ def test_non_finite_gradients_are_seen_everywhere_and_kept_nowhere(
         assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=str)
-def test_empty_tensors_go_dense(compressor: Compressor) -> None:
-    assert compressor.route(TensorInfo("w", (0, 3))).name == "none"
-    assert compressor.route(TensorInfo("w", (2, 3))) is compressor
-
-
 # --- descriptions ---
 
 

@@ -146,6 +146,13 @@ def state_of(engine: Engine) -> list[bytes]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", EXAMPLES)
+def test_empty_tensors_go_dense(spec: str, backend: str) -> None:
+    for rank in results(spec, backend, "float32", [[np.zeros((0, 3), np.float32)] * 2] * 2):
+        assert [tuple(step.shape) for step in rank] == [(0, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", EXAMPLES)
 def test_error_feedback_keeps_exactly_what_was_not_sent(spec: str, backend: str) -> None:
     spy = SpyFeedback()
 

@@ -17,11 +17,9 @@ from hvdcomp.collectives import (
     Array,
     Context,
     Exchange,
-    TensorInfo,
     number_of_elements,
 )
 from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
-from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.randomness import random_words, rank_generator, uniform
@@ -87,9 +85,6 @@ class QSGD(Compressor):
         super().level_for(compression_factor, shape)
         return bits_for(self, compression_factor, shape, range(1, 9))
 
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
-
 
 @dataclass(frozen=True)
 class TernGrad(Compressor):
@@ -139,9 +134,6 @@ class TernGrad(Compressor):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         return packed_bytes(number_of_elements(shape), 2) + 4
 
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
-
 
 @dataclass(frozen=True)
 class Natural(Compressor):
@@ -179,9 +171,6 @@ class Natural(Compressor):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         size = number_of_elements(shape)
         return size + packed_bytes(size, 1)
-
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
 
 
 @dataclass(frozen=True)
@@ -267,9 +256,6 @@ class GlobalQSGD(Compressor):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         return bits_for(self, compression_factor, shape, range(2, 17))
-
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
 
 
 def whole_codes(xp: ModuleType, values: Array, lowest: int, steps: int) -> Array:

@@ -16,11 +16,9 @@ from hvdcomp.collectives import (
     Array,
     Context,
     Exchange,
-    TensorInfo,
     number_of_elements,
 )
 from hvdcomp.compressors.base import Compressor, Level
-from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
 from hvdcomp.errors import SpecError
@@ -95,9 +93,6 @@ class SignSGD(Compressor):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         return packed_bytes(number_of_elements(shape), 1) + packed_bytes(self._voters(shape)[0], 1)
 
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
-
     @property
     def default_memory(self) -> Memory:
         """None, although the method is biased: the sign's magnitude is not the gradient's."""
@@ -151,9 +146,6 @@ class OneBit(Compressor):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         return packed_bytes(number_of_elements(shape), 1) + 8 * self._groups(shape)[0]
 
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
-
 
 @dataclass(frozen=True)
 class EFSignSGD(Compressor):
@@ -182,9 +174,6 @@ class EFSignSGD(Compressor):
 
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         return packed_bytes(number_of_elements(shape), 1) + 4
-
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:

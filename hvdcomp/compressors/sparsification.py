@@ -14,13 +14,11 @@ from hvdcomp.collectives import (
     Exchange,
     Outcome,
     SparseVector,
-    TensorInfo,
     allreduce_dtype,
     number_of_elements,
 )
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, Level, require_ratio
-from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.errors import SpecError
 from hvdcomp.randomness import distinct_indices, shared_generator
@@ -74,9 +72,6 @@ class Sparsifier(Compressor):
         super().level_for(compression_factor, shape)
         value_bytes = sparse_payload.value_bytes(self.values, "float32")
         return sparse_payload.level_for(compression_factor, number_of_elements(shape), value_bytes)
-
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
 
 
 @dataclass(frozen=True)
@@ -154,6 +149,3 @@ class RandomK(Compressor):
         size = number_of_elements(shape)
         share = 4 / (compression_factor * sparse_payload.value_bytes(self.values, "float32"))
         return min(1.0, max(1, int(share * size)) / size)
-
-    def route(self, tensor: TensorInfo) -> Compressor:
-        return self if tensor.size else NoCompression()
