@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import Compressor, EFSignSGD, ErrorFeedback, NoMemory, OneBit, SignSGD, SpecError
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import TensorInfo, number_of_elements
+from hvdcomp.collectives import number_of_elements
 from hvdcomp.spec import parse_compressor
 from tests.harness import (
     BACKENDS,
