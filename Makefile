@@ -77,10 +77,9 @@ lint: setup  ## check style and types (ruff, mypy)
 test: lint  ## lint, then run all tests
 	@pytest
 
-bench: setup  ## run the programs in benchmarks/
-	@programs=$$(ls benchmarks/*.py 2>/dev/null); \
-	test -n "$$programs" || echo "There are no benchmarks yet: benchmarks/ holds no program."; \
-	for program in $$programs; do echo "==> $$program"; python "$$program" || exit 1; done
+bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
+	@hvdcomp bench encode --model resnet50 --repeats 7 --output docs/encode
+	@horovodrun -np 2 --gloo python benchmarks/convergence.py
 
 clean:  ## remove .venv, runs/ and caches in this folder
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

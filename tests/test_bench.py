@@ -72,6 +72,7 @@ def test_the_command_writes_files(tmp_path: Path) -> None:
     assert [one["method"] for one in written] == ["topk:ratio=0.01", "none"]
     assert all(one["ratio"] > 0 and one["step_ms"] > 0 for one in written)
     assert written[0]["compression_factor"] > 40
+    assert "| topk:ratio=0.01 |" in (tmp_path / "encode.md").read_text()
     assert (tmp_path / "encode.png").read_bytes().startswith(b"\x89PNG")
 
 

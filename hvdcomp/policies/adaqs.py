@@ -1,0 +1,117 @@
+"""AdaQS: halve the compression factor whenever the gradient's mean has become smaller against its spread.
+
+The mean-to-standard-deviation ratio (MSDR) of a gradient falls while a training converges and noise takes over; a
+noisier gradient is then sent more exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvdcomp.errors import SpecError
+from hvdcomp.policies.base import (
+    AccumulatedGradientPolicy,
+    Factors,
+    Period,
+    Statistic,
+    Statistics,
+    is_number,
+)
+from hvdcomp.policies.schedules import Levelled
+
+
+@dataclass(frozen=True)
+class AdaQSState:
+    """The state of `AdaQS`.
+
+    Attributes:
+        factors: by tensor name, the compression factor.
+        reference: by tensor name, the ratio at the last change of its factor; None before the first usable one.
+    """
+
+    factors: Mapping[str, float]
+    reference: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
+    """AdaQS (Guo et al. 2020, Accelerating distributed deep learning by adaptive gradient quantization, ICASSP), in
+    the form in which Agarwal et al. 2021 (arXiv:2010.16248, section 5) compare with it: for any compressor.
+
+    Each tensor decides by itself. Its first ratio is the reference. When (reference - ratio) / reference >= fall, its
+    compression factor is halved, once, and the ratio becomes the reference. A ratio that rises changes neither. A
+    factor never rises again.
+
+    Attributes:
+        start: the compression factor to begin with.
+        fall: the relative fall from which on the factor is halved, between 0 and 1. The papers name no value.
+        floor: the smallest compression factor.
+        interval: decide at the end of every so many epochs, over which gradients are accumulated.
+        steps: instead of `interval`: decide at the end of every so many steps, and accumulate over these.
+    """
+
+    start: float
+    fall: float
+    floor: float = 1.0
+    interval: int = 1
+
+    name: ClassVar[str] = "adaqs"
+    state_type: ClassVar[type] = AdaQSState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(is_number(self.floor) and self.floor >= 1, "floor", "a number of at least 1")
+        self.require(is_number(self.start) and self.start > self.floor, "start", f"a number above floor={self.floor}")
+        self.require(is_number(self.fall) and 0 < self.fall < 1, "fall", "a number between 0 and 1")
+        self.require_whole("interval", 1)
+        if self.steps and self.interval != AdaQS.interval:
+            raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
+
+    @property
+    def period(self) -> Period:
+        return Period(steps=self.steps) if self.steps else Period(epochs=self.interval)
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        super().check(steps_per_epoch, compressor)
+        require_level(self.name, compressor)
+
+    def initial_state(self, tensors: Sequence[str]) -> AdaQSState:
+        return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))
+
+    def wanted(self, state: AdaQSState) -> frozenset[Statistic]:
+        """Nothing once every factor has reached the floor."""
+        if all(factor <= self.floor for factor in state.factors.values()):
+            return frozenset()
+        return frozenset({Statistic.MEAN_TO_STD})
+
+    def decision(self, state: AdaQSState) -> Factors:
+        return Factors(dict(state.factors))
+
+    def update(self, state: AdaQSState, statistics: Statistics) -> AdaQSState:
+        if not self.wanted(state):
+            return state
+        assert statistics.mean_to_std is not None
+        ratios = self.of_tensors(statistics.mean_to_std, state.factors, "ratios")
+        factors, references = dict(state.factors), dict(state.reference)
+        for name, ratio in ratios.items():
+            if not math.isfinite(ratio):
+                continue
+            reference = references[name]
+            if reference is None or not reference > 0:  # from zero nothing can fall
+                references[name] = float(ratio)
+            elif (reference - ratio) / reference >= self.fall:
+                factors[name] = max(float(self.floor), factors[name] / 2)
+                references[name] = float(ratio)
+        return AdaQSState(factors, references)
+
+
+def require_level(policy: str, compressor: Levelled) -> None:
+    """Raises SpecError unless a compressor has a level by which it can reach a compression factor."""
+    if compressor.level is None:
+        raise SpecError(
+            f"{policy}: the compressor has no single level to set; use one with a level, such as topk:ratio=0.01 or "
+            "powersgd:rank=4"
+        )

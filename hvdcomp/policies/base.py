@@ -1,0 +1,357 @@
+"""What a policy is: settings, a state, and a pure step from one state to the next.
+
+A policy is a frozen description; its state is a separate, small, frozen dataclass that survives as JSON. At each
+moment of decision it gets one `Statistics`, which holds what `wanted` asked for, and answers with a decision. It reads
+no clock and no file, and knows no tensors: numbers in, a decision out, so that any run can be replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+from hvdcomp.described import Described
+from hvdcomp.errors import SpecError
+from hvdcomp.policies.schedules import Level, Levelled
+
+State = TypeVar("State")
+
+
+class Statistic(Enum):
+    """What a policy may ask for. Each value is the name of the field of `Statistics` that holds it."""
+
+    LEARNING_RATES = "learning_rates"
+    NORMS = "norms"
+    MODEL_NORM = "model_norm"
+    MEAN_TO_STD = "mean_to_std"
+    GAINS = "gains"
+    TIMING = "timing"
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """What the training's schedule says, one rate for each parameter group, without any policy's own factor.
+
+    Attributes:
+        now: of the period that ends, at its first step, so that a change in the middle of a period is not missed.
+        next: of the step that follows.
+    """
+
+    now: tuple[float, ...]
+    next: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.now or len(self.now) != len(self.next):
+            raise ValueError(f"learning rates {self.now} and {self.next} must be of the same groups, at least one")
+
+    @property
+    def fall(self) -> bool:
+        """Whether that of any group falls."""
+        return any(after < before for before, after in zip(self.now, self.next, strict=True))
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Compression gains of one step, whole model, see `hvdcomp.policies.gravac`; NaN if a gradient is not finite.
+
+    Attributes:
+        minimum: of the first compression.
+        candidate: of the second; None if there was none.
+        ranks: number of ranks.
+    """
+
+    minimum: float
+    candidate: float | None
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one step took.
+
+    Attributes:
+        samples: that all ranks together took in.
+        seconds: of the whole iteration.
+        minimum_seconds: of these, the first compression's.
+        candidate_seconds: of these, the second, evaluating compression's.
+    """
+
+    samples: int
+    seconds: float
+    minimum_seconds: float = 0.0
+    candidate_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known at one moment of decision. A field that the policy did not ask for may be None.
+
+    Attributes:
+        step: steps that ended, from the start of the training.
+        epoch: epochs that ended; None if they are not counted.
+        learning_rates: now and next.
+        norms: by tensor name, the 2-norm of the accumulated gradient: the sum of the raw gradients, before memory and
+            averaging, of all steps of the period that ends. 0.0 for a tensor that had no gradient.
+        model_norm: the same of the whole model: all tensors as one vector.
+        mean_to_std: by tensor name, the absolute mean of the accumulated gradient's elements over their standard
+            deviation.
+        gains, timing: of the step.
+    """
+
+    step: int
+    epoch: int | None = None
+    learning_rates: LearningRates | None = None
+    norms: Mapping[str, float] | None = None
+    model_norm: float | None = None
+    mean_to_std: Mapping[str, float] | None = None
+    gains: Gains | None = None
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True)
+class Period:
+    """How often a policy decides: at the end of every so many epochs, or of every so many steps; the other is 0."""
+
+    epochs: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Levels:
+    """A decision: the level of each tensor by name; None for the compressor's own."""
+
+    levels: Mapping[str, Level | None]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A decision: the compression factor (dense bytes / sent bytes) of each tensor by name."""
+
+    factors: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MultiLevel:
+    """A decision for the whole model: to which compression factors to compress, and what of it to send.
+
+    Attributes:
+        minimum: factor of the first compression, of the gradient with its residual.
+        candidate: factor, still against the dense size, to which the result is compressed again; None for not again.
+        send: which of the two, or the uncompressed gradient with its residual; None if the gains must be told first.
+    """
+
+    minimum: float
+    candidate: float | None
+    send: Literal["dense", "minimum", "candidate"] | None
+
+    @property
+    def sent(self) -> float | None:
+        """The compression factor of what is sent, 1.0 for dense; None if that is not known yet."""
+        if self.send == "dense":
+            return 1.0
+        return {"minimum": self.minimum, "candidate": self.candidate}.get(self.send or "")
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """A decision: how much larger than at the start the batch is.
+
+    Attributes:
+        accumulation: so many batches of the starting size are accumulated for one update, which takes their mean.
+        learning_rate_factor: what the schedule's learning rate is to be multiplied with.
+    """
+
+    accumulation: int
+    learning_rate_factor: float
+
+
+Decision = Levels | Factors | MultiLevel | BatchSize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Described, Generic[State]):
+    """Base of all policies.
+
+    Class attributes:
+        name: the policy's name in a spec string.
+        state_type: the dataclass of its state, whose fields JSON can hold.
+    """
+
+    name: ClassVar[str]
+    state_type: ClassVar[type]
+
+    @property
+    def period(self) -> Period | None:
+        """How often `decide` is to be called, and over which time gradients are accumulated; None for never."""
+        raise NotImplementedError
+
+    @property
+    def source(self) -> str:
+        """Whose gradients are accumulated: "local", rank 0's own, or "aggregated", the mean over the ranks."""
+        return "local"
+
+    def wanted(self, state: State) -> frozenset[Statistic]:
+        """What the next `decide` reads. Nothing else need be computed in the period before it."""
+        raise NotImplementedError
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        """Raises SpecError if the policy cannot work with this compressor or run."""
+        if self.period is not None and self.period.epochs and not steps_per_epoch:
+            raise SpecError(f"{self.name}: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+
+    def initial_state(self, tensors: Sequence[str]) -> State:
+        """The state to begin with.
+
+        Args:
+            tensors: names of the tensors that are compressed. Those that always go dense are no policy's business.
+        """
+        raise NotImplementedError
+
+    def decision(self, state: State) -> Decision:
+        """What is in force in a state: at the beginning, after a decision and after a restart."""
+        raise NotImplementedError
+
+    def update(self, state: State, statistics: Statistics) -> State:
+        """The state after a moment of decision."""
+        raise NotImplementedError
+
+    def decide(self, state: State, statistics: Statistics) -> tuple[State, Decision]:
+        """One moment of decision.
+
+        Args:
+            state: as the last call returned it, or `initial_state`. It is not changed.
+            statistics: with at least all that `wanted(state)` names.
+
+        Returns:
+            The state to keep, and the decision for the steps that follow.
+
+        Raises:
+            ValueError: if a wanted statistic is missing, or is not of these tensors.
+        """
+        missing = sorted(each.value for each in self.wanted(state) if getattr(statistics, each.value) is None)
+        if missing:
+            raise ValueError(f"{self.name} needs {', '.join(missing)} to decide after step {statistics.step}")
+        state = self.update(state, statistics)
+        return state, self.decision(state)
+
+    def to_json(self, state: State) -> dict[str, Any]:
+        """A state as JSON can hold it."""
+        return {"policy": self.name, **dataclasses.asdict(state)}  # type: ignore[call-overload]
+
+    def from_json(self, data: Mapping[str, Any]) -> State:
+        """The state that `to_json` wrote.
+
+        Raises:
+            ValueError: if it is not of this kind of policy.
+        """
+        fields = {key: value for key, value in data.items() if key != "policy"}
+        expected = {field.name for field in dataclasses.fields(self.state_type)}
+        if data.get("policy") != self.name or set(fields) != expected:
+            found = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
+            raise ValueError(
+                f"this is not a state of {self.name}, which has {', '.join(sorted(expected))}: {found}; continue with "
+                "the policy that the training was started with"
+            )
+        return self.state_type(**fields)
+
+    def require(self, allowed: bool, setting: str, what: str) -> None:
+        """Raises SpecError, which says `what` is allowed, unless a setting is."""
+        if not allowed:
+            raise SpecError(f"{self.name}: {setting}={getattr(self, setting)} is not allowed; it must be {what}")
+
+    def require_whole(self, setting: str, least: int) -> None:
+        """Raises SpecError unless a setting is a whole number of at least `least`."""
+        self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
+
+    def of_tensors(self, values: Mapping[str, float], tensors: Mapping[str, Any], what: str) -> Mapping[str, float]:
+        """The values, if they are of exactly these tensors.
+
+        Raises:
+            ValueError: if not.
+        """
+        wrong = {"missing": tensors.keys() - values.keys(), "not expected": values.keys() - tensors.keys()}
+        words = [f"{word}: {', '.join(sorted(names))}" for word, names in wrong.items() if names]
+        if words:
+            raise ValueError(f"{self.name} was given {what} of other tensors than it began with; {'; '.join(words)}")
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulatedGradientPolicy(Policy[State]):
+    """Base of policies that look at accumulated gradients every now and then.
+
+    Attributes:
+        steps: decide at the end of every so many steps, and accumulate over them; 0 to count epochs instead.
+        statistic: whose gradients are accumulated, "local" (rank 0's own) or "aggregated" (the mean over the ranks).
+    """
+
+    steps: int = 0
+    statistic: str = "local"
+
+    def __post_init__(self) -> None:
+        self.require_whole("steps", 0)
+        self.require(self.statistic in ("local", "aggregated"), "statistic", "local or aggregated")
+
+    @property
+    def source(self) -> str:
+        return self.statistic
+
+
+@dataclass(frozen=True)
+class ConstantState:
+    """The state of `Constant`: the names of the tensors."""
+
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Policy[ConstantState]):
+    """Always the same level.
+
+    Attributes:
+        level: of all tensors; None for the compressor's own.
+    """
+
+    level: Level | None = None
+
+    name: ClassVar[str] = "constant"
+    state_type: ClassVar[type] = ConstantState
+
+    def __post_init__(self) -> None:
+        self.require(self.level is None or is_number(self.level), "level", "a level, such as a ratio or a rank")
+
+    @property
+    def period(self) -> None:
+        return None
+
+    def wanted(self, state: ConstantState) -> frozenset[Statistic]:
+        return frozenset()
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        compressor.at_level(self.level)
+
+    def initial_state(self, tensors: Sequence[str]) -> ConstantState:
+        return ConstantState(tuple(tensors))
+
+    def decision(self, state: ConstantState) -> Levels:
+        return Levels(dict.fromkeys(state.tensors, self.level))
+
+    def update(self, state: ConstantState, statistics: Statistics) -> ConstantState:
+        return state
+
+    def from_json(self, data: Mapping[str, Any]) -> ConstantState:
+        return ConstantState(tuple(super().from_json(data).tensors))
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a setting is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,154 @@
+"""Policies of the batch size: fewer exchanges through larger batches, made by accumulating gradients.
+
+Both scale the learning rate by the same factor as the batch, which keeps the noise of the updates (Goyal et al. 2017,
+arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvdcomp.errors import SpecError
+from hvdcomp.policies.accordion import CriticalRegimes, finite, is_critical
+from hvdcomp.policies.base import BatchSize, Period, Policy, Statistic, Statistics
+
+ROUNDING = 1e-9
+"""Relative: 0.1 / 0.02 must be a decay by 5, whatever floating point makes of it."""
+
+
+@dataclass(frozen=True)
+class AccordionBatchSizeState:
+    """The state of `AccordionBatchSize`.
+
+    Attributes:
+        grown: whether the batch is the large one.
+        previous: norm of the model's accumulated gradient when it was last compared; None if there is none.
+        ends: epochs (or windows of steps) that ended.
+    """
+
+    grown: bool = False
+    previous: float | None = None
+    ends: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
+    """Accordion for the batch size (Agarwal et al. 2021, arXiv:2010.16248, section 4.1).
+
+    The batch is small until, at a comparison of norms, the regime of the whole model is not critical and the learning
+    rate does not fall; from then on it is large for good.
+
+    Attributes:
+        low: the small batch, that the training is started with, in samples.
+        high: the large one, a multiple of it.
+    """
+
+    low: int
+    high: int
+
+    name: ClassVar[str] = "accordion_batch_size"
+    state_type: ClassVar[type] = AccordionBatchSizeState
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for setting in ("low", "high"):
+            self.require_whole(setting, 1)
+        if self.high <= self.low or self.high % self.low:
+            raise SpecError(
+                f"{self.name}: low={self.low},high={self.high} is not allowed; the large batch is accumulated from "
+                "small ones, so high must be a multiple of low"
+            )
+
+    def initial_state(self, tensors: Sequence[str]) -> AccordionBatchSizeState:
+        return AccordionBatchSizeState()
+
+    def wanted(self, state: AccordionBatchSizeState) -> frozenset[Statistic]:
+        if state.grown or not self.compares_at(state.ends + 1):
+            return frozenset()
+        return frozenset({Statistic.LEARNING_RATES, Statistic.MODEL_NORM})
+
+    def decision(self, state: AccordionBatchSizeState) -> BatchSize:
+        factor = self.high // self.low if state.grown else 1
+        return BatchSize(accumulation=factor, learning_rate_factor=float(factor))
+
+    def update(self, state: AccordionBatchSizeState, statistics: Statistics) -> AccordionBatchSizeState:
+        ends = state.ends + 1
+        if state.grown or not self.compares_at(ends):
+            # A learning rate that falls between two comparisons calls for the small batch, which it is already.
+            return AccordionBatchSizeState(state.grown, state.previous, ends)
+        norm, rates = statistics.model_norm, statistics.learning_rates
+        assert norm is not None
+        assert rates is not None
+        critical = is_critical(state.previous, norm, self.eta) or rates.fall
+        return AccordionBatchSizeState(grown=not critical, previous=finite(norm), ends=ends)
+
+
+@dataclass(frozen=True)
+class IncreaseBatchSizeState:
+    """The state of `IncreaseBatchSize`.
+
+    Attributes:
+        peak: the highest learning rate that the schedule has had.
+        accumulation: as in `BatchSize`.
+    """
+
+    peak: float = 0.0
+    accumulation: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
+    """Grows the batch where the schedule would decay the learning rate (Smith et al. 2018, arXiv:1711.00489).
+
+    The batch is as many times the starting one as the schedule's rate is below its peak: the largest whole number that
+    the decay allows and `high` leaves room for. The learning rate is multiplied with that number, so that what the
+    batch cannot make up for is decayed after all. With several parameter groups the largest rate counts. If the
+    schedule returns to its peak (a warm restart), the batch returns to its starting size. A rate of zero, as at the
+    end of some schedules, changes nothing.
+
+    Attributes:
+        low: the batch that the training is started with, in samples.
+        high: the largest batch.
+        steps: look at the learning rate at the end of every so many steps; 0 for at the end of every epoch.
+    """
+
+    low: int
+    high: int
+    steps: int = 0
+
+    name: ClassVar[str] = "increase_batch_size"
+    state_type: ClassVar[type] = IncreaseBatchSizeState
+
+    def __post_init__(self) -> None:
+        for setting, least in (("low", 1), ("high", 1), ("steps", 0)):
+            self.require_whole(setting, least)
+        if self.high < 2 * self.low:
+            raise SpecError(
+                f"{self.name}: low={self.low},high={self.high} is not allowed; the batch grows by whole multiples, so "
+                f"high must be at least twice low"
+            )
+
+    @property
+    def period(self) -> Period:
+        return Period(steps=self.steps) if self.steps else Period(epochs=1)
+
+    def initial_state(self, tensors: Sequence[str]) -> IncreaseBatchSizeState:
+        return IncreaseBatchSizeState()
+
+    def wanted(self, state: IncreaseBatchSizeState) -> frozenset[Statistic]:
+        return frozenset({Statistic.LEARNING_RATES})
+
+    def decision(self, state: IncreaseBatchSizeState) -> BatchSize:
+        return BatchSize(accumulation=state.accumulation, learning_rate_factor=float(state.accumulation))
+
+    def update(self, state: IncreaseBatchSizeState, statistics: Statistics) -> IncreaseBatchSizeState:
+        assert statistics.learning_rates is not None
+        now, following = max(statistics.learning_rates.now), max(statistics.learning_rates.next)
+        peak = max(state.peak, now, following)
+        if not following > 0:
+            return IncreaseBatchSizeState(peak, state.accumulation)
+        decay = math.floor(min(peak / following * (1 + ROUNDING), self.high // self.low))
+        return IncreaseBatchSizeState(peak, decay)

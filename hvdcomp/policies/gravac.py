@@ -1,0 +1,243 @@
+"""GraVAC: looks, while it trains, for the compression factor with the best product of speed and fidelity.
+
+Every step compresses twice: to a modest factor that is known to be good, and from there to a candidate factor. How
+much of the gradient each keeps (its gain) decides which of them is sent; how fast the steps are decides where the
+search ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from hvdcomp.errors import SpecError
+from hvdcomp.policies.adaqs import require_level
+from hvdcomp.policies.base import Gains, MultiLevel, Period, Policy, Statistic, Statistics, Timing, is_number
+from hvdcomp.policies.schedules import Levelled
+
+WINDOWS = {"exponential": 500, "geometric": 2000}
+"""Steps for which a candidate is evaluated, by how the candidates follow on each other."""
+
+
+def gain(energy: float, sent_energy: float) -> float:
+    """||C(x)||^2 / ||x||^2, the compression gain (Tyagi and Swany 2023, arXiv:2305.12201, section III).
+
+    Args:
+        energy: ||x||^2, summed over all tensors of the model.
+        sent_energy: ||C(x)||^2, likewise.
+
+    Returns:
+        1.0 if there is nothing to send: nothing is lost then.
+    """
+    return 1.0 if energy == 0 else sent_energy / energy
+
+
+def error_gain(energy: float, error_energy: float) -> float:
+    """1 - ||x - C(x)||^2 / ||x||^2 within [0, 1]: the gain where C(x) may have more energy than x.
+
+    So it is with quantizers that round at random and with signs of unit size. For those that keep some elements and
+    drop the others this is `gain`.
+    """
+    if energy == 0:
+        return 1.0 if error_energy == 0 else 0.0
+    share = 1.0 - error_energy / energy
+    return share if math.isnan(share) else min(1.0, max(0.0, share))
+
+
+@dataclass(frozen=True)
+class GraVACState:
+    """The state of `GraVAC`. Factors are compression factors against the dense size.
+
+    Attributes:
+        minimum: factor of the first compression.
+        candidate: factor of the second; None if there is nothing to evaluate.
+        send: what is sent, as in `MultiLevel`.
+        gains: smoothed, by factor, of those two as far as they are known.
+        throughput: samples/s times gain, by factor, when the factor was last sent; 1.0 for dense.
+        steps: that ended.
+        ended: whether the search has.
+    """
+
+    minimum: float
+    candidate: float | None
+    send: Literal["dense", "minimum", "candidate"] | None
+    gains: Mapping[float, float] = field(default_factory=dict)
+    throughput: Mapping[float, float] = field(default_factory=dict)
+    steps: int = 0
+    ended: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraVAC(Policy[GraVACState]):
+    """GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
+
+    Smoothing starts anew for each factor, with its first gain: what was measured for one candidate says nothing of
+    the next. A factor whose gain is not known yet is not sent. A step whose gain is not finite changes no gain. Of a
+    step's time the evaluating compression is left out, of a dense step's both. If the search ends at a factor that is
+    not above the first one, that is all there is to send, and nothing is evaluated any more.
+
+    Attributes:
+        min: the first compression's factor at the beginning.
+        max: the largest factor.
+        epsilon: the gain from which on a factor may be sent.
+        omega: relative difference below which two gains, or two throughputs, are the same.
+        scaling: "exponential", candidates 2, 4, 16, 256... times `min`, or "geometric", 2, 4, 8, 16... times; `max` is
+            the last.
+        window: steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
+        smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1.
+        lag: 1 to let a step obey what the step before it showed, so that nothing waits for the decision; the first
+            step is dense then. 0 for the algorithm to the letter: gains are told, and the decision awaited, in the
+            middle of each step, and its timing is told at the end of it, in two calls of `decide`.
+    """
+
+    min: float = 10.0
+    max: float = 1000.0
+    epsilon: float = 0.7
+    omega: float = 0.01
+    scaling: str = "exponential"
+    window: int | None = None
+    smoothing: float | None = None
+    lag: int = 1
+
+    name: ClassVar[str] = "gravac"
+    state_type: ClassVar[type] = GraVACState
+
+    def __post_init__(self) -> None:
+        self.require(is_number(self.min) and self.min > 1, "min", "a compression factor above 1")
+        self.require(is_number(self.max) and self.max <= 1e12, "max", "a compression factor of at most 1e12")
+        if self.max < self.min:
+            raise SpecError(f"{self.name}: min={self.min},max={self.max} is not allowed; max must not be below min")
+        self.require(is_number(self.epsilon) and 0 < self.epsilon <= 1, "epsilon", "above 0 and at most 1")
+        self.require(is_number(self.omega) and self.omega >= 0, "omega", "a number of at least 0, such as 0.01 for 1 %")
+        self.require(self.scaling in WINDOWS, "scaling", " or ".join(WINDOWS))
+        if self.window is not None:
+            self.require_whole("window", 1)
+        if self.smoothing is not None:
+            self.require(is_number(self.smoothing) and 0 < self.smoothing <= 1, "smoothing", "above 0 and at most 1")
+        self.require(self.lag in (0, 1), "lag", "0 or 1")
+
+    @property
+    def candidates(self) -> tuple[float, ...]:
+        """The factors to evaluate, in order; none if `min` is `max`."""
+        found: list[float] = []
+        exponent = 1
+        while (found or [self.min])[-1] < self.max:
+            found.append(float(min(self.max, self.min * 2**exponent)))
+            exponent = exponent * 2 if self.scaling == "exponential" else exponent + 1
+        return tuple(found)
+
+    @property
+    def period(self) -> Period:
+        return Period(steps=1)
+
+    def wanted(self, state: GraVACState) -> frozenset[Statistic]:
+        if self.lag:
+            return frozenset({Statistic.GAINS, Statistic.TIMING})
+        return frozenset({Statistic.GAINS if state.send is None else Statistic.TIMING})
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        super().check(steps_per_epoch, compressor)
+        require_level(self.name, compressor)
+
+    def initial_state(self, tensors: Sequence[str]) -> GraVACState:
+        first = next(iter(self.candidates), None)
+        return GraVACState(minimum=float(self.min), candidate=first, send="dense" if self.lag else None)
+
+    def decision(self, state: GraVACState) -> MultiLevel:
+        return MultiLevel(state.minimum, state.candidate, state.send)
+
+    def update(self, state: GraVACState, statistics: Statistics) -> GraVACState:
+        wanted = self.wanted(state)
+        if Statistic.GAINS in wanted:
+            assert statistics.gains is not None
+            state = self._smooth(state, statistics.gains)
+        if Statistic.TIMING in wanted:
+            assert statistics.timing is not None
+            state = self._look(self._record(state, statistics.timing))
+            if not self.lag:
+                return dataclasses.replace(state, send=None)
+        return self._choose(state)
+
+    def _smooth(self, state: GraVACState, told: Gains) -> GraVACState:
+        if (told.candidate is None) != (state.candidate is None):
+            raise ValueError(f"{self.name}: candidate {state.candidate}, but its gain is told as {told.candidate}")
+        new = {state.minimum: told.minimum}
+        if state.candidate is not None and told.candidate is not None:
+            new[state.candidate] = told.candidate
+        if not all(map(math.isfinite, new.values())):
+            return state
+        weight = min(1.0, told.ranks / 100) if self.smoothing is None else self.smoothing
+        old = state.gains
+        gains = {cf: weight * value + (1 - weight) * old[cf] if cf in old else value for cf, value in new.items()}
+        return dataclasses.replace(state, gains=gains)
+
+    def _choose(self, state: GraVACState) -> GraVACState:
+        """Sends the smallest of what keeps enough."""
+        send: Literal["dense", "minimum", "candidate"] = "dense"
+        if state.candidate is not None and state.gains.get(state.candidate, -math.inf) >= self.epsilon:
+            send = "candidate"
+        elif state.gains.get(state.minimum, -math.inf) >= self.epsilon:
+            send = "minimum"
+        return dataclasses.replace(state, send=send)
+
+    def _record(self, state: GraVACState, timing: Timing) -> GraVACState:
+        """Enters the throughput of what was sent. A time that cannot be is left out."""
+        state = dataclasses.replace(state, steps=state.steps + 1)
+        cf = self.decision(state).sent
+        seconds = timing.seconds - timing.candidate_seconds
+        if state.send == "dense":
+            seconds -= timing.minimum_seconds
+        if cf is None or not seconds > 0:
+            return state
+        kept = 1.0 if state.send == "dense" else state.gains[cf]
+        return dataclasses.replace(state, throughput={**state.throughput, cf: timing.samples / seconds * kept})
+
+    def _look(self, state: GraVACState) -> GraVACState:
+        """At the end of a window: promotes the minimum, turns to the next candidate, ends the search."""
+        window = WINDOWS[self.scaling] if self.window is None else self.window
+        if state.ended or state.steps % window:
+            return state
+        minimum, candidate = state.minimum, state.candidate
+        if candidate is not None:
+            if self._same(state.gains.get(candidate), state.gains.get(minimum)):
+                minimum = candidate
+            candidate = next((cf for cf in self.candidates if cf > candidate), candidate)
+        ideal = self._ideal(state.throughput)
+        if ideal is not None:
+            minimum, candidate = min(minimum, ideal), ideal
+        if candidate == minimum:
+            candidate = None
+        gains = {cf: value for cf, value in state.gains.items() if cf in (minimum, candidate)}
+        return dataclasses.replace(state, minimum=minimum, candidate=candidate, gains=gains, ended=ideal is not None)
+
+    def _ideal(self, throughput: Mapping[float, float]) -> float | None:
+        """The lower of the two factors with the best throughput, dense left out, if that is the same for both."""
+        best = sorted((cf for cf in throughput if cf > 1), key=lambda cf: (-throughput[cf], cf))[:2]
+        if len(best) == 2 and self._same(throughput[best[0]], throughput[best[1]]):
+            return min(best)
+        return None
+
+    def _same(self, value: float | None, reference: float | None) -> bool:
+        if value is None or reference is None or not reference > 0:
+            return False
+        return abs(value - reference) / reference <= self.omega
+
+    def to_json(self, state: GraVACState) -> dict[str, Any]:
+        data = super().to_json(state)
+        return {key: _named(value) if isinstance(value, dict) else value for key, value in data.items()}
+
+    def from_json(self, data: Mapping[str, Any]) -> GraVACState:
+        tables = {
+            key: {float(cf): number for cf, number in value.items()}
+            for key, value in data.items()
+            if isinstance(value, Mapping)
+        }
+        return super().from_json({**data, **tables})
+
+
+def _named(table: Mapping[float, float]) -> dict[str, float]:
+    """A table by factor as JSON can hold it, where keys are text."""
+    return {repr(cf): number for cf, number in table.items()}

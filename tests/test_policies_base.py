@@ -1,0 +1,188 @@
+"""What all policies have in common: they are pure, stop and go on anywhere, and print as the spec that makes them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp import PowerSGD, SpecError, TopK
+from hvdcomp.policies import SCHEDULES
+from hvdcomp.policies.accordion import Accordion
+from hvdcomp.policies.adaqs import AdaQS
+from hvdcomp.policies.base import (
+    Constant,
+    Gains,
+    LearningRates,
+    Levels,
+    Period,
+    Policy,
+    Statistic,
+    Statistics,
+    Timing,
+)
+from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.gravac import GraVAC
+from hvdcomp.spec import parse_policy
+
+TENSORS = ("conv", "fc")
+KINDS: list[type[Policy]] = [Constant, Accordion, AccordionBatchSize, IncreaseBatchSize, AdaQS, GraVAC]
+
+POLICIES: list[Policy] = [
+    Constant(level=0.1),
+    Accordion(low=0.99, high=0.1, interval=3),
+    Accordion(low=2, high=1, steps=4, statistic="aggregated"),
+    AccordionBatchSize(low=512, high=4096, interval=2),
+    IncreaseBatchSize(low=128, high=2048),
+    AdaQS(start=16, fall=0.2),
+    GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
+    GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", lag=0, smoothing=0.5),
+]
+
+numbers = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8, 1.0, 2.0])
+by_tensor = st.fixed_dictionaries(dict.fromkeys(TENSORS, numbers))
+rates = st.builds(LearningRates, st.tuples(numbers, numbers), st.tuples(numbers, numbers))
+moments = st.lists(
+    st.tuples(by_tensor, numbers, by_tensor, rates, numbers, numbers, st.sampled_from([0.5, 1.0, 1.01, 3.0])),
+    max_size=14,
+)
+
+
+def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics:
+    """Statistics for one moment: exactly what the policy wants in this state, and nothing more."""
+    norms, model_norm, ratios, learning_rates, gain, candidate_gain, seconds = drawn
+    candidate = getattr(state, "candidate", None)
+    known = {
+        Statistic.NORMS: norms,
+        Statistic.MODEL_NORM: model_norm,
+        Statistic.MEAN_TO_STD: ratios,
+        Statistic.LEARNING_RATES: learning_rates,
+        Statistic.GAINS: Gains(gain, None if candidate is None else candidate_gain, ranks=20),
+        Statistic.TIMING: Timing(640, seconds),
+    }
+    return Statistics(step=step, **{each.value: known[each] for each in policy.wanted(state)})
+
+
+def run(policy: Policy, state: object, drawn: list[tuple], first: int = 0) -> tuple[object, list]:
+    decisions = []
+    for place, numbers_drawn in enumerate(drawn):
+        state, decision = policy.decide(state, answer(policy, state, numbers_drawn, first + place))
+        decisions.append(decision)
+    return state, decisions
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@given(drawn=moments)
+def test_stopped_anywhere_it_goes_on_as_if_it_had_not(policy: Policy, drawn: list[tuple]) -> None:
+    end, expected = run(policy, policy.initial_state(TENSORS), drawn)
+    for stop in range(len(drawn) + 1):
+        stopped, before = run(policy, policy.initial_state(TENSORS), drawn[:stop])
+        saved = json.dumps(policy.to_json(stopped), allow_nan=False)
+        restored = policy.from_json(json.loads(saved))
+        assert restored == stopped
+        assert policy.decision(restored) == policy.decision(stopped)
+        resumed, after = run(policy, restored, drawn[stop:], first=stop)
+        assert before + after == expected
+        assert resumed == end
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@given(drawn=moments)
+def test_deciding_changes_nothing_it_was_given(policy: Policy, drawn: list[tuple]) -> None:
+    state = policy.initial_state(TENSORS)
+    for step, numbers_drawn in enumerate(drawn):
+        statistics = answer(policy, state, numbers_drawn, step)
+        kept = copy.deepcopy((state, statistics))
+        following, decision = policy.decide(state, statistics)
+        assert (state, statistics) == kept
+        assert policy.decide(state, statistics) == (following, decision)
+        assert policy.decision(following) == decision
+        state = following
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_what_is_wanted_and_missing_is_named(policy: Policy) -> None:
+    state = policy.initial_state(TENSORS)
+    for step in range(12):
+        for each in policy.wanted(state):
+            with pytest.raises(ValueError, match=f"{policy.name} needs .*{each.value}.* after step {step}"):
+                policy.decide(state, Statistics(step=step))
+        drawn = (dict.fromkeys(TENSORS, 1.0), 1.0, dict.fromkeys(TENSORS, 1.0), LearningRates((1.0,), (1.0,)), 1, 1, 1)
+        state, _ = policy.decide(state, answer(policy, state, drawn, step))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_state_of_another_policy_is_refused(policy: Policy) -> None:
+    data = policy.to_json(policy.initial_state(TENSORS))
+    for wrong in ({**data, "policy": "other"}, {**data, "more": 1}, {"policy": policy.name, "x": 1}, {}):
+        with pytest.raises(ValueError, match=f"not a state of {policy.name}"):
+            policy.from_json(wrong)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in KINDS:
+        monkeypatch.setitem(SCHEDULES, kind.name, kind)  # type: ignore[arg-type]
+    assert parse_policy(str(policy)) == policy
+
+
+def test_names_differ() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+
+
+def test_constant() -> None:
+    policy = Constant(level=4)
+    assert policy.period is None
+    assert policy.decision(policy.initial_state(["a", "b"])) == Levels({"a": 4, "b": 4})
+    assert Constant().decision(Constant().initial_state(["a"])) == Levels({"a": None})
+    policy.check(None, PowerSGD(rank=2))
+    with pytest.raises(SpecError, match="ratio=4"):
+        policy.check(None, TopK(ratio=0.1))
+    with pytest.raises(SpecError, match="level=high"):
+        Constant(level="high")  # type: ignore[arg-type]
+
+
+def test_learning_rates() -> None:
+    assert LearningRates((0.1,), (0.01,)).fall
+    assert LearningRates((0.1, 0.1), (0.2, 0.05)).fall
+    assert not LearningRates((0.1, 0.1), (0.1, 0.2)).fall
+    for now, following in [((0.1,), (0.1, 0.1)), ((), ())]:
+        with pytest.raises(ValueError, match="same groups"):
+            LearningRates(now, following)
+
+
+@pytest.mark.parametrize(
+    ("policy", "period"),
+    [
+        (Accordion(low=2, high=1), Period(epochs=1)),
+        (Accordion(low=2, high=1, steps=50), Period(steps=50)),
+        (AccordionBatchSize(low=1, high=2), Period(epochs=1)),
+        (IncreaseBatchSize(low=1, high=2, steps=7), Period(steps=7)),
+        (AdaQS(start=4, fall=0.5, interval=3), Period(epochs=3)),
+        (AdaQS(start=4, fall=0.5, steps=3), Period(steps=3)),
+        (GraVAC(), Period(steps=1)),
+    ],
+    ids=str,
+)
+def test_when_it_decides(policy: Policy, period: Period) -> None:
+    assert policy.period == period
+    compressor = PowerSGD(rank=2)
+    policy.check(100, compressor)
+    if period.epochs:
+        with pytest.raises(SpecError, match="steps_per_epoch"):
+            policy.check(None, compressor)
+    else:
+        policy.check(None, compressor)
+
+
+def test_importing_them_imports_no_framework() -> None:
+    modules = ", ".join(f"hvdcomp.policies.{name}" for name in ("accordion", "adaqs", "base", "batch_size", "gravac"))
+    code = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "hvdcomp" in loaded
+    assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(loaded)
