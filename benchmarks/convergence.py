@@ -53,7 +53,14 @@ METHODS = (
 
 DATA: dict[str, dict[str, Any]] = {
     "digits": {"model": "cnn", "data": "digits", "epochs": 15},
-    "stdlib-text": {"model": "lstm", "data": "stdlib-text", "epochs": 8, "text_size": 100_000},
+    "stdlib-text": {
+        "model": "lstm",
+        "data": "stdlib-text",
+        "epochs": 6,
+        "batch_size": 16,
+        "sequence_length": 32,
+        "text_size": 50_000,
+    },
 }
 
 

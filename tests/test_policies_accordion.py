@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -63,7 +64,7 @@ def levels(
 def test_the_rule_over_whole_histories(histories: list, interval: int, eta: float, always: bool) -> None:
     norms = [norm for norm, _ in histories]
     rates = [rate for _, rate in histories] + [0.1]
-    falls = [after < before for before, after in zip(rates[:-1], rates[1:], strict=True)]
+    falls = [after < before for before, after in pairwise(rates)]
     policy = Accordion(low=LOW, high=HIGH, interval=interval, eta=eta)
     expected = [expected_level(norms, falls, end, interval, eta) for end in range(1, len(norms) + 1)]
     assert levels(policy, norms, rates, only_when_wanted=not always) == expected

@@ -52,6 +52,7 @@ def test_the_rule_for_one_tensor(ratios: list[float], fall: float, floor: float)
         ("down to the floor", [1.0, 0.7, 0.4, 0.2, 0.1, 0.05], [16, 8, 4, 3, 3, 3]),
         ("from zero nothing falls", [0.0, 0.0, 1.0, 0.5], [16, 16, 16, 8]),
         ("to zero, and on from the next", [1.0, 0.0, 1.0, 0.5], [16, 8, 8, 4]),
+        ("infinite at first", [math.inf, 1.0, 0.5], [16, 16, 8]),
         ("not finite is passed over", [math.nan, 1.0, math.inf, math.nan, 0.5], [16, 16, 16, 16, 8]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -87,7 +88,7 @@ def increased(policy: IncreaseBatchSize, rates: list[float]) -> list[int]:
     """The accumulation after each epoch's end; rates[e] is of epoch e."""
     state, found = policy.initial_state(["w"]), []
     assert policy.decision(state) == BatchSize(1, 1.0)
-    for epoch, (now, following) in enumerate(zip(rates[:-1], rates[1:], strict=True)):
+    for epoch, (now, following) in enumerate(pairwise(rates)):
         statistics = Statistics(step=epoch, learning_rates=LearningRates((now,), (following,)))
         state, decision = policy.decide(state, statistics)
         assert isinstance(decision, BatchSize)

@@ -283,7 +283,7 @@ def test_gains_must_be_of_what_was_compressed(candidate: float | None, told: flo
 
 
 def test_multi_level_top_k_trains_at_the_factor_that_its_gains_allow() -> None:
-    """A gradient whose energy is known: 1 % of the elements hold 90 %, so 100x keeps 0.9 and 1000x about 0.09."""
+    """A gradient whose energy is known: 1 % of the elements hold 90 % of it."""
     rng = np.random.default_rng(0)
     policy = GraVAC(epsilon=0.7, window=5, scaling="geometric", max=1280)
     state = policy.initial_state([])
@@ -305,10 +305,11 @@ def test_multi_level_top_k_trains_at_the_factor_that_its_gains_allow() -> None:
         seconds = 1.0 + 1.0 / decision.sent
         told = Statistics(step, gains=Gains(gains[0], gains[1], 4), timing=Timing(64, seconds))
         state, decision = policy.decide(state, told)
-    # 10, 20, 40 and 80 all keep the large elements and nearly the same energy; 160 keeps 57 %, below epsilon.
-    assert sent[0] == 1
-    assert set(sent[1:]) == {10, 20, 40, 80}
-    assert sent[-30:] == [decision.minimum] * 30
+    # Each of 20, 40 and 80 keeps the large elements, 90 to 91 %, and is promoted; 160 keeps 57 %, below epsilon.
+    assert sent == sorted(sent)
+    assert set(sent) == {1, 20, 40, 80}
+    assert sent[16:] == [80] * 44
+    assert (decision.minimum, decision.candidate, state.ended) == (80, 1280, False)
 
 
 def test_gain_formulas() -> None:
@@ -329,7 +330,7 @@ def test_gain_formulas() -> None:
         ({"min": math.nan}, "min=nan"),
         ({"min": 20, "max": 10}, "min=20,max=10"),
         ({"max": math.inf}, "max=inf"),
-        ({"max": 1e13}, "max=1e"),
+        ({"max": 1e13}, r"max=10000000000000\.0 .* at most 1e12"),
         ({"epsilon": 0}, "epsilon=0"),
         ({"epsilon": 1.5}, r"epsilon=1\.5"),
         ({"omega": -0.1}, r"omega=-0\.1"),

@@ -85,7 +85,8 @@ class TorchBinding:
         self._casting = False
         self._pending: dict[str, torch.Tensor] = {}
         self._results: dict[str, torch.Tensor] = {}
-        self._open: set[str] = set()  # tensors of this step that were not decompressed yet
+        self._submitted: set[str] = set()  # tensors of this step
+        self._open: set[str] = set()  # those of them that were not decompressed yet
         self._successor: dict[str | None, str] = {}  # who followed whom in the last step
         self._previous: str | None = None
 
@@ -93,6 +94,7 @@ class TorchBinding:
         name = self._identify(tensor)
         if not self._open:
             self._begin()
+        self._submitted.add(name)
         self._open.add(name)
         if self._casting:
             wire = self.engine.plan[name].wire_dtype(str(tensor.dtype).removeprefix("torch."))
@@ -110,12 +112,13 @@ class TorchBinding:
             result = self._results.pop(ticket.name)
         self._open.discard(ticket.name)
         if not self._open and ticket.cast:
-            self.engine.enter_casts(sorted(self._successor.values()))
+            self.engine.enter_casts(sorted(self._submitted))
         return result
 
     def _begin(self) -> None:
         """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
         self._results.clear()
+        self._submitted.clear()
         self._previous = None
         settings = self._compression.settings
         if settings.policy is not None:

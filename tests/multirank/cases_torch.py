@@ -138,7 +138,8 @@ def case_hooks_in_different_order_and_missing_gradients() -> None:
     orders = ["lr", "rl", "l", "rll"]  # rank 2 has no gradient on the right; nobody has one for `never`
     for spec in SPECS:
         model = Branches()
-        optimizer = distribute(model, compression(spec, model))
+        how = compression(spec, model)
+        optimizer = distribute(model, how)
         generator = own_generator()
         for step in range(12):
             optimizer.zero_grad()
@@ -146,6 +147,7 @@ def case_hooks_in_different_order_and_missing_gradients() -> None:
             order = orders[(hvd.rank() + step) % 4] if hvd.size() > 2 else ["lr", "r"][(hvd.rank() + step) % 2]
             torch.nn.functional.cross_entropy(model(inputs, order), classes).backward()
             optimizer.step()
+            assert how.ledger.last.dense_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
         assert_same_everywhere(weights(model))
 
 
