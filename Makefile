@@ -78,7 +78,7 @@ test: lint  ## lint, then run all tests
 	@pytest
 
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
-	@hvdcomp bench encode --model resnet50 --repeats 7 --output docs/encode
+	@hvdcomp bench encode --model resnet50 --repeats 9 --output docs/encode
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
 
 clean:  ## remove .venv, runs/ and caches in this folder
