@@ -161,7 +161,7 @@ def _verdict(value: float, dense: float | None, metric: str) -> str:
 INTRODUCTION = """# What every compressor does to accuracy
 
 Made by `horovodrun -np 2 python benchmarks/convergence.py`, which trains the reference models of `hvdcomp train` with
-default options; only the compressor differs (and, for `dgc`, momentum is left to the compressor; for `signsgd`, whose
+the options named below, and defaults for the rest; only the compressor differs (and, for `dgc`, momentum is left to the compressor; for `signsgd`, whose
 result is a sign instead of a gradient, the learning rate is a hundredth). "converged" says whether the mean over the
 seeds is within one point of dense accuracy, or within 10 % of dense perplexity. Bytes are what one rank hands to the
 collectives in a step; the compression factor is dense bytes over sent bytes.

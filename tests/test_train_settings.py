@@ -19,7 +19,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
     settings = Settings(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
     if (model in TEXT_MODELS) == (data in TEXT_DATA):
         options = settings.resolved().as_options()
-        assert {key for key, value in options.items() if value is None} <= {"data_dir", "memory", "policy", "output", "samples"}
+        open_options = {key for key, value in options.items() if value is None}
+        assert open_options <= {"data_dir", "memory", "policy", "output", "samples"}
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
             settings.resolved()
