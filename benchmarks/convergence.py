@@ -161,10 +161,10 @@ def _verdict(value: float, dense: float | None, metric: str) -> str:
 INTRODUCTION = """# What every compressor does to accuracy
 
 Made by `horovodrun -np 2 python benchmarks/convergence.py`, which trains the reference models of `hvdcomp train` with
-the options named below, and defaults for the rest; only the compressor differs (and, for `dgc`, momentum is left to the compressor; for `signsgd`, whose
-result is a sign instead of a gradient, the learning rate is a hundredth). "converged" says whether the mean over the
-seeds is within one point of dense accuracy, or within 10 % of dense perplexity. Bytes are what one rank hands to the
-collectives in a step; the compression factor is dense bytes over sent bytes.
+the options named below, and defaults for the rest. Only the compressor differs (and, for `dgc`, momentum is left to the
+compressor; for `signsgd`, whose result is a sign instead of a gradient, the learning rate is a hundredth). "converged"
+says whether the mean over the seeds is within one point of dense accuracy, or within 10 % of dense perplexity. Bytes
+are what one rank hands to the collectives in a step; the compression factor is dense bytes over sent bytes.
 
 The text model is trained for 258 steps only, with the learning rate that suits dense training: methods that hold much
 back are still catching up when it ends, and the table shows that as it is.
