@@ -94,8 +94,8 @@ def redsync(x: np.ndarray, k: int) -> set[int]:
 
 
 def dgc(x: np.ndarray, k: int, ratio: float) -> set[int]:
-    """Lin et al. 2018, section 5 (sampling), with at most 4 k passing the threshold."""
-    m, most = np.abs(x), min(4 * k, len(x))
+    """Lin et al. 2018, section 5 (sampling), with at most 2 k passing the threshold."""
+    m, most = np.abs(x), min(2 * k, len(x))
     sample = np.sort(m[:: min(97, len(m) // 1024 | 1)])[::-1]
     threshold = sample[max(1, math.ceil(ratio * len(sample))) - 1]
     low, high = 0.0, math.inf

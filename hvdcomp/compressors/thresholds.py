@@ -17,7 +17,8 @@ from hvdcomp.compressors.sparsification import Sparsifier
 from hvdcomp.memory import Memory, MomentumCorrection
 
 _ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
-_ROOM = 4  # an estimated threshold may let through so many times k; of those the k largest are taken
+_ROOM = 4  # SIDCo's estimated threshold may let through so many times k; of those the k largest are taken
+_SAMPLED_ROOM = 2  # likewise DGC's, which a sample puts nearer
 
 
 class Bracket:
@@ -121,9 +122,9 @@ class DGC(Sparsifier):
     accumulates (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
     The first threshold is what a share `ratio` of a strided 1 % sample reaches. While less than k elements reach it,
-    it is multiplied by 0.8, and by 1.3 while more than 4 k do, at most 10 times; where that leads past a threshold
+    it is multiplied by 0.8, and by 1.3 while more than 2 k do, at most 10 times; where that leads past a threshold
     already tried, half-way to it. Then the k largest of those that reach it are sent, which are the k largest of all.
-    If the rounds end without such a threshold, it is the k largest of the first 4 k, in index order, of those that
+    If the rounds end without such a threshold, it is the k largest of the first 2 k, in index order, of those that
     reach the nearest thresholds tried.
 
     The optimizer must have no momentum of its own. Momentum and clipping only say what the default memory is
@@ -150,7 +151,7 @@ class DGC(Sparsifier):
         return MomentumCorrection(self.momentum, self.nesterov, self.clip)
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        most = min(_ROOM * k, vector.shape[0])
+        most = min(_SAMPLED_ROOM * k, vector.shape[0])
         magnitudes = xp.magnitudes(vector, most + 1)
         bracket = Bracket(magnitudes, k, most)
         threshold = magnitudes.sample_threshold(self.ratio)
