@@ -36,7 +36,15 @@ from hvdcomp.compressors import (
 )
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from hvdcomp.memory import ErrorFeedback, MomentumCorrection, NoMemory
-from hvdcomp.policies import WarmUp
+from hvdcomp.policies import (
+    Accordion,
+    AccordionBatchSize,
+    AdaQS,
+    Constant,
+    GraVAC,
+    IncreaseBatchSize,
+    WarmUp,
+)
 
 __version__ = version("hvdcomp")
 
@@ -46,15 +54,21 @@ __all__ = [
     "DGC",
     "FP16",
     "QSGD",
+    "Accordion",
+    "AccordionBatchSize",
+    "AdaQS",
     "ByDimensions",
     "ByName",
     "BySize",
     "Compression",
     "Compressor",
     "ConfigurationError",
+    "Constant",
     "EFSignSGD",
     "ErrorFeedback",
     "GlobalQSGD",
+    "GraVAC",
+    "IncreaseBatchSize",
     "MSTopK",
     "MomentumCorrection",
     "Natural",

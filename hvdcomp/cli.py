@@ -11,6 +11,7 @@ _COMMANDS = {
     "build-horovod": ("build_horovod", "Build and install Horovod for the frameworks found here."),
     "compressors": ("compressors", "List the compressors, their parameters and what they send."),
     "doctor": ("doctor", "Say what is installed, what fits together and what does not."),
+    "replay": ("replay", "Make the decisions of a training run again, from its decision log."),
     "report": ("report", "Make a table and a web page from training runs."),
     "train": ("train", "Train a reference model with compressed gradients."),
 }

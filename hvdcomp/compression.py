@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvdcomp.compressors import Compressor, Level
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.ledger import Ledger
 from hvdcomp.memory import Memory
-from hvdcomp.policies import LevelSchedule
+from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size
 from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
 
 
@@ -23,7 +24,7 @@ class Settings:
     seed: int
     min_numel: int
     min_ndim: int
-    policy: LevelSchedule | None
+    policy: LevelSchedule | Policy[Any] | None
     steps_per_epoch: int | None
 
     def describe(self) -> dict[str, Any]:
@@ -52,12 +53,15 @@ class Compression:
         named_parameters: as given to Horovod: pairs of name and parameter. State is kept by these names.
         memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
             unbiased ones and casts. `NoMemory()` turns error feedback off.
-        policy: a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default: the compressor's own
-            level throughout.
+        policy: when, and how hard, to compress, such as `Accordion(low=4, high=1)`; with it rank 0 decides for all. Or
+            a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default: the compressor's own level
+            throughout.
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
+        decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
+            from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
         grad_scaler: the `torch.amp.GradScaler` in use, if any; when it changes the loss scale, residuals follow.
 
     Attributes:
@@ -75,8 +79,9 @@ class Compression:
         *,
         named_parameters: Iterable[tuple[str, Any]] | None = None,
         memory: Memory | None = None,
-        policy: LevelSchedule | None = None,
+        policy: LevelSchedule | Policy[Any] | None = None,
         steps_per_epoch: int | None = None,
+        decision_log: str | Path | None = None,
         seed: int = 0,
         min_numel: int = 1024,
         min_ndim: int = 2,
@@ -91,15 +96,17 @@ class Compression:
         if memory is not None and not isinstance(memory, Memory):
             raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
         if policy is not None:
-            if not isinstance(policy, LevelSchedule):
-                raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.WarmUp(dense_steps=100)")
+            if not isinstance(policy, LevelSchedule | Policy):
+                raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
             policy.check(steps_per_epoch, compressor)
         self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
         self.ledger = Ledger()
+        self.decision_log = None if decision_log is None else Path(decision_log)
         self._parameters = _unique(named_parameters)
         self._process_set = process_set
         self._grad_scaler = grad_scaler
         self._level: Level | None = None
+        self._restored: dict[str, Any] | None = None  # to be put into the binding
         self._binding: Any = None
 
     @classmethod
@@ -108,7 +115,7 @@ class Compression:
         spec: str,
         *,
         memory: str | Memory | None = None,
-        policy: str | LevelSchedule | None = None,
+        policy: str | LevelSchedule | Policy[Any] | None = None,
         **options: Any,
     ) -> Compression:
         """Makes one from spec strings, as a command line gives them.
@@ -116,7 +123,7 @@ class Compression:
         Args:
             spec: of the compressor, such as "topk:ratio=0.01".
             memory: of the memory ("error_feedback", "none"), or None for the default.
-            policy: of the policy ("warmup:dense_steps=100"), or None for none.
+            policy: of the policy ("accordion:low=4,high=1"), or None for none.
             options: as for `Compression`.
 
         Raises:
@@ -149,6 +156,52 @@ class Compression:
         if self._binding is not None:
             self._binding.engine.set_level(level)
 
+    @property
+    def accumulation(self) -> int:
+        """By how much the batch of the next step is larger than at the start: 1 without a policy of the batch size.
+
+        With such a policy every rank has to read it before each step, and to do so many times the usual backward
+        passes, whose losses it divides by their number. Horovod's `backward_passes_per_step` and the learning rate
+        follow by themselves.
+        """
+        return 1 if self._binding is None else self._binding.accumulation
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything by which the steps that follow depend on those that were, for a checkpoint between two steps.
+
+        It holds the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not: to
+        lose nothing, save it on every rank, each to a file of its own. `torch.save` can write it.
+        """
+        if self._binding is not None:
+            return self._binding.state_dict()
+        return {} if self._restored is None else self._restored
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
+        """Goes on from what `state_dict` returned, before the first step; to be called on every rank.
+
+        Each rank gives what it saved itself, or every rank what rank 0 saved. In the second case, and on another
+        number of ranks than before, residuals start at zero, with a warning.
+
+        Args:
+            optimizer: what hvd.DistributedOptimizer returned; needed by a policy that changes the batch size, and to
+                have errors at once instead of in the first step.
+
+        Raises:
+            ConfigurationError: if the state is of another model, compressor or policy, or if a step was made already.
+        """
+        if self._binding is not None:
+            raise ConfigurationError("load_state_dict has to be called before the first step")
+        self._restored = dict(state)
+        if not state:
+            self._restored = None
+        elif optimizer is not None:
+            self._binding = self._bind_torch(optimizer)
+        elif changes_batch_size(self.settings.policy):
+            raise ConfigurationError(
+                f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
+                "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
+            )
+
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
         if self._binding is None:
@@ -166,9 +219,14 @@ class Compression:
                 f"hvdcomp.Compression was given a {type(tensor).__module__}.{type(tensor).__qualname__}; it works "
                 "with PyTorch (horovod.torch)"
             )
+        return self._bind_torch(None)
+
+    def _bind_torch(self, optimizer: Any) -> Any:
         from hvdcomp.torch.binding import TorchBinding
 
-        binding = TorchBinding(self, self._parameters, self._process_set, self._grad_scaler)
+        binding = TorchBinding(self, self._parameters, self._process_set, self._grad_scaler, optimizer)
+        if self._restored is not None:
+            binding.load_state_dict(self._restored)
         if self._level is not None:
             binding.engine.set_level(self._level)
         return binding

@@ -12,13 +12,21 @@ class Described:
     name: ClassVar[str]
 
     def __str__(self) -> str:
-        """`name:field=value,field=value` with the fields that differ from their defaults."""
+        """`name:field=value,field=value` with the fields that differ from their defaults.
+
+        A name that has a colon itself, such as `accordion:auto`, is followed by a comma instead.
+        """
         settings = [
             f"{field.name}={_text(getattr(self, field.name))}"
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
         ]
-        return ":".join([self.name, ",".join(settings)]) if settings else self.name
+        return self.name + after_name(self.name) + ",".join(settings) if settings else self.name
+
+
+def after_name(name: str) -> str:
+    """What stands between a name and its settings."""
+    return "," if ":" in name else ":"
 
 
 def _text(value: object) -> str:

@@ -7,7 +7,8 @@ ranks only through a communicator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -20,16 +21,19 @@ from hvdcomp.collectives import (
     Context,
     Exchange,
     Outcome,
+    SparseVector,
     TensorInfo,
     dtype_bytes,
 )
 from hvdcomp.communicators import Communicator
+from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, Level, NoCompression
 from hvdcomp.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.ledger import Cost, Ledger, StepCost
 from hvdcomp.memory import Memory, NoMemory
 
 Plan = Mapping[str, Compressor]
+Stage = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array]]
 
 
 @dataclass
@@ -49,13 +53,13 @@ class _Task:
     name: str
     gradient: Array
     x: Array
-    compressor: Compressor
     memory: Memory
     memory_state: tuple[Array, ...]  # between compensate and update
     before: TensorState
-    generator: Exchange
     cost: Cost
     marks: list[tuple[Any, Any]]  # start and end of each turn of the generator
+    compressor: Compressor = field(default_factory=NoCompression)
+    generator: Exchange = field(init=False)
     outcome: Outcome | None = None
 
 
@@ -72,6 +76,14 @@ class Engine:
         min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
         bytes_per_tensor: what the binding itself sends for each tensor and step, beside the engine's collectives.
         ledger: where costs are entered.
+
+    Attributes:
+        step_number: of the step that comes next, or is under way, from 0.
+        level: as `set_level` was last told.
+        plan: the compressor of each tensor in the step that is under way.
+        stage: called in each step with x of every tensor, by name, before they are compressed. It may look at them,
+            may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some.
+        poison: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
     """
 
     def __init__(
@@ -103,13 +115,16 @@ class Engine:
             defaults = [kind.default_memory for kind in (compressor, *self.plan.values())]
             self.memory = next((default for default in defaults if default.is_momentum), None)
         self._next_plan = self.plan
-        self._level: Level | str | None = None  # as set_level was last told
+        self.level: Level | str | None = None
+        self.stage: Stage | None = None
+        self.poison: Array | None = None
 
     def plan_for(self, compressor: Compressor) -> Plan:
         """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
-        return MappingProxyType({name: self._choose(compressor, tensor) for name, tensor in self.tensors.items()})
+        return MappingProxyType({name: self.choose(compressor, tensor) for name, tensor in self.tensors.items()})
 
-    def _choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
+    def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
+        """What one tensor gets from a compressor."""
         chosen = compressor.route(tensor) if tensor.size else NoCompression()
         small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
         return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
@@ -129,11 +144,17 @@ class Engine:
         Args:
             level: in the compressor's terms, `DENSE` for uncompressed, or None for the compressor's own.
         """
-        if level == self._level:
+        if level == self.level:
             return
-        self._level = level
+        self.level = level
         compressor = NoCompression() if isinstance(level, str) else self.compressor.at_level(level)
         self.set_plan(self.plan_for(compressor))
+
+    @property
+    def digest(self) -> int:
+        """48 bits that stand for the plan of the step under way."""
+        text = "\n".join(f"{name} {compressor}" for name, compressor in self.plan.items())
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
 
     def begin(self) -> Plan:
         """Fixes the plan of the step that is about to begin, and returns it."""
@@ -172,12 +193,36 @@ class Engine:
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.size)
         tasks = [self._start(xp, name, gradients[name], factor) for name in names]
+        replaced = {} if self.stage is None else self.stage(xp, {task.name: task.x for task in tasks})
+        for task in tasks:
+            self._open(xp, task, replaced.get(task.name, task.x))
         poison, rounds, overhead = self._run(xp, tasks)
         results = {task.name: self._finish(xp, task, poison) for task in tasks}
         self._drop_flushed(xp, tasks, poison)
         self._enter(xp, tasks, rounds, overhead)
         self.step_number += 1
+        self.poison = poison
         return results
+
+    def preview(self, xp: ModuleType, name: str, x: Array, compressor: Compressor) -> Array | SparseVector:
+        """C(x) of one tensor as if this rank were the only one; sends and changes nothing."""
+        context = Context(name, self.step_number, self.seed, self.communicator.rank, 1)
+        generator = compressor.exchange(xp, x, self._prepare(xp, name, x, compressor, context), context)
+        alone = LoopbackCommunicator()
+        answer = None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration as stop:
+                return stop.value.sent
+            ((answer,), _) = exchange(xp, alone, [request], "hvdcomp.preview")
+
+    def _prepare(
+        self, xp: ModuleType, name: str, x: Array, compressor: Compressor, context: Context
+    ) -> tuple[Array, ...]:
+        state = self.states[name]
+        kept = state.compressor if state.method == compressor.name else ()
+        return compressor.prepare(xp, x, kept, context)
 
     @property
     def only_casts(self) -> bool:
@@ -207,38 +252,39 @@ class Engine:
         return NoMemory() if compressor.lossless and not memory.is_momentum else memory
 
     def _start(self, xp: ModuleType, name: str, gradient: Array, factor: Array | None) -> _Task:
-        compressor = self.plan[name]
         state = self.states[name]
-        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
         start = xp.mark(gradient)
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
         if factor is not None:
             x = x * xp.astype(factor, xp.dtype_name(x))
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
-        memory = self.memory_for(compressor)
+        memory = self.memory_for(self.plan[name])
         if state.memory and type(memory) is not type(state.keeper):
             memory = state.keeper
-        before = TensorState(memory.prepare(xp, x, state.memory), memory, compressor.name)
+        before = TensorState(memory.prepare(xp, x, state.memory), memory)
         x, memory_state = memory.compensate(xp, x, before.memory)
-        kept = state.compressor if state.method == compressor.name else ()
-        before.compressor = compressor.prepare(xp, x, kept, context)
-        task = _Task(
+        return _Task(
             name=name,
             gradient=gradient,
             x=x,
-            compressor=compressor,
             memory=memory,
             memory_state=memory_state,
             before=before,
-            generator=compressor.exchange(xp, x, before.compressor, context),
-            cost=Cost(
-                dense_bytes=part_bytes(xp, gradient),
-                floats_sent=compressor.payload_floats(tuple(gradient.shape)),
-            ),
-            marks=[],
+            cost=Cost(dense_bytes=part_bytes(xp, gradient)),
+            marks=[(start, xp.mark(gradient))],
         )
-        task.marks.append((start, xp.mark(gradient)))
-        return task
+
+    def _open(self, xp: ModuleType, task: _Task, source: Array) -> None:
+        """Makes the generator that compresses `source`, which is x, or stands for it."""
+        start = xp.mark(task.gradient)
+        name, compressor = task.name, self.plan[task.name]
+        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
+        task.compressor = compressor
+        task.before.method = compressor.name
+        task.before.compressor = self._prepare(xp, name, source, compressor, context)
+        task.generator = compressor.exchange(xp, source, task.before.compressor, context)
+        task.cost.floats_sent = compressor.payload_floats(tuple(task.gradient.shape))
+        task.marks.append((start, xp.mark(task.gradient)))
 
     def _run(self, xp: ModuleType, tasks: list[_Task]) -> tuple[Array, list[tuple[Any, Any]], int]:
         """Steps all generators to their end.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
 from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize
+from hvdcomp.described import after_name
 from hvdcomp.errors import SpecError
 from hvdcomp.memory import MEMORIES, Memory
-from hvdcomp.policies import SCHEDULES, LevelSchedule
+from hvdcomp.policies import POLICIES, LevelSchedule, Policy
 
 Described = TypeVar("Described")
 
@@ -46,13 +47,15 @@ def parse_memory(spec: str) -> Memory:
     return _parse(spec, MEMORIES, "memory")
 
 
-def parse_policy(spec: str) -> LevelSchedule:
-    """The policy that a spec string describes: `warmup:levels=0.25|0.0625,epochs=1`, `warmup:dense_steps=100`.
+def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
+    """The policy or schedule that a spec string describes.
+
+    Such as `warmup:levels=0.25|0.0625,epochs=1`, `accordion:low=4,high=1`, `accordion:auto,eta=0.4` or `gravac`.
 
     Raises:
         SpecError: as `parse_compressor`.
     """
-    return _parse(spec, SCHEDULES, "policy")
+    return _parse(spec, POLICIES, "policy")
 
 
 def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
@@ -82,7 +85,7 @@ def _routed(value: Any) -> Compressor:
 
 
 def _parse(spec: str, kinds: Mapping[str, type[Described]], what: str) -> Described:
-    name, _, rest = spec.strip().partition(":")
+    name, rest = _split(spec.strip(), kinds)
     if name not in kinds:
         raise SpecError(f"unknown {what} {name!r} in {spec!r}; there are: {', '.join(kinds)}")
     kind = kinds[name]
@@ -98,18 +101,26 @@ def _parse(spec: str, kinds: Mapping[str, type[Described]], what: str) -> Descri
         values[key] = _convert(text, types[key], f"{key}={text} in {spec!r}")
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in values]
     if missing:
-        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(name, fields)}")
+        others = [f", or {other!r}" for other in kinds if other.startswith(f"{name}:")]
+        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(name, fields)}{''.join(others)}")
     return kind(**values)
+
+
+def _split(spec: str, names: Iterable[str]) -> tuple[str, str]:
+    """A spec's name and its settings. Some names have a colon themselves."""
+    for name in names:
+        if ":" in name and (spec == name or spec.startswith(name + after_name(name))):
+            return name, spec[len(name) + 1 :]
+    name, _, rest = spec.partition(":")
+    return name, rest
 
 
 def _usage(name: str, fields: Mapping[str, dataclasses.Field]) -> str:
     if not fields:
         return f"{name} has no settings: write {name!r}"
-    shown = [
-        f"{key}=..." if field.default is dataclasses.MISSING else f"{key}={field.default}"
-        for key, field in fields.items()
-    ]
-    return f"write {name + ':' + ','.join(shown)!r}"
+    required = [f"{key}=..." for key, field in fields.items() if field.default is dataclasses.MISSING]
+    others = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
+    return f"write {name + after_name(name) + ','.join(required + others)!r}"
 
 
 def _convert(text: str, kind: Any, where: str) -> Any:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, PowerSGD, SpecError, TopK
 from hvdcomp.policies.accordion import Accordion
-from hvdcomp.policies.base import LearningRates, Levels, Statistic, Statistics
+from hvdcomp.policies.base import LearningRates, Statistic, Statistics
+from hvdcomp.policies.decisions import Levels
 
 LOW, HIGH = 2, 1
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
 from hvdcomp.policies.adaqs import AdaQS
-from hvdcomp.policies.base import Factors, Statistic, Statistics
+from hvdcomp.policies.base import Statistic, Statistics
+from hvdcomp.policies.decisions import Factors
 
 
 def factors(policy: AdaQS, ratios: list[float]) -> list[float]:

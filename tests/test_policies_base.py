@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,32 +13,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import PowerSGD, SpecError, TopK
-from hvdcomp.policies import SCHEDULES
+from hvdcomp.policies import POLICIES as REGISTRY
+from hvdcomp.policies import WarmUp
 from hvdcomp.policies.accordion import Accordion
+from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
-from hvdcomp.policies.base import (
-    Constant,
-    Gains,
-    LearningRates,
-    Levels,
-    Period,
-    Policy,
-    Statistic,
-    Statistics,
-    Timing,
-)
+from hvdcomp.policies.base import Constant, Gains, LearningRates, Period, Policy, Statistic, Statistics, Timing
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.decisions import (
+    BatchSize,
+    Decision,
+    Factors,
+    Joint,
+    Levels,
+    MultiLevel,
+    Probe,
+    decision_to_json,
+)
 from hvdcomp.policies.gravac import GraVAC
+from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.spec import parse_policy
 
 TENSORS = ("conv", "fc")
-KINDS: list[type[Policy]] = [Constant, Accordion, AccordionBatchSize, IncreaseBatchSize, AdaQS, GraVAC]
+KINDS: list[type[Policy]] = [
+    Constant,
+    Accordion,
+    AutoAccordion,
+    AccordionBatchSize,
+    AccordionJoint,
+    IncreaseBatchSize,
+    AdaQS,
+    GraVAC,
+]
 
 POLICIES: list[Policy] = [
     Constant(level=0.1),
     Accordion(low=0.99, high=0.1, interval=3),
     Accordion(low=2, high=1, steps=4, statistic="aggregated"),
+    AutoAccordion(interval=3, smallest=4, largest=16),
+    AutoAccordion(probe=3, every=5, keep_low=0.5, keep_high=0.25, largest=8, eta=0.4, steps=7),
     AccordionBatchSize(low=512, high=4096, interval=2),
+    AccordionJoint(low=0.5, high=0.1, batch_low=64, batch_high=256, interval=2),
+    AccordionJoint(low=2, high=1, batch_low=1, batch_high=3, steps=5, eta=0.25, statistic="aggregated"),
     IncreaseBatchSize(low=128, high=2048),
     AdaQS(start=16, fall=0.2),
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
@@ -55,6 +72,7 @@ moments = st.lists(
 
 def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics:
     """Statistics for one moment: exactly what the policy wants in this state, and nothing more."""
+    assert policy.wanted(state) <= policy.statistics
     norms, model_norm, ratios, learning_rates, gain, candidate_gain, seconds = drawn
     candidate = getattr(state, "candidate", None)
     known = {
@@ -64,8 +82,12 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.LEARNING_RATES: learning_rates,
         Statistic.GAINS: Gains(gain, None if candidate is None else candidate_gain, ranks=20),
         Statistic.TIMING: Timing(640, seconds),
+        Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
     }
-    return Statistics(step=step, **{each.value: known[each] for each in policy.wanted(state)})
+    told = {each.value: known[each] for each in policy.wanted(state)}
+    if Statistic.LEVEL_GAINS in policy.wanted(state):
+        told["level_costs"] = {name: {2.0: 0.5, 4.0: ratios[name], 8.0: 0.1} for name in TENSORS}
+    return Statistics(step=step, **told)
 
 
 def run(policy: Policy, state: object, drawn: list[tuple], first: int = 0) -> tuple[object, list]:
@@ -125,14 +147,64 @@ def test_a_state_of_another_policy_is_refused(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in KINDS:
-        monkeypatch.setitem(SCHEDULES, kind.name, kind)  # type: ignore[arg-type]
+def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy) -> None:
     assert parse_policy(str(policy)) == policy
 
 
-def test_names_differ() -> None:
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
+def test_all_policies_are_registered_under_their_names() -> None:
+    assert {kind.name: kind for kind in [WarmUp, *KINDS]} == REGISTRY
+    assert {type(policy) for policy in POLICIES} == set(KINDS)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_lag(policy: Policy) -> None:
+    assert dataclasses.replace(policy, lag=0).lag == 0
+    assert parse_policy(str(dataclasses.replace(policy, lag=0))).lag == 0
+    for lag in (2, -1, 0.5, True):
+        with pytest.raises(SpecError, match=f"{policy.name}: lag={lag} is not allowed; it must be 0 or 1"):
+            dataclasses.replace(policy, lag=lag)
+
+
+@pytest.mark.parametrize(
+    ("decision", "expected"),
+    [
+        (Levels({"a": 0.1, "b": None}), {"kind": "levels", "levels": {"a": 0.1, "b": None}}),
+        (Factors({"a": 8.0}), {"kind": "factors", "factors": {"a": 8.0}}),
+        (
+            MultiLevel(10.0, None, "dense"),
+            {"kind": "multilevel", "minimum": 10.0, "candidate": None, "send": "dense"},
+        ),
+        (BatchSize(4, 4.0), {"kind": "batch_size", "accumulation": 4, "learning_rate_factor": 4.0}),
+        (
+            Joint(Levels({"a": 2}), BatchSize(4, 4.0)),
+            {"kind": "joint", "levels": {"a": 2}, "batch_size": {"accumulation": 4, "learning_rate_factor": 4.0}},
+        ),
+        (Probe((2.0, 4.0), 10, 2.0), {"kind": "probe", "factors": [2.0, 4.0], "every": 10, "send": 2.0}),
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else "",
+)
+def test_decisions_as_json(decision: Decision, expected: dict) -> None:
+    assert decision_to_json(decision) == expected
+    assert json.loads(json.dumps(decision_to_json(decision), allow_nan=False)) == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_states_have_text_for_keys(policy: Policy) -> None:
+    """So that whatever writes them need not know which keys were numbers."""
+    state = policy.initial_state(TENSORS)
+    for step in range(6):
+        data = policy.to_json(state)
+        assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
+        assert keys_of(data) == {str}
+        drawn = ({"conv": 2.0, "fc": 1.0}, 1.0, dict.fromkeys(TENSORS, 1.0), LearningRates((1.0,), (1.0,)), 0.9, 0.8, 1)
+        state, _ = policy.decide(state, answer(policy, state, drawn, step))
+
+
+def keys_of(value: object) -> set[type]:
+    """The types of all keys, however deep."""
+    if not isinstance(value, dict):
+        return set()
+    return {type(key) for key in value}.union(*map(keys_of, value.values()))
 
 
 def test_constant() -> None:
@@ -161,7 +233,11 @@ def test_learning_rates() -> None:
     [
         (Accordion(low=2, high=1), Period(epochs=1)),
         (Accordion(low=2, high=1, steps=50), Period(steps=50)),
+        (AutoAccordion(), Period(epochs=1)),
+        (AutoAccordion(steps=50), Period(steps=50)),
         (AccordionBatchSize(low=1, high=2), Period(epochs=1)),
+        (AccordionJoint(low=2, high=1, batch_low=1, batch_high=2), Period(epochs=1)),
+        (AccordionJoint(low=2, high=1, batch_low=1, batch_high=2, steps=50), Period(steps=50)),
         (IncreaseBatchSize(low=1, high=2, steps=7), Period(steps=7)),
         (AdaQS(start=4, fall=0.5, interval=3), Period(epochs=3)),
         (AdaQS(start=4, fall=0.5, steps=3), Period(steps=3)),
@@ -181,8 +257,7 @@ def test_when_it_decides(policy: Policy, period: Period) -> None:
 
 
 def test_importing_them_imports_no_framework() -> None:
-    modules = ", ".join(f"hvdcomp.policies.{name}" for name in ("accordion", "adaqs", "base", "batch_size", "gravac"))
-    code = f"import sys, {modules}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    code = "import sys, hvdcomp.policies; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "hvdcomp" in loaded
     assert not {"torch", "tensorflow", "horovod", "mpi4py"} & set(loaded)

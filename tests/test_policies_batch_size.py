@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import SpecError
-from hvdcomp.policies.base import BatchSize, LearningRates, Statistic, Statistics
+from hvdcomp.policies.base import LearningRates, Statistic, Statistics
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.decisions import BatchSize
 
 norms_and_falls = st.lists(
     st.tuples(st.sampled_from([0.0, 0.5, 0.6, 1.0, 1.4, 1.5, 2.0]), st.booleans()), min_size=1, max_size=25

@@ -13,7 +13,7 @@ from tests.launch import run_ranks
 
 pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
-_MODULES = ("cases_torch", "cases_horovod")
+_MODULES = ("cases_torch", "cases_horovod", "cases_policies")
 _SETTINGS = [(2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi")]
 
 

@@ -11,7 +11,21 @@ from hypothesis import strategies as st
 from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, SpecError, TopK
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.memory import MEMORIES
-from hvdcomp.spec import parse_compressor, parse_memory
+from hvdcomp.policies import (
+    POLICIES,
+    Accordion,
+    AccordionBatchSize,
+    AccordionJoint,
+    AdaQS,
+    AutoAccordion,
+    Constant,
+    GraVAC,
+    IncreaseBatchSize,
+    LevelSchedule,
+    Policy,
+    WarmUp,
+)
+from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
 
 RATIOS = st.floats(1e-9, 1, exclude_min=True)
 COMPRESSOR = (
@@ -89,6 +103,65 @@ def test_memories() -> None:
     for spec, word in {"ef": "there are: " + ", ".join(MEMORIES), "error_feedback:decay=2": "at most 1"}.items():
         with pytest.raises(SpecError, match=word):
             parse_memory(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ("warmup:dense_steps=10", WarmUp(dense_steps=10)),
+        ("constant", Constant()),
+        ("constant:level=4", Constant(level=4)),
+        ("accordion:low=4,high=1", Accordion(low=4, high=1)),
+        ("accordion:low=0.99,high=0.1,lag=0", Accordion(low=0.99, high=0.1, lag=0)),
+        ("accordion:auto", AutoAccordion()),
+        (" accordion:auto, eta = 0.4 ", AutoAccordion(eta=0.4)),
+        ("accordion:auto,probe=2,smallest=4,largest=64.0", AutoAccordion(probe=2, smallest=4, largest=64)),
+        ("accordion_batch_size:low=512,high=4096", AccordionBatchSize(low=512, high=4096)),
+        (
+            "accordion_joint:low=4,high=1,batch_low=512,batch_high=4096",
+            AccordionJoint(low=4, high=1, batch_low=512, batch_high=4096),
+        ),
+        ("increase_batch_size:low=128,high=2048", IncreaseBatchSize(low=128, high=2048)),
+        ("adaqs:start=64,fall=0.2", AdaQS(start=64, fall=0.2)),
+        ("gravac", GraVAC()),
+        ("gravac:min=10,max=1000,lag=0", GraVAC(lag=0)),
+    ],
+)
+def test_policies(spec: str, policy: LevelSchedule | Policy) -> None:
+    assert parse_policy(spec) == policy
+    assert parse_policy(str(policy)) == policy
+    assert type(policy) is POLICIES[policy.name]
+
+
+def test_a_name_with_a_colon_prints_with_a_comma() -> None:
+    assert str(AutoAccordion()) == "accordion:auto"
+    assert str(AutoAccordion(eta=0.4)) == "accordion:auto,eta=0.4"
+    assert str(Accordion(low=4, high=1)) == "accordion:low=4,high=1"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (
+            "accordion",
+            ["'accordion' does not set low, high", "write 'accordion:low=...,high=...,", ", or 'accordion:auto'"],
+        ),
+        ("accordion:low=4", ["does not set high;", ", or 'accordion:auto'"]),
+        ("accordion:automatic", ["'automatic' in 'accordion:automatic' is not a setting of accordion;"]),
+        ("accordion:auto:eta=0.4", ["'auto:eta=0.4' in", "is not a setting of accordion;"]),
+        ("accordion:auto,low=4", ["'low=4' in", "is not a setting of accordion:auto", "write 'accordion:auto,lag=1,"]),
+        ("accordion:auto,eta=1,", ["'' in 'accordion:auto,eta=1,' is not a setting of accordion:auto"]),
+        ("accordion:auto,eta=0", ["accordion:auto: eta=0.0 is not allowed"]),
+        ("adaqs", ["'adaqs' does not set start, fall; write 'adaqs:start=...,fall=...,"]),
+        ("gravac:lag=2", ["gravac: lag=2 is not allowed; it must be 0 or 1"]),
+        ("acordion", ["unknown policy 'acordion' in 'acordion'", *POLICIES]),
+    ],
+)
+def test_errors_of_policies(spec: str, words: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_policy(spec)
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_compressors_are_frozen_descriptions() -> None:

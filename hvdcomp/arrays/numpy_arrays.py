@@ -139,9 +139,41 @@ def fill_at(x: Array, indices: Array, value: float) -> Array:
     return x
 
 
+def stack(scalars: Sequence[Array]) -> Array:
+    """Scalars as a vector."""
+    return np.stack(list(scalars))
+
+
 def norm(arrays: Sequence[Array]) -> Array:
     """The 2-norm of all elements of all arrays, a float64 scalar."""
-    return np.sqrt(np.float64(sum(np.sum(np.square(x, dtype=np.float64)) for x in arrays)))
+    return np.sqrt(np.sum(np.square(norms(arrays))))
+
+
+def norms(arrays: Sequence[Array]) -> Array:
+    """The 2-norm of each array, a float64 vector."""
+    return np.sqrt(np.array([np.sum(np.square(x, dtype=np.float64)) for x in arrays], np.float64))
+
+
+def mean_to_std(arrays: Sequence[Array]) -> Array:
+    """Of each array, the magnitude of the elements' mean over their standard deviation, a float64 vector.
+
+    Not finite for an array of one element, or of equal ones.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.array([np.abs(np.float64(x.mean(dtype=np.float64))) / x.std(dtype=np.float64) for x in arrays])
+
+
+def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, poison: Array) -> list[Array]:
+    """Each total plus `factor` times its array, or the totals themselves if the element `poison` is NaN; may reuse
+    their storage. An array may be of a narrower element type."""
+    if poison[0] != 0:
+        return list(totals)
+    return [np.add(total, x * total.dtype.type(factor), out=total) for total, x in zip(totals, arrays, strict=True)]
+
+
+def to_list(x: Array) -> list[float]:
+    """The elements of a vector as Python numbers; waits for the device."""
+    return x.tolist()
 
 
 def take(x: Array, indices: Array) -> Array:

@@ -117,10 +117,36 @@ def fill_at(x: Array, indices: Array, value: float) -> Array:
     return x.index_fill_(0, indices.long(), value)
 
 
+def stack(scalars: Sequence[Array]) -> Array:
+    return torch.stack(list(scalars))
+
+
 def norm(arrays: Sequence[Array]) -> Array:
+    return norms(arrays).norm()
+
+
+def norms(arrays: Sequence[Array]) -> Array:
     wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
-    norms = [torch.linalg.vector_norm(x, dtype=dtype).double() for x, dtype in zip(arrays, wide, strict=True)]
-    return torch.stack(norms).norm()
+    each = [torch.linalg.vector_norm(x, dtype=dtype).double() for x, dtype in zip(arrays, wide, strict=True)]
+    return torch.stack(each)
+
+
+def mean_to_std(arrays: Sequence[Array]) -> Array:
+    parts = [torch.std_mean(x.float() if x.element_size() < 4 else x, correction=0) for x in arrays]
+    return torch.stack([(mean.abs() / std).double() for std, mean in parts])
+
+
+def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, poison: Array) -> list[Array]:
+    if poison.is_cuda:
+        added = torch._foreach_add(list(totals), list(arrays), alpha=factor)
+        return [torch.where(poison.to(old.device) == 0, new, old) for new, old in zip(added, totals, strict=True)]
+    if poison.item() == 0:
+        torch._foreach_add_(list(totals), list(arrays), alpha=factor)
+    return list(totals)
+
+
+def to_list(x: Array) -> list[float]:
+    return x.tolist()
 
 
 def take(x: Array, indices: Array) -> Array:

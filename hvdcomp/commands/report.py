@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.report.runs import RunError, find_runs
-from hvdcomp.report.table import Section, cells, make_sections
+from hvdcomp.report.table import Section, cells, make_sections, policy_line
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,7 +64,7 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
-    """The section's rows: the spec stands below the run's name, and the phases are shown if there is room."""
+    """The section's rows: spec and policy stand below the run's name, and the phases are shown if there is room."""
     table = Table(title=Text(section.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
     table.padding = (0, 1, 0, 0)
     table.add_column("Run", overflow="fold", min_width=14)
@@ -77,6 +77,8 @@ def _terminal_table(section: Section, wide: bool) -> Table:
         first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")
         if row["kind"] != "seed" and row["spec"] is not None:
             first.append(f"\n{spec}", "cyan")
+        if row["kind"] != "seed" and (policy := policy_line(row)):
+            first.append(f"\n{policy}", "green")
         spread_below = [text.replace(" (", "\n").rstrip(")") for text in texts]
         table.add_row(first, *(Text(text, "bold red" if text == "NO" else "") for text in spread_below))
     return table

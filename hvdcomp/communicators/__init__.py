@@ -24,5 +24,8 @@ class Communicator(Protocol):
     def start_allgather(self, array: Array, name: str) -> Any:
         """Starts gathering uint8 vectors (length,), equally long on all ranks, into (size, length)."""
 
+    def start_broadcast(self, array: Array, name: str) -> Any:
+        """Starts sending rank 0's uint8 vector to all ranks, on all of which it has this length."""
+
     def wait(self, handle: Any) -> Array:
         """The result of a started collective, in storage that nobody else uses."""

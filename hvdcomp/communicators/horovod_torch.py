@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
@@ -23,12 +24,22 @@ class HorovodTorchCommunicator:
         self.size: int = self._process_set.size()
         self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
+    @property
+    def has_mpi(self) -> bool:
+        """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
+        everyone = self.size == hvd.size()
+        return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
+
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)
         return _Started(handle, None)
 
     def start_allgather(self, array: torch.Tensor, name: str) -> _Started:
         return _Started(hvd.allgather_async(array, name=name, process_set=self._process_set), array.shape[0])
+
+    def start_broadcast(self, array: torch.Tensor, name: str) -> _Started:
+        root = self._process_set.ranks[0] if self._process_set.ranks else 0
+        return _Started(hvd.broadcast_async_(array, root, name=name, process_set=self._process_set), None)
 
     def wait(self, started: _Started) -> Any:
         try:

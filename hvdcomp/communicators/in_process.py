@@ -43,6 +43,9 @@ class InProcessCommunicator:
     def start_allgather(self, array: Array, name: str) -> tuple[str, str, Array]:
         return "allgather", name, array
 
+    def start_broadcast(self, array: Array, name: str) -> tuple[str, str, Array]:
+        return "broadcast", name, array
+
     def wait(self, handle: tuple[str, str, Array]) -> Array:
         kind, name, array = handle
         everyone = self._group.meet(self.rank, (kind, name, tuple(array.shape), array))
@@ -56,6 +59,8 @@ class InProcessCommunicator:
 
 def _combine(kind: str, arrays: list[Array]) -> Array:
     xp = arrays_for(arrays[0])
+    if kind == "broadcast":
+        return xp.concatenate(arrays[:1])
     if kind == "allgather":
         return xp.reshape(xp.concatenate(arrays), (len(arrays), arrays[0].shape[0]))
     total = xp.concatenate(arrays[:1])

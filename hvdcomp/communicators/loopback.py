@@ -20,5 +20,8 @@ class LoopbackCommunicator:
         xp = arrays_for(array)
         return xp.reshape(xp.concatenate([array] * self.size), (self.size, array.shape[0]))
 
+    def start_broadcast(self, array: Array, name: str) -> Array:
+        return array
+
     def wait(self, handle: Array) -> Array:
         return handle

@@ -2,8 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hvdcomp.policies.accordion import Accordion
+from hvdcomp.policies.accordion_auto import AutoAccordion
+from hvdcomp.policies.adaqs import AdaQS
+from hvdcomp.policies.base import Constant, Policy
+from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.decisions import BatchSize, Joint, decision_to_json
+from hvdcomp.policies.gravac import GraVAC
+from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.schedules import DENSE, LevelSchedule, WarmUp
 
-SCHEDULES: dict[str, type[LevelSchedule]] = {kind.name: kind for kind in (WarmUp,)}
+POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
+    kind.name: kind
+    for kind in (
+        WarmUp,
+        Constant,
+        Accordion,
+        AutoAccordion,
+        AccordionBatchSize,
+        AccordionJoint,
+        IncreaseBatchSize,
+        AdaQS,
+        GraVAC,
+    )
+}
+"""By the name in a spec string: schedules, which every rank follows by itself, and policies, which rank 0 decides."""
 
-__all__ = ["DENSE", "SCHEDULES", "LevelSchedule", "WarmUp"]
+
+def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
+    """Whether decisions of a policy are about the batch size, beside or instead of levels."""
+    return isinstance(policy, Policy) and isinstance(policy.decision(policy.initial_state(())), BatchSize | Joint)
+
+
+__all__ = [
+    "DENSE",
+    "POLICIES",
+    "Accordion",
+    "AccordionBatchSize",
+    "AccordionJoint",
+    "AdaQS",
+    "AutoAccordion",
+    "Constant",
+    "GraVAC",
+    "IncreaseBatchSize",
+    "LevelSchedule",
+    "Policy",
+    "WarmUp",
+    "changes_batch_size",
+    "decision_to_json",
+]

@@ -6,21 +6,23 @@ at, or when the learning rate falls. The choice is made for each tensor by itsel
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import (
     AccumulatedGradientPolicy,
-    Levels,
     Period,
+    Policy,
     State,
     Statistic,
     Statistics,
     is_number,
 )
+from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.schedules import Level, Levelled
 
 
@@ -87,12 +89,54 @@ class AccordionState:
     ends: int = 0
 
 
+TensorsState = TypeVar("TensorsState", bound=AccordionState)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Accordion(CriticalRegimes[AccordionState]):
+class CriticalTensors(CriticalRegimes[TensorsState]):
+    """Base of the policies that tell for each tensor by itself whether its regime is critical.
+
+    Every regime is critical until its norm has been compared for the first time. A learning rate that falls at the end
+    of any epoch makes all regimes critical until norms are compared the next time; one that rises does nothing.
+    """
+
+    def initial_state(self, tensors: Sequence[str]) -> TensorsState:
+        return self.state_type(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))
+
+    def wanted(self, state: TensorsState) -> frozenset[Statistic]:
+        always = frozenset({Statistic.LEARNING_RATES})
+        return always | {Statistic.NORMS} if self.compares_at(state.ends + 1) else always
+
+    def update(self, state: TensorsState, statistics: Statistics) -> TensorsState:
+        critical, previous = state.critical, state.previous
+        ends = state.ends + 1
+        if self.compares_at(ends):
+            assert statistics.norms is not None
+            norms = self.of_tensors(statistics.norms, critical, "norms")
+            critical = {name: is_critical(previous[name], norms[name], self.eta) for name in critical}
+            previous = {name: finite(norms[name]) for name in critical}
+        assert statistics.learning_rates is not None
+        if statistics.learning_rates.fall:
+            critical = dict.fromkeys(critical, True)
+        return dataclasses.replace(state, critical=critical, previous=previous, ends=ends)
+
+
+def require_two_levels(policy: Policy, low: Level, high: Level) -> None:
+    """Raises SpecError unless a policy's settings `low` and `high` are levels of low and of high compression."""
+    for setting in ("low", "high"):
+        policy.require(is_number(getattr(policy, setting)), setting, "a level, such as a ratio or a rank")
+    if not low > high:
+        raise SpecError(
+            f"{policy.name}: low={low},high={high} is not allowed; low is the level of low compression, so it must be "
+            "the larger ratio, rank or number of bits"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accordion(CriticalTensors[AccordionState]):
     """Accordion for gradient compression (Agarwal et al. 2021, arXiv:2010.16248, algorithm 1).
 
-    Every tensor is at level `low` until its norm has been compared for the first time. A learning rate that falls at
-    the end of any epoch puts all tensors to `low` until norms are compared the next time; one that rises does nothing.
+    A tensor is at level `low` while its regime is critical, else at `high`.
 
     Attributes:
         low: the level (ratio, rank, bits) of low compression, the larger number.
@@ -104,41 +148,16 @@ class Accordion(CriticalRegimes[AccordionState]):
 
     name: ClassVar[str] = "accordion"
     state_type: ClassVar[type] = AccordionState
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES, Statistic.NORMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for setting in ("low", "high"):
-            self.require(is_number(getattr(self, setting)), setting, "a level, such as a ratio or a rank")
-        if not self.low > self.high:
-            raise SpecError(
-                f"{self.name}: low={self.low},high={self.high} is not allowed; low is the level of low compression, so "
-                "it must be the larger ratio, rank or number of bits"
-            )
+        require_two_levels(self, self.low, self.high)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
         for level in (self.low, self.high):
             compressor.at_level(level)
 
-    def initial_state(self, tensors: Sequence[str]) -> AccordionState:
-        return AccordionState(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))
-
-    def wanted(self, state: AccordionState) -> frozenset[Statistic]:
-        always = frozenset({Statistic.LEARNING_RATES})
-        return always | {Statistic.NORMS} if self.compares_at(state.ends + 1) else always
-
     def decision(self, state: AccordionState) -> Levels:
         return Levels({name: self.low if critical else self.high for name, critical in state.critical.items()})
-
-    def update(self, state: AccordionState, statistics: Statistics) -> AccordionState:
-        critical, previous = state.critical, state.previous
-        ends = state.ends + 1
-        if self.compares_at(ends):
-            assert statistics.norms is not None
-            norms = self.of_tensors(statistics.norms, critical, "norms")
-            critical = {name: is_critical(previous[name], norms[name], self.eta) for name in critical}
-            previous = {name: finite(norms[name]) for name in critical}
-        assert statistics.learning_rates is not None
-        if statistics.learning_rates.fall:
-            critical = dict.fromkeys(critical, True)
-        return AccordionState(critical, previous, ends)

@@ -14,12 +14,13 @@ from typing import ClassVar
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import (
     AccumulatedGradientPolicy,
-    Factors,
     Period,
     Statistic,
     Statistics,
     is_number,
+    require_level,
 )
+from hvdcomp.policies.decisions import Factors
 from hvdcomp.policies.schedules import Levelled
 
 
@@ -60,6 +61,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
 
     name: ClassVar[str] = "adaqs"
     state_type: ClassVar[type] = AdaQSState
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.MEAN_TO_STD})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,12 +108,3 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
                 factors[name] = max(float(self.floor), factors[name] / 2)
                 references[name] = float(ratio)
         return AdaQSState(factors, references)
-
-
-def require_level(policy: str, compressor: Levelled) -> None:
-    """Raises SpecError unless a compressor has a level by which it can reach a compression factor."""
-    if compressor.level is None:
-        raise SpecError(
-            f"{policy}: the compressor has no single level to set; use one with a level, such as topk:ratio=0.01 or "
-            "powersgd:rank=4"
-        )

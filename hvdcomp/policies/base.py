@@ -12,13 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from hvdcomp.described import Described
 from hvdcomp.errors import SpecError
+from hvdcomp.policies.decisions import Decision, Levels
 from hvdcomp.policies.schedules import Level, Levelled
 
 State = TypeVar("State")
+Value = TypeVar("Value")
 
 
 class Statistic(Enum):
@@ -29,6 +31,7 @@ class Statistic(Enum):
     MODEL_NORM = "model_norm"
     MEAN_TO_STD = "mean_to_std"
     GAINS = "gains"
+    LEVEL_GAINS = "level_gains"
     TIMING = "timing"
 
 
@@ -74,16 +77,14 @@ class Timing:
     """How long one step took.
 
     Attributes:
-        samples: that all ranks together took in.
+        samples: that all ranks together took in, in any unit that stays the same throughout a training.
         seconds: of the whole iteration.
-        minimum_seconds: of these, the first compression's.
-        candidate_seconds: of these, the second, evaluating compression's.
+        evaluation_seconds: of these, those spent only to learn gains, which a steady state would not spend.
     """
 
-    samples: int
+    samples: float
     seconds: float
-    minimum_seconds: float = 0.0
-    candidate_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Statistics:
         mean_to_std: by tensor name, the absolute mean of the accumulated gradient's elements over their standard
             deviation.
         gains, timing: of the step.
+        level_gains: by tensor name and compression factor, the gain 1 - ||x - C(x)||^2 / ||x||^2, both energies summed
+            over the probed steps of the period, on rank 0. A tensor without a gradient has no entry; NaN if a gradient
+            was not finite.
+        level_costs: given together with them, the tensor's sent bytes / dense bytes at the level that serves that
+            factor.
     """
 
     step: int
@@ -109,6 +115,8 @@ class Statistics:
     model_norm: float | None = None
     mean_to_std: Mapping[str, float] | None = None
     gains: Gains | None = None
+    level_gains: Mapping[str, Mapping[float, float]] | None = None
+    level_costs: Mapping[str, Mapping[float, float]] | None = None
     timing: Timing | None = None
 
 
@@ -120,58 +128,6 @@ class Period:
     steps: int = 0
 
 
-@dataclass(frozen=True)
-class Levels:
-    """A decision: the level of each tensor by name; None for the compressor's own."""
-
-    levels: Mapping[str, Level | None]
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A decision: the compression factor (dense bytes / sent bytes) of each tensor by name."""
-
-    factors: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class MultiLevel:
-    """A decision for the whole model: to which compression factors to compress, and what of it to send.
-
-    Attributes:
-        minimum: factor of the first compression, of the gradient with its residual.
-        candidate: factor, still against the dense size, to which the result is compressed again; None for not again.
-        send: which of the two, or the uncompressed gradient with its residual; None if the gains must be told first.
-    """
-
-    minimum: float
-    candidate: float | None
-    send: Literal["dense", "minimum", "candidate"] | None
-
-    @property
-    def sent(self) -> float | None:
-        """The compression factor of what is sent, 1.0 for dense; None if that is not known yet."""
-        if self.send == "dense":
-            return 1.0
-        return {"minimum": self.minimum, "candidate": self.candidate}.get(self.send or "")
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """A decision: how much larger than at the start the batch is.
-
-    Attributes:
-        accumulation: so many batches of the starting size are accumulated for one update, which takes their mean.
-        learning_rate_factor: what the schedule's learning rate is to be multiplied with.
-    """
-
-    accumulation: int
-    learning_rate_factor: float
-
-
-Decision = Levels | Factors | MultiLevel | BatchSize
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy(Described, Generic[State]):
     """Base of all policies.
@@ -179,10 +135,21 @@ class Policy(Described, Generic[State]):
     Class attributes:
         name: the policy's name in a spec string.
         state_type: the dataclass of its state, whose fields JSON can hold.
+        statistics: all that `wanted` may ever name.
+
+    Attributes:
+        lag: 1 to obey a decision one step later, so that no step waits for it: it travels to the other ranks behind the
+            next step's computation. 0 to have every step wait for the decision that is meant for it.
     """
+
+    lag: int = 1
 
     name: ClassVar[str]
     state_type: ClassVar[type]
+    statistics: ClassVar[frozenset[Statistic]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.require(is_whole(self.lag, 0) and self.lag <= 1, "lag", "0 or 1")
 
     @property
     def period(self) -> Period | None:
@@ -239,8 +206,8 @@ class Policy(Described, Generic[State]):
         return state, self.decision(state)
 
     def to_json(self, state: State) -> dict[str, Any]:
-        """A state as JSON can hold it."""
-        return {"policy": self.name, **dataclasses.asdict(state)}  # type: ignore[call-overload]
+        """A state as JSON can hold it, where keys are text."""
+        return text_keys({"policy": self.name, **dataclasses.asdict(state)})  # type: ignore[call-overload]
 
     def from_json(self, data: Mapping[str, Any]) -> State:
         """The state that `to_json` wrote.
@@ -267,7 +234,7 @@ class Policy(Described, Generic[State]):
         """Raises SpecError unless a setting is a whole number of at least `least`."""
         self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
 
-    def of_tensors(self, values: Mapping[str, float], tensors: Mapping[str, Any], what: str) -> Mapping[str, float]:
+    def of_tensors(self, values: Mapping[str, Value], tensors: Mapping[str, Any], what: str) -> Mapping[str, Value]:
         """The values, if they are of exactly these tensors.
 
         Raises:
@@ -293,6 +260,7 @@ class AccumulatedGradientPolicy(Policy[State]):
     statistic: str = "local"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require_whole("steps", 0)
         self.require(self.statistic in ("local", "aggregated"), "statistic", "local or aggregated")
 
@@ -322,6 +290,7 @@ class Constant(Policy[ConstantState]):
     state_type: ClassVar[type] = ConstantState
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require(self.level is None or is_number(self.level), "level", "a level, such as a ratio or a rank")
 
     @property
@@ -347,6 +316,18 @@ class Constant(Policy[ConstantState]):
         return ConstantState(tuple(super().from_json(data).tensors))
 
 
+def text_keys(value: Any) -> Any:
+    """The same with every number that is a key of a mapping, however deep, as text that makes the number again."""
+    if not isinstance(value, Mapping):
+        return value
+    return {key if isinstance(key, str) else repr(key): text_keys(inner) for key, inner in value.items()}
+
+
+def number_keys(table: Mapping[Any, Any]) -> dict[float, Any]:
+    """A table by compression factor, as it was before `text_keys`."""
+    return {float(cf): value for cf, value in table.items()}
+
+
 def is_number(value: object) -> bool:
     """Whether a setting is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -355,3 +336,12 @@ def is_number(value: object) -> bool:
 def is_whole(value: object, least: int) -> bool:
     """Whether a setting is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def require_level(policy: str, compressor: Levelled) -> None:
+    """Raises SpecError unless a compressor has a level by which it can reach a compression factor."""
+    if compressor.level is None:
+        raise SpecError(
+            f"{policy}: the compressor has no single level to set; use one with a level, such as topk:ratio=0.01 or "
+            "powersgd:rank=4"
+        )

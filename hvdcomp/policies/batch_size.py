@@ -13,10 +13,23 @@ from typing import ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import CriticalRegimes, finite, is_critical
-from hvdcomp.policies.base import BatchSize, Period, Policy, Statistic, Statistics
+from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
+from hvdcomp.policies.decisions import BatchSize
 
 ROUNDING = 1e-9
 """Relative: 0.1 / 0.02 must be a decay by 5, whatever floating point makes of it."""
+
+
+def require_multiple(policy: Policy, low: str, high: str) -> None:
+    """Raises SpecError unless two settings of a policy are batch sizes, the second a larger multiple of the first."""
+    for setting in (low, high):
+        policy.require_whole(setting, 1)
+    small, large = getattr(policy, low), getattr(policy, high)
+    if large <= small or large % small:
+        raise SpecError(
+            f"{policy.name}: {low}={small},{high}={large} is not allowed; the large batch is accumulated from small "
+            f"ones, so {high} must be a multiple of {low}"
+        )
 
 
 @dataclass(frozen=True)
@@ -51,16 +64,11 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
 
     name: ClassVar[str] = "accordion_batch_size"
     state_type: ClassVar[type] = AccordionBatchSizeState
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES, Statistic.MODEL_NORM})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for setting in ("low", "high"):
-            self.require_whole(setting, 1)
-        if self.high <= self.low or self.high % self.low:
-            raise SpecError(
-                f"{self.name}: low={self.low},high={self.high} is not allowed; the large batch is accumulated from "
-                "small ones, so high must be a multiple of low"
-            )
+        require_multiple(self, "low", "high")
 
     def initial_state(self, tensors: Sequence[str]) -> AccordionBatchSizeState:
         return AccordionBatchSizeState()
@@ -121,8 +129,10 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
 
     name: ClassVar[str] = "increase_batch_size"
     state_type: ClassVar[type] = IncreaseBatchSizeState
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for setting, least in (("low", 1), ("high", 1), ("steps", 0)):
             self.require_whole(setting, least)
         if self.high < 2 * self.low:

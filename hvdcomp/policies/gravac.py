@@ -14,8 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.adaqs import require_level
-from hvdcomp.policies.base import Gains, MultiLevel, Period, Policy, Statistic, Statistics, Timing, is_number
+from hvdcomp.policies.base import (
+    Gains,
+    Period,
+    Policy,
+    Statistic,
+    Statistics,
+    Timing,
+    is_number,
+    number_keys,
+    require_level,
+)
+from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.schedules import Levelled
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
@@ -76,8 +86,8 @@ class GraVAC(Policy[GraVACState]):
 
     Smoothing starts anew for each factor, with its first gain: what was measured for one candidate says nothing of
     the next. A factor whose gain is not known yet is not sent. A step whose gain is not finite changes no gain. Of a
-    step's time the evaluating compression is left out, of a dense step's both. If the search ends at a factor that is
-    not above the first one, that is all there is to send, and nothing is evaluated any more.
+    step's time, what was spent only to learn gains is left out. If the search ends at a factor that is not above the
+    first one, that is all there is to send, and nothing is evaluated any more.
 
     Attributes:
         min: the first compression's factor at the beginning.
@@ -88,9 +98,9 @@ class GraVAC(Policy[GraVACState]):
             the last.
         window: steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
         smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1.
-        lag: 1 to let a step obey what the step before it showed, so that nothing waits for the decision; the first
-            step is dense then. 0 for the algorithm to the letter: gains are told, and the decision awaited, in the
-            middle of each step, and its timing is told at the end of it, in two calls of `decide`.
+        lag: 1 to let a step obey what the step before it showed; the first step is dense then. 0 for the algorithm to
+            the letter: gains are told, and the decision awaited, in the middle of each step, and its timing is told at
+            the end of it, in two calls of `decide`.
     """
 
     min: float = 10.0
@@ -100,12 +110,13 @@ class GraVAC(Policy[GraVACState]):
     scaling: str = "exponential"
     window: int | None = None
     smoothing: float | None = None
-    lag: int = 1
 
     name: ClassVar[str] = "gravac"
     state_type: ClassVar[type] = GraVACState
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.require(is_number(self.min) and self.min > 1, "min", "a compression factor above 1")
         self.require(is_number(self.max) and self.max <= 1e12, "max", "a compression factor of at most 1e12")
         if self.max < self.min:
@@ -117,7 +128,6 @@ class GraVAC(Policy[GraVACState]):
             self.require_whole("window", 1)
         if self.smoothing is not None:
             self.require(is_number(self.smoothing) and 0 < self.smoothing <= 1, "smoothing", "above 0 and at most 1")
-        self.require(self.lag in (0, 1), "lag", "0 or 1")
 
     @property
     def candidates(self) -> tuple[float, ...]:
@@ -187,9 +197,7 @@ class GraVAC(Policy[GraVACState]):
         """Enters the throughput of what was sent. A time that cannot be is left out."""
         state = dataclasses.replace(state, steps=state.steps + 1)
         cf = self.decision(state).sent
-        seconds = timing.seconds - timing.candidate_seconds
-        if state.send == "dense":
-            seconds -= timing.minimum_seconds
+        seconds = timing.seconds - timing.evaluation_seconds
         if cf is None or not seconds > 0:
             return state
         kept = 1.0 if state.send == "dense" else state.gains[cf]
@@ -225,19 +233,6 @@ class GraVAC(Policy[GraVACState]):
             return False
         return abs(value - reference) / reference <= self.omega
 
-    def to_json(self, state: GraVACState) -> dict[str, Any]:
-        data = super().to_json(state)
-        return {key: _named(value) if isinstance(value, dict) else value for key, value in data.items()}
-
     def from_json(self, data: Mapping[str, Any]) -> GraVACState:
-        tables = {
-            key: {float(cf): number for cf, number in value.items()}
-            for key, value in data.items()
-            if isinstance(value, Mapping)
-        }
-        return super().from_json({**data, **tables})
-
-
-def _named(table: Mapping[float, float]) -> dict[str, float]:
-    """A table by factor as JSON can hold it, where keys are text."""
-    return {repr(cf): number for cf, number in table.items()}
+        state = super().from_json(data)
+        return dataclasses.replace(state, gains=number_keys(state.gains), throughput=number_keys(state.throughput))

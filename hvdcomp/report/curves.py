@@ -13,10 +13,10 @@ from hvdcomp.report.runs import PHASES, Run
 from hvdcomp.report.table import Group, Section
 
 # Okabe and Ito's palette less its yellow and black, which vanish on a light or a dark page.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
 _LINES = ("solid", "dashed", "dotted", "dashdot")
-_INK = "#7d7d7d"  # axes and texts: legible on white and on near black
-_LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": _INK}
+INK = "#7d7d7d"  # axes and texts: legible on white and on near black
+LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
 _AXIS_LABELS = {"accuracy": "test accuracy (%)", "perplexity": "test perplexity"}
 
@@ -41,12 +41,14 @@ def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
 
 def _pair(section: Section, y_label: str, draw: Callable[[Axes, Run, bool, dict], None]) -> Figure:
     """Two panels with the same curves: against steps, and against bytes sent."""
-    figure = Figure(figsize=(11, 4.2 + 0.22 * (len(section.groups) // 3)), layout="constrained")
+    labels = [_legend_label(group) for group in section.groups]
+    columns = max(1, min(3, 130 // (max(map(len, labels)) + 8)))  # 130 characters fit
+    figure = Figure(figsize=(11, 4.2 + 0.22 * (len(labels) // columns)), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     handles = []
     for axes, against_bytes in zip(panels, (False, True), strict=True):
         for number, group in enumerate(section.groups):
-            style = {"color": _COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
+            style = {"color": COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
             for run in group.runs:
                 draw(axes, run, against_bytes, style)
             if not against_bytes:
@@ -54,11 +56,10 @@ def _pair(section: Section, y_label: str, draw: Callable[[Axes, Run, bool, dict]
         if against_bytes and any((run.steps["bytes_sent"] > 0).any() for run in section.runs):
             axes.set_xscale("log")
         axes.set_xlabel("megabytes sent by each rank" if against_bytes else "step")
-        _tidy(axes)
-    cut = y_label != _AXIS_LABELS["accuracy"] and _limit_height(panels[0])
+        tidy(axes)
+    cut = y_label != _AXIS_LABELS["accuracy"] and limit_height(panels[0])
     panels[0].set_ylabel(f"{y_label} (higher values cut off)" if cut else y_label)
-    labels = [_legend_label(group) for group in section.groups]
-    legend = figure.legend(handles, labels, ncols=3, **_LEGEND)
+    legend = figure.legend(handles, labels, ncols=columns, **LEGEND)
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
@@ -86,9 +87,9 @@ def _draw_times(section: Section) -> Figure:
     p5, p25, medians, p75, p95 = np.array(
         [np.percentile(ms, (5, 25, 50, 75, 95)) if ms.size else np.zeros(5) for ms in times]
     ).T
-    spread.hlines(places, p5, p95, color=_INK)
-    spread.barh(places, p75 - p25, left=p25, color=_INK, height=0.4)
-    spread.plot(medians, places, "|", color=_COLOURS[1], markersize=14, markeredgewidth=2.5)
+    spread.hlines(places, p5, p95, color=INK)
+    spread.barh(places, p75 - p25, left=p25, color=INK, height=0.4)
+    spread.plot(medians, places, "|", color=COLOURS[1], markersize=14, markeredgewidth=2.5)
     spread.set_xlabel("ms per step")
     spread.set_xlim(left=0)
     spread.set_ylim(-0.6, len(groups) - 0.4)
@@ -106,9 +107,9 @@ def _draw_times(section: Section) -> Figure:
     for text in spread.get_yticklabels():
         text.set_parse_math(False)
     for axes in (spread, bars):
-        _tidy(axes)
+        tidy(axes)
         axes.grid(False, axis="y")
-    figure.legend(ncols=4, **_LEGEND)
+    figure.legend(ncols=4, **LEGEND)
     return figure
 
 
@@ -123,7 +124,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(known, (sums[high] - sums[low]) / np.maximum(1, counts[high] - counts[low]), np.nan)
 
 
-def _limit_height(axes: Axes) -> bool:
+def limit_height(axes: Axes) -> bool:
     """Keep a diverging run from flattening all other curves: cut at three times the highest first value."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
     firsts = [values[np.isfinite(values)][0] for values in lines if np.isfinite(values).any()]
@@ -133,18 +134,19 @@ def _limit_height(axes: Axes) -> bool:
     return cut
 
 
-def _legend_label(group: Group, width: int = 48) -> str:
+def _legend_label(group: Group, width: int = 100) -> str:
     seeds = f" · {len(group.runs)} runs" if len(group.runs) > 1 else ""
     label = group.label if len(group.label) <= width else group.label[: width - 1] + "…"
     return label + seeds
 
 
-def _tidy(axes: Axes) -> None:
-    axes.grid(True, color=_INK, alpha=0.25, linewidth=0.6)
+def tidy(axes: Axes) -> None:
+    """Colour the axes to be legible on any page, with a faint grid and without a frame."""
+    axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
     axes.set_facecolor("none")
-    axes.tick_params(colors=_INK, which="both")
-    axes.xaxis.label.set_color(_INK)
-    axes.yaxis.label.set_color(_INK)
+    axes.tick_params(colors=INK, which="both")
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(_INK)
+        spine.set_color(INK)

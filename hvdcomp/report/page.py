@@ -7,6 +7,7 @@ import base64
 import csv
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from matplotlib.figure import Figure
 
 import hvdcomp
 from hvdcomp.report.curves import draw_section
+from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.runs import Run
-from hvdcomp.report.table import Section, cells
+from hvdcomp.report.table import Section, cells, policy_line
 
 
 def write_report(folder: Path, sections: list[Section]) -> Path:
@@ -29,16 +31,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    shown = [
-        {
-            "title": section.title,
-            "headings": section.headings,
-            "rows": [(cells(row), row) for row in section.rows],
-            "figures": _save_figures(folder, section, number),
-            "details": [_details(run) for run in section.runs],
-        }
-        for number, section in enumerate(sections, start=1)
-    ]
+    shown = [_render(folder, section, number) for number, section in enumerate(sections, start=1)]
     loader = jinja2.PackageLoader("hvdcomp.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = folder / "report.html"
@@ -47,13 +40,33 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     return page
 
 
-def _save_figures(folder: Path, section: Section, number: int) -> list[dict[str, str]]:
+def _render(folder: Path, section: Section, number: int) -> dict[str, Any]:
+    """What the page shows of a section. A policy's decisions are shown of one run in each group, and with the details
+    of the others."""
+    figures = _save_figures(folder, f"{number}", draw_section(section))
+    first = [next((run for run in group.runs if run.decisions is not None), None) for group in section.groups]
+    details = []
+    for place, run in enumerate(section.runs, start=1):
+        decisions = _save_figures(folder, f"{number}-run{place}", draw_decisions(run))
+        if run in first:
+            figures += decisions
+        details.append({**_details(run), "figures": [] if run in first else decisions})
+    return {
+        "title": section.title,
+        "headings": section.headings,
+        "rows": [(cells(row), policy_line(row), row) for row in section.rows],
+        "figures": figures,
+        "details": details,
+    }
+
+
+def _save_figures(folder: Path, stem: str, drawn: Iterable[tuple[str, str, Figure]]) -> list[dict[str, str]]:
     figures = []
-    for name, caption, figure in draw_section(section):
-        stem = f"{number}-{name}"
-        (folder / f"{stem}.png").write_bytes(_image(figure, "png", facecolor="white"))
+    for name, caption, figure in drawn:
+        path = folder / f"{stem}-{name}"
+        path.with_suffix(".png").write_bytes(_image(figure, "png", facecolor="white"))
         svg = _image(figure, "svg", transparent=True)
-        (folder / f"{stem}.svg").write_bytes(svg)
+        path.with_suffix(".svg").write_bytes(svg)
         # As an image, unlike as inline SVG, nothing in it can run or clash with the ids of another figure.
         source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
         figures.append({"caption": caption, "source": source})

@@ -1,4 +1,5 @@
-"""Reads the folders that `hvdcomp train` writes: steps.jsonl, epochs.jsonl and, at a run's end, summary.json.
+"""Reads the folders that `hvdcomp train` writes: steps.jsonl, epochs.jsonl, with a policy decisions.jsonl and, at a
+run's end, summary.json.
 
 A run that is still going, or was killed, has no summary and perhaps half a last line; what there is, is read.
 """
@@ -14,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-RUN_FILES = ("steps.jsonl", "epochs.jsonl", "summary.json")
+from hvdcomp.decision_log import DecisionLogError
+from hvdcomp.report.decisions import Decisions, load_decisions
+
+RUN_FILES = ("steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
 METRICS = ("accuracy", "perplexity")
 PHASES = ("encode", "communicate", "decode")
@@ -37,7 +41,7 @@ class Run:
     """One training run: what `hvdcomp train` left in `folder`.
 
     `steps` and `epochs` hold one float array per field, NaN where a value is missing; `summary` is empty for
-    an unfinished run.
+    an unfinished run; `decisions` is None without a policy that decides anything.
     """
 
     name: str
@@ -45,6 +49,7 @@ class Run:
     summary: dict[str, Any]
     steps: dict[str, np.ndarray]
     epochs: dict[str, np.ndarray]
+    decisions: Decisions | None = None
 
     def text(self, key: str) -> str | None:
         """A field of the summary as printable text, or None."""
@@ -72,6 +77,21 @@ class Run:
     def options(self) -> dict[str, Any]:
         options = self.summary.get("options")
         return options if isinstance(options, dict) else {}
+
+    @property
+    def spec(self) -> str | None:
+        """The compressor's spec, which an unfinished run has only in its decisions."""
+        if not self.summary and self.decisions is not None:
+            return printable(self.decisions.compressor)
+        return self.text("spec")
+
+    @property
+    def policy(self) -> str | None:
+        """The policy's spec."""
+        if self.decisions is not None:
+            return printable(self.decisions.policy)
+        policy = self.options.get("policy")
+        return None if policy is None else printable(policy)
 
     @property
     def compared_options(self) -> dict[str, str]:
@@ -196,13 +216,22 @@ def _read_run(folder: Path, name: str) -> Run:
             raise RunError(f"{path} is not JSON ({error}); {hint}") from None
         if not isinstance(summary, dict):
             raise RunError(f"{path} holds {type(summary).__name__}, not an object of named values")
-    step_fields = ("step", "epoch", "loss", "ms", "bytes_sent", "dense_bytes", *(f"{phase}_ms" for phase in PHASES))
+    phases = (f"{phase}_ms" for phase in PHASES)
+    step_fields = ("step", "epoch", "loss", "learning_rate", "ms", "bytes_sent", "dense_bytes", *phases)
     epoch_fields = ("epoch", "step", "test_loss", "bytes_sent", *METRICS)
     steps = _read_columns(folder / "steps.jsonl", step_fields)
-    run = Run(name, folder, summary, steps, _read_columns(folder / "epochs.jsonl", epoch_fields))
+    epochs = _read_columns(folder / "epochs.jsonl", epoch_fields)
+    run = Run(name, folder, summary, steps, epochs, _read_decisions(folder / "decisions.jsonl"))
     for key in _NUMBERS:
         run.number(key)  # refused here, before anything is shown
     return run
+
+
+def _read_decisions(path: Path) -> Decisions | None:
+    try:
+        return load_decisions(path) if path.exists() else None
+    except DecisionLogError as error:
+        raise RunError(str(error)) from None
 
 
 def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:

@@ -37,7 +37,7 @@ class Group:
 
     @property
     def spec(self) -> str | None:
-        return self.runs[0].text("spec")
+        return self.runs[0].spec
 
     @property
     def metric(self) -> str | None:
@@ -122,14 +122,17 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None) -> list[Sect
 
 
 def _set_labels(groups: list[Group]) -> None:
-    """Label each group with its spec and with the options that tell it from others of that spec."""
+    """Label each group with its spec, its policy and the options that tell it from others of that spec."""
     for group in groups:
         rivals = [g for g in groups if g.spec == group.spec and g.setting[:2] == group.setting[:2]]
         described = {id(g): {**g.runs[0].compared_options, "ranks": g.setting[2]} for g in rivals}
         own = described[id(group)]
-        telling = [k for k in own if any(other.get(k) != own[k] for other in described.values())]
-        group.label = group.spec or f"{group.runs[0].name} ({group.runs[0].status})"
-        if group.spec and telling:
+        telling = [k for k in own if k != "policy" and any(other.get(k) != own[k] for other in described.values())]
+        run = group.runs[0]
+        group.label = ", ".join(part for part in (run.spec, run.policy) if part)
+        if not run.summary or not run.spec:
+            group.label = f"{run.name} ({run.status})" + (f": {group.label}" if group.label else "")
+        elif telling:
             group.label += " (" + ", ".join(f"{key}={own[key]}" for key in telling) + ")"
 
 
@@ -160,7 +163,9 @@ def _row(kind: str, name: str, runs: list[Run], baseline_ms: float | None) -> di
         "kind": kind,
         "run": name,
         "runs": len(runs),
-        "spec": first.text("spec"),
+        "spec": first.spec,
+        "policy": first.policy,
+        "decisions": agreed(lambda run: None if run.decisions is None else run.decisions.made),
         "model": first.text("model"),
         "data": first.text("data"),
         "world_size": first.count("world_size"),
@@ -211,6 +216,13 @@ def cells(row: dict[str, Any]) -> list[str]:
         plain(row["identical"], lambda same: "yes" if same else "NO"),
         " / ".join(phases) if any(row[f"{phase}_ms"] is not None for phase in PHASES) else "-",
     ]
+
+
+def policy_line(row: dict[str, Any]) -> str | None:
+    """A row's policy and the number of its decisions, to stand below the spec; None without a policy."""
+    if row["policy"] is None or row["decisions"] is None:
+        return row["policy"]
+    return f"{row['policy']} ({row['decisions']} decision{'' if row['decisions'] == 1 else 's'})"
 
 
 def _short(value: float) -> str:

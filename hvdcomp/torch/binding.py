@@ -22,19 +22,28 @@ import numpy
 import torch
 
 import hvdcomp
+from hvdcomp import checkpoint
 from hvdcomp.agreement import require_agreement
+from hvdcomp.broadcast import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+from hvdcomp.coordinator import Coordinator
+from hvdcomp.decision_log import DecisionLog
 from hvdcomp.engine import Engine
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.torch.learning_rate import ScaledSteps
 
 if TYPE_CHECKING:
     from hvdcomp.compression import Compression
 
 # The number that Horovod allreduces for each tensor in an engine step. An int64, because Horovod fuses tensors of one
 # element type, and must not fuse these with the engine's buffers: what is fused depends on timing, and would change the
-# order of additions from run to run. Large, because an integer mean is rounded down.
-_PRESENCE = 2**30
+# order of additions from run to run. It is this number plus a digest of the rank's levels, so that its mean tells
+# whether all ranks take part, and all at the same levels.
+_PRESENCE = 2**44
+_DIGESTS = 2**20
 _PRESENCE_BYTES = 8
 
 
@@ -54,6 +63,7 @@ class TorchBinding:
         parameters: by name.
         process_set: of the optimizer; None to take the optimizer's own.
         grad_scaler: the AMP scaler in use, or None.
+        optimizer: Horovod's optimizer; None where it is calling.
     """
 
     def __init__(
@@ -62,12 +72,13 @@ class TorchBinding:
         parameters: Mapping[str, torch.nn.Parameter],
         process_set: Any,
         grad_scaler: Any,
+        optimizer: Any = None,
     ) -> None:
         self._compression = compression
         self._parameters = dict(parameters)
         self._grad_scaler = grad_scaler
         self._loss_scale: float | None = None
-        self._optimizer = self._checked_optimizer(process_set)
+        self._optimizer = self._checked_optimizer(optimizer, process_set)
         communicator = HorovodTorchCommunicator(process_set or getattr(self._optimizer, "process_set", None))
         settings = compression.settings
         self.engine = Engine(
@@ -81,6 +92,12 @@ class TorchBinding:
             bytes_per_tensor=_PRESENCE_BYTES,
             ledger=compression.ledger,
         )
+        self._log_error: str | None = None
+        self.coordinator = self._make_coordinator(communicator)
+        self._passes = getattr(self._optimizer, "backward_passes_per_step", 1)  # at the start
+        self._scaled: ScaledSteps | None = None
+        self._batch_size = BatchSize(1, 1.0)  # as it was put into the optimizer
+        self._presence = _PRESENCE
         self._agreed = False
         self._casting = False
         self._pending: dict[str, torch.Tensor] = {}
@@ -97,22 +114,26 @@ class TorchBinding:
         self._submitted.add(name)
         self._open.add(name)
         if self._casting:
+            self._observe("local", {name: tensor})
             wire = self.engine.plan[name].wire_dtype(str(tensor.dtype).removeprefix("torch."))
             return tensor.to(getattr(torch, wire or "")).contiguous(), _Ticket(name, True, tensor)
         self._pending[name] = tensor
-        return torch.full((1,), _PRESENCE), _Ticket(name, False, tensor)
+        return torch.full((1,), self._presence), _Ticket(name, False, tensor)
 
     @torch.no_grad()
     def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
         if ticket.cast:
             result = _as_gradient(tensor, ticket.gradient)
+            self._observe("aggregated", {ticket.name: result})
         else:
             if self._pending:
-                self._run_engine(tensor.item() / _PRESENCE)
+                self._run_engine(int(tensor.item()))
             result = self._results.pop(ticket.name)
         self._open.discard(ticket.name)
         if not self._open and ticket.cast:
             self.engine.enter_casts(sorted(self._submitted))
+            if self.coordinator is not None:
+                self.coordinator.end_step()
         return result
 
     def _begin(self) -> None:
@@ -121,44 +142,157 @@ class TorchBinding:
         self._submitted.clear()
         self._previous = None
         settings = self._compression.settings
-        if settings.policy is not None:
+        if isinstance(settings.policy, LevelSchedule):
             step = self.engine.step_number
             own = settings.compressor.level
             self.engine.set_level(settings.policy.level_at(step, settings.steps_per_epoch, own))
+        if self.coordinator is not None:
+            self.coordinator.begin_step(self._learning_rates)
+            self._require_same_batch_size()
         self.engine.begin()
+        self._presence = _PRESENCE + self.engine.digest % _DIGESTS
         # The first step goes through the engine whatever the plan, so that ranks with different settings meet in
         # the same collective and can say so.
-        self._casting = self._agreed and self.engine.only_casts
+        more = self.coordinator is not None and self.coordinator.needs_engine
+        self._casting = self._agreed and self.engine.only_casts and not more
         if not self._casting:
             self._refuse_predivision()
         self._follow_loss_scale()
 
-    def _run_engine(self, presence: float) -> None:
+    def _run_engine(self, presence: int) -> None:
         factor = self._reduction_factor(presence)
-        if not self._agreed:
-            require_agreement(self.engine.communicator, self._facts(), torch.empty(0))
-            self._agreed = True
+        self._agree()
+        if presence != self._presence * factor:
+            self._require_same_levels()
         self._refuse_double_momentum()
+        if self.coordinator is not None:
+            self.coordinator.before_exchange()
         pending, self._pending = self._pending, {}
         self._results = self.engine.step(pending)
+        self._observe("local", pending, self.engine.poison)
+        self._observe("aggregated", self._results, self.engine.poison)
+        if self.coordinator is not None:
+            self.coordinator.end_step()
         if factor != 1:
             for result in self._results.values():
                 result.mul_(factor)
 
-    def _reduction_factor(self, presence: float) -> int:
+    def _agree(self) -> None:
+        if not self._agreed:
+            require_agreement(self.engine.communicator, self._facts(), torch.empty(0))
+            self._agreed = True
+            if self.coordinator is not None:
+                self.coordinator.start_log()
+
+    def _require_same_levels(self) -> None:
+        """Raises RankMismatchError on every rank, with the digests of their levels."""
+        require_agreement(self.engine.communicator, {"levels": f"{self.engine.digest:012x}"}, torch.empty(0))
+
+    def _reduction_factor(self, presence: int) -> int:
         """What the mean is to be multiplied with: 1, or the number of ranks where the optimizer sums.
 
-        `presence` is what Horovod made of a 1 from every rank.
+        `presence` is what Horovod made of the ranks' numbers.
         """
         size = self.engine.communicator.size
         summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum
         expected = size if summed else 1
-        if abs(presence - expected) > 1e-3:
+        present = presence / _PRESENCE * (1 if summed else size)
+        if abs(present - size) > 0.5:
             raise ConfigurationError(
-                f"only {presence * (1 if summed else size):.0f} of {size} ranks took part in this step: hvd.join() "
+                f"only {present:.0f} of {size} ranks took part in this step: hvd.join() "
                 "does not work with gradient compression. Give every rank the same number of batches."
             )
         return expected
+
+    # What concerns a policy that rank 0 decides by.
+
+    def _make_coordinator(self, communicator: HorovodTorchCommunicator) -> Coordinator | None:
+        settings = self._compression.settings
+        if not isinstance(settings.policy, Policy):
+            return None
+
+        def broadcaster() -> Broadcaster:
+            if communicator.has_mpi:
+                from hvdcomp.communicators.mpi import MPIBroadcaster
+
+                return MPIBroadcaster()
+            return CommunicatorBroadcaster(communicator, torch.empty(0))
+
+        return Coordinator(
+            settings.policy, self.engine, broadcaster, torch.empty(0), settings.steps_per_epoch, self._open_log()
+        )
+
+    def _open_log(self) -> DecisionLog | None:
+        """Rank 0's log. One that cannot be written is told to all ranks with the settings."""
+        path = self._compression.decision_log
+        if path is None or self.engine.communicator.rank != 0:
+            return None
+        try:
+            return DecisionLog(path)
+        except ConfigurationError as error:
+            self._log_error = str(error)
+            return None
+
+    @property
+    def accumulation(self) -> int:
+        """`Compression.accumulation`, after what is decided has been put into the optimizer."""
+        if self.coordinator is None:
+            return 1
+        self.coordinator.settle(self._learning_rates)
+        self._apply_batch_size()
+        return self._batch_size.accumulation
+
+    def _apply_batch_size(self) -> None:
+        """Puts the batch size in force into the optimizer, between two steps."""
+        if self.coordinator is None or self.coordinator.batch_size == self._batch_size:
+            return
+        self._batch_size = self.coordinator.batch_size
+        if self._scaled is None:
+            self._scaled = ScaledSteps(self._known_optimizer())
+        self._known_optimizer().set_backward_passes_per_step(self._passes * self._batch_size.accumulation)
+        self._scaled.factor = self._batch_size.learning_rate_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """`Compression.state_dict`."""
+        state = checkpoint.state_of(self.engine, self.coordinator, lambda array: array.detach().clone())
+        self._apply_batch_size()
+        state["own"]["loss_scale"] = self._loss_scale
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`Compression.load_state_dict`."""
+
+        def place(array: torch.Tensor, name: str) -> torch.Tensor:
+            return array.detach().to(self._parameters[name].device, copy=True)
+
+        checkpoint.restore(state, self.engine, self.coordinator, place)
+        self._loss_scale = state["own"].get("loss_scale")
+        self._apply_batch_size()
+
+    def _require_same_batch_size(self) -> None:
+        assert self.coordinator is not None
+        if self.coordinator.batch_size != self._batch_size:
+            raise ConfigurationError(
+                f"the policy {self.coordinator.policy} makes the batch larger, and the training loop does not follow: "
+                "before each step read compression.accumulation, and do so many times the usual backward passes"
+            )
+
+    def _known_optimizer(self) -> Any:
+        if self._optimizer is None:
+            raise ConfigurationError(
+                f"the policy {self._compression.settings.policy} needs the optimizer that Horovod made: use "
+                "hvd.DistributedOptimizer(..., compression=compression)"
+            )
+        return self._optimizer
+
+    def _learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self._known_optimizer().param_groups)
+
+    def _observe(
+        self, source: str, gradients: Mapping[str, torch.Tensor], poison: torch.Tensor | None = None
+    ) -> None:
+        if self.coordinator is not None and self.coordinator.source == source:
+            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0), poison)
 
     def _identify(self, tensor: torch.Tensor) -> str:
         """The name of the parameter whose gradient this is: first the one that came next in the last step."""
@@ -191,9 +325,15 @@ class TorchBinding:
             "named_parameters as hvd.DistributedOptimizer"
         )
 
-    def _checked_optimizer(self, process_set: Any) -> Any:
-        """The Horovod optimizer that is calling, checked; None if compress is called by something else."""
-        optimizer = _caller_local("self", object, lambda found: _compression_of(found) is self._compression)
+    def _checked_optimizer(self, optimizer: Any, process_set: Any) -> Any:
+        """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
+        if optimizer is None:
+            optimizer = _caller_local("self", object, lambda found: _compression_of(found) is self._compression)
+        elif _compression_of(optimizer) is not self._compression:
+            raise ConfigurationError(
+                f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
+                "hvd.DistributedOptimizer(..., compression=compression) returned"
+            )
         theirs = getattr(optimizer, "process_set", None)
         if process_set is not None and theirs is not None and process_set != theirs:
             raise ConfigurationError(
@@ -242,6 +382,8 @@ class TorchBinding:
         return self._compression.settings.describe() | {
             "parameters": f"{len(shapes)}, {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]}",
             "level": self._compression.level,
+            "step": self.engine.step_number,
+            "error of the decision log": self._log_error,
             "momentum of the optimizer": self._momentum_of_optimizer(),
             "hvdcomp": hvdcomp.__version__,
             "numpy": numpy.__version__,

@@ -16,6 +16,7 @@ from typing import Any
 from hvdcomp.train.settings import SetupError
 
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
+DECISIONS = "decisions.jsonl"  # written by the compression
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
@@ -26,7 +27,7 @@ def check_output(folder: Path, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise SetupError(f"--output {folder} is a file; name a folder")
-    held = [name for name in (STEPS, EPOCHS, SUMMARY, TENSORBOARD) if (folder / name).exists()]
+    held = [name for name in (STEPS, EPOCHS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
     if held and not overwrite:
         raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -47,7 +48,7 @@ class RunWriter:
 
     def __init__(self, folder: Path, tensorboard: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (STEPS, EPOCHS, SUMMARY):
+        for name in (STEPS, EPOCHS, SUMMARY, DECISIONS):
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
         self._folder = folder

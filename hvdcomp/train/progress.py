@@ -65,6 +65,7 @@ class Reporter:
         self._console.print(text, markup=False)
 
     def step(self, step: int, epoch: int, loss: float, ms: float) -> None:
+        """`step` counts batches of the starting size: where batches grow, there are fewer steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, epoch=epoch, loss=loss, ms=ms)
         elif self._visible and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:

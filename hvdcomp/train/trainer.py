@@ -103,6 +103,7 @@ def _compression(settings: Settings, model: nn.Module, steps: int) -> hvdcomp.Co
         memory=settings.memory,
         policy=settings.policy,
         steps_per_epoch=steps,
+        decision_log=None if settings.output is None else settings.output / outputs.DECISIONS,
         named_parameters=model.named_parameters(),
         seed=settings.seed,
     )
@@ -140,6 +141,8 @@ class _Run:
         self._augmenting = torch.Generator().manual_seed(settings.seed + hvd.rank() * 2**31)
         self._metric = "perplexity" if data.is_text else "accuracy"
         self._step = 0
+        self._batches = 0  # of the starting size, that were taken
+        self._rate = 0.0
         self._finite = True  # on this rank
         self._times: list[float] = []  # ms of each step
         self._epochs: list[dict[str, Any]] = []
@@ -179,8 +182,9 @@ class _Run:
             )
             self._model.train()
             losses = []
-            for batch in shard:
-                losses.append(self._timed_step(batch, epoch))
+            while len(shard) >= (accumulation := self._next_accumulation(epoch, len(shard))):
+                losses.append(self._timed_step(shard[:accumulation].flatten(), accumulation, epoch))
+                shard = shard[accumulation:]
                 if self._step % _STEPS_BETWEEN_CHECKS == 0 and self._any_diverged():
                     return "diverged"
             if self._any_diverged():
@@ -188,32 +192,40 @@ class _Run:
             self._end_epoch(epoch, sum(losses) / len(losses), start)
         return "finished"
 
-    def _timed_step(self, batch: Tensor, epoch: int) -> float:
+    def _next_accumulation(self, epoch: int, batches_left: int) -> int:
+        """How many batches the next step takes: more than one only where a policy has made them larger.
+
+        The learning rate is set before, as a scheduler would do it, because policies look at it.
+        """
+        self._batches = epoch * self._steps_per_epoch - batches_left
+        self._rate = self._settings.learning_rate(self._batches / self._steps_per_epoch)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rate
+        return self._compression.accumulation
+
+    def _timed_step(self, batch: Tensor, accumulation: int, epoch: int) -> float:
         """One optimizer step on this rank's samples `batch`; returns its loss."""
-        rate = self._settings.learning_rate(self._step / self._steps_per_epoch)
         start = time.perf_counter()
-        loss = self._optimizer_step(batch, rate)
+        loss = self._optimizer_step(batch, accumulation * self._settings.backward_passes_per_step)
         milliseconds = 1000 * (time.perf_counter() - start)
         self._step += 1
         self._times.append(milliseconds)
         self._finite = self._finite and math.isfinite(loss)
-        self._reporter.step(self._step, epoch, loss, milliseconds)
+        self._reporter.step(self._batches + accumulation, epoch, loss, milliseconds)
         if self._writer is not None:
             record = {
                 "step": self._step,
                 "epoch": epoch,
                 "loss": loss,
-                "learning_rate": rate,
+                "learning_rate": self._rate,
+                "accumulation": accumulation,
                 "ms": milliseconds,
             }
             self._writer.step({**record, **_cost(self._compression)})
         return loss
 
-    def _optimizer_step(self, batch: Tensor, rate: float) -> float:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+    def _optimizer_step(self, batch: Tensor, passes: int) -> float:
         self._optimizer.zero_grad()
-        passes = self._settings.backward_passes_per_step
         total = torch.zeros((), device=self._data.train_x.device)
         for part in batch.to(total.device).chunk(passes):
             images = self._data.train_x[part]

@@ -1,0 +1,175 @@
+"""Whether the gradient's norm marks the same regimes as critical as the Hessian's largest eigenvalue does.
+
+    python benchmarks/critical_regimes.py        # a process of its own, no Horovod; some minutes on one core
+
+Trains the reference network on the digits with dense SGD and a learning rate that falls once, measures both at the end
+of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3 of the Accordion paper for a model
+that is small enough for every machine. A fifth of the labels is drawn at random by default; without that the network has
+learnt everything before the learning rate falls, and the fall changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+from hvdcomp.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian_eigenvalue
+from hvdcomp.diagnostics.plot import draw
+from hvdcomp.train.data import DataSet, epoch_shard, load_data
+from hvdcomp.train.models import build_model
+from hvdcomp.train.settings import Settings, SetupError
+
+_BATCH = 256  # of the passes for the Hessian; the result does not depend on it
+
+
+def measure(settings: Settings, record: RegimeRecord, samples: int, progress: Progress) -> list[dict[str, Any]]:
+    """Trains as `settings` say and notes every epoch in `record`; returns one row per epoch."""
+    torch.manual_seed(settings.seed)
+    data = load_data(settings)
+    model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum)
+    batches = list(
+        zip(data.model_input(data.train_x[:samples]).split(_BATCH), data.train_y[:samples].split(_BATCH), strict=True)
+    )
+    loss_function = nn.CrossEntropyLoss()
+    rows = []
+    task = progress.add_task("", total=settings.epochs)
+    for epoch in range(1, settings.epochs + 1):
+        start = time.perf_counter()
+        rate, loss, norm = train_epoch(settings, data, model, optimizer, epoch)
+        trained = time.perf_counter()
+        found = largest_hessian_eigenvalue(model, loss_function, batches, iterations=100, tolerance=1e-2)
+        seconds = {"training": trained - start, "eigenvalue": time.perf_counter() - trained}
+        record.note(eigenvalue=found.value, gradient_norm=norm)
+        rows.append(row(epoch, rate, loss, norm, found, seconds))
+        progress.update(task, advance=1, description=f"loss {loss:.4f}  eigenvalue {found.value:.3g}  norm {norm:.3g}")
+    return rows
+
+
+def train_epoch(
+    settings: Settings, data: DataSet, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
+) -> tuple[float, float, float]:
+    """One epoch of training: its learning rate, its mean loss, and the norm of the sum of its steps' gradients."""
+    assert settings.batch_size is not None
+    rate = settings.learning_rate(epoch - 1)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    accumulated = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    losses = []
+    for batch in epoch_shard(len(data.train_x), 1, 0, settings.batch_size, settings.seed, epoch):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(data.model_input(data.train_x[batch])), data.train_y[batch])
+        loss.backward()
+        for total, parameter in zip(accumulated, model.parameters(), strict=True):
+            total += parameter.grad
+        optimizer.step()
+        losses.append(loss.item())
+    norm = torch.linalg.vector_norm(torch.cat([total.flatten() for total in accumulated])).item()
+    return rate, sum(losses) / len(losses), norm
+
+
+def row(
+    epoch: int, rate: float, loss: float, norm: float, found: HessianEigenvalue, seconds: dict[str, float]
+) -> dict[str, Any]:
+    """What was measured at the end of an epoch, for JSON."""
+    return {
+        "epoch": epoch,
+        "learning_rate": rate,
+        "train_loss": loss,
+        "gradient_norm": norm,
+        "eigenvalue": found.value,
+        "dominant_eigenvalue": found.dominant,
+        "hessian_vector_products": found.iterations,
+        "converged": found.converged,
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+    }
+
+
+def shown(record: RegimeRecord, rows: list[dict[str, Any]]) -> Table:
+    """The ends of all spans, for the terminal."""
+    table = Table("epochs", "learning rate", "loss", "eigenvalue", "critical", "gradient norm", "critical")
+    by_eigenvalue, by_norm = record.critical("eigenvalue"), record.critical("gradient_norm")
+    for end in range(record.interval - 1, record.epochs, record.interval):
+        last = rows[end]
+        table.add_row(
+            f"{end + 2 - record.interval}-{end + 1}",
+            f"{last['learning_rate']:g}",
+            f"{last['train_loss']:.4f}",
+            f"{last['eigenvalue']:.4g}",
+            "yes" if by_eigenvalue[end] else "no",
+            f"{last['gradient_norm']:.4g}",
+            "yes" if by_norm[end] else "no",
+        )
+    return table
+
+
+@click.command()
+@click.option("--epochs", type=int, default=40, show_default=True)
+@click.option("--milestone", type=int, default=20, show_default=True, help="Epochs after which the rate falls to 1/10.")
+@click.option("--lr", type=float, help="Learning rate; by default what suits the network.")
+@click.option("--label-noise", type=float, default=0.2, show_default=True, help="Share of labels drawn at random.")
+@click.option("--interval", type=int, default=5, show_default=True, help="Epochs between comparisons.")
+@click.option("--eta", type=float, default=0.5, show_default=True, help="Relative change that is critical.")
+@click.option("--samples", type=int, default=512, show_default=True, help="Training samples the Hessian is taken over.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), default=Path("docs/diagnostics"), show_default=True)
+def main(
+    epochs: int,
+    milestone: int,
+    lr: float | None,
+    label_noise: float,
+    interval: int,
+    eta: float,
+    samples: int,
+    seed: int,
+    output: Path,
+) -> None:
+    """Trains, measures, and writes what was found."""
+    if samples < 1:
+        raise click.UsageError(f"--samples {samples}: at least 1")
+    try:
+        settings = Settings(
+            epochs=epochs, milestones=(milestone,), lr=lr, label_noise=label_noise, seed=seed
+        ).resolved()
+        record = RegimeRecord(interval=interval, eta=eta)
+    except (SetupError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    torch.set_num_threads(1)
+    console = Console()
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    start = time.perf_counter()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        rows = measure(settings, record, samples, progress)
+    document = {
+        "made_by": "python benchmarks/critical_regimes.py",
+        "training": settings.as_options(),
+        "hessian_samples": samples,
+        "torch": torch.__version__,
+        "seconds": round(time.perf_counter() - start, 1),
+        "regimes": record.as_json(),
+        "epochs": rows,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "critical_regimes.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    draw(record, [row["train_loss"] for row in rows], settings.milestones).savefig(
+        output / "critical_regimes.png", dpi=110
+    )
+    console.print(shown(record, rows))
+    agreement = record.agreement()
+    console.print(
+        "too few spans to compare" if agreement is None else f"the criteria agree on {agreement:.0%} of spans"
+    )
+    console.print(f"wrote critical_regimes.json and critical_regimes.png to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,420 @@
+"""What the adaptive policies do to accuracy and traffic: the experiments of the Accordion and GraVAC papers, small.
+
+    horovodrun -np 2 python benchmarks/policies.py                      # everything; about 35 minutes on two cores
+    horovodrun -np 2 python benchmarks/policies.py --model cnn --only low --only accordion --seeds 1
+
+Each run goes to a folder of its own below --runs. One that is there already, complete and of the same settings, is not
+trained again, so that an interrupted benchmark goes on where it stopped, and a changed setting trains what it concerns.
+At the end rank 0 writes the tables of all runs found there to --table, and every run's figures to the CSV beside it.
+
+References: Agarwal et al. 2021, arXiv:2010.16248 (Accordion); Tyagi and Swany 2023, arXiv:2305.12201 (GraVAC).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+RANKS = 2
+KNOBS = {"powersgd": "rank", "topk": "ratio"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a compression, a policy, and the options of `hvdcomp train` in which it differs.
+
+    Attributes:
+        group: the compressor's name, under which rows are compared; "dense" for those without one.
+    """
+
+    name: str
+    group: str
+    compression: str
+    policy: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A model with its training, and the rows to compare in it."""
+
+    title: str
+    options: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def metric(self) -> str:
+        return "perplexity" if self.options["model"] == "lstm" else "accuracy"
+
+    def settings(self, row: Row, seed: int, folder: Path) -> Any:
+        """The `hvdcomp.train.settings.Settings` of a run."""
+        from hvdcomp.train.settings import Settings
+
+        chosen = {**self.options, **row.options, "compression": row.compression, "policy": row.policy, "seed": seed}
+        return Settings(**chosen, output=folder, overwrite=True, progress=False)
+
+
+# Accordion's authors compare norms every 10 of 300 epochs, at a thirtieth of the training. Here that is about one of 24
+# epochs, and of trainings of 12 epochs a part of one: 22 of 44 steps, or 29 of 87. Milestones are at the ends of these.
+INTERVAL = {"cnn": "interval=1", "resnet20": "steps=22", "lstm": "steps=29"}
+# GraVAC's authors evaluate each of the four candidates for 500 of tens of thousands of steps. Here there are 288 to
+# 1044: windows are made so short that the search has time to end, and gains are smoothed over no more than a window.
+GRAVAC = {"cnn": "window=15,smoothing=0.2", "resnet20": "window=20,smoothing=0.2", "lstm": "window=50,smoothing=0.1"}
+# The papers name no fall at which AdaQS halves; its factors begin where those of high compression are.
+ADAQS = "start=64,fall=0.5"
+
+
+def policies(model: str, levels: dict[str, tuple[float, float]]) -> tuple[Row, ...]:
+    """Dense training, and of each compressor its low and its high level and what each policy makes of it."""
+    rows = [Row("dense", "dense", "none")]
+    for compressor, (low, high) in levels.items():
+        at_low, at_high = (f"{compressor}:{KNOBS[compressor]}={level}" for level in (low, high))
+        rows += [
+            Row("low", compressor, at_low),
+            Row("high", compressor, at_high),
+            Row("accordion", compressor, at_low, f"accordion:low={low},high={high},{INTERVAL[model]}"),
+            Row("auto", compressor, at_low, f"accordion:auto,{INTERVAL[model]}"),
+            Row("gravac", compressor, at_low, f"gravac:{GRAVAC[model]}"),
+            Row("adaqs", compressor, at_low, f"adaqs:{ADAQS}"),
+        ]
+    return tuple(rows)
+
+
+# 400 of the 1437 training digits, and a learning rate above the default: with all digits and the default rate every
+# level reaches dense accuracy, and there is nothing that a policy could save.
+CNN = {"model": "cnn", "data": "digits", "samples": 400, "epochs": 24, "lr": 0.06, "milestones": (14.0, 20.0)}
+# At a third of this rate, or with 400 digits, all levels are alike or all training is unstable.
+RESNET20 = {"model": "resnet20", "data": "digits", "epochs": 12, "lr": 0.3, "milestones": (7.0, 10.0)}
+# Trained for longer, the text is learned by heart and compression makes the perplexity better instead of worse.
+LSTM = {
+    "model": "lstm",
+    "data": "stdlib-text",
+    "text_size": 100_000,
+    "sequence_length": 32,
+    "batch_size": 16,
+    "epochs": 12,
+    "milestones": (8.0, 10.0),
+}
+SMALL, LARGE = 32, 128  # samples of all ranks together; 12 and 3 steps an epoch
+BATCHES = f"low={SMALL},high={LARGE}"
+
+EXPERIMENTS = {
+    "cnn": Experiment("cnn on digits", CNN, policies("cnn", {"powersgd": (4, 1), "topk": (0.1, 0.001)})),
+    "resnet20": Experiment(
+        "resnet20 on digits", RESNET20, policies("resnet20", {"powersgd": (4, 1), "topk": (0.1, 0.001)})
+    ),
+    "lstm": Experiment(
+        "lstm on the standard library's text", LSTM, policies("lstm", {"powersgd": (4, 1), "topk": (0.1, 0.001)})
+    ),
+    # With a warm-up, as the papers have it: the large batch's rate is four times as high.
+    "batch": Experiment(
+        "batch size: cnn on digits",
+        {**CNN, "warm_up": 2.0},
+        (
+            Row("small", "dense", "none"),
+            Row(
+                "large",
+                "dense",
+                "none",
+                options={"backward_passes_per_step": LARGE // SMALL, "lr": 0.06 * LARGE / SMALL},
+            ),
+            Row("accordion_batch_size", "dense", "none", f"accordion_batch_size:{BATCHES},interval=1"),
+            Row("increase_batch_size", "dense", "none", f"increase_batch_size:{BATCHES}"),
+            *(
+                Row(
+                    "accordion_joint",
+                    compressor,
+                    f"{compressor}:{KNOBS[compressor]}={low}",
+                    f"accordion_joint:low={low},high={high},batch_low={SMALL},batch_high={LARGE},interval=1",
+                )
+                for compressor, low, high in (("powersgd", 4, 1), ("topk", 0.1, 0.001))
+            ),
+        ),
+    ),
+}
+ROWS = tuple(dict.fromkeys(row.name for experiment in EXPERIMENTS.values() for row in experiment.rows))
+REFERENCE = {"dense": "small"}  # of each group, the row that "share" compares with; else it is `low`
+
+
+def folder_of(runs: Path, experiment: str, row: Row, seed: int) -> Path:
+    """Where a run is written."""
+    return runs / experiment / row.group / row.name / f"seed{seed}"
+
+
+def finished_run(settings: Any) -> dict[str, Any] | None:
+    """The summary of the run that `settings.output` holds, if it is complete and was trained with these settings."""
+    try:
+        summary = json.loads((settings.output / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None
+    wanted = json.loads(json.dumps(settings.resolved().as_options()))
+    same = all(
+        summary["options"].get(key) == wanted[key] for key in wanted.keys() - {"output", "overwrite", "progress"}
+    )
+    return summary if same and summary["status"] in ("finished", "diverged") else None
+
+
+def train_all(todo: Sequence[tuple[Experiment, Row, int, Path]]) -> list[str]:
+    """Trains what is not there yet, on every rank together. Returns what was refused, and why."""
+    import horovod.torch as hvd
+    from rich.console import Console
+
+    from hvdcomp.train.ranks import RunRefused
+    from hvdcomp.train.trainer import train
+
+    say = Console(quiet=hvd.rank() != 0, highlight=False, soft_wrap=True).print
+    there = [finished_run(experiment.settings(row, seed, folder)) is not None for experiment, row, seed, folder in todo]
+    there = hvd.broadcast_object(there, name="policies.there")
+    say(f"{sum(there)} of {len(todo)} runs are there already")
+    refused = []
+    start, trained = time.monotonic(), 0
+    for number, (experiment, row, seed, folder) in enumerate(todo):
+        if there[number]:
+            continue
+        name = f"[{number + 1}/{len(todo)}] {experiment.title}: {row.group} {row.name}, seed {seed}"
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # the summaries of so many runs are left to the tables
+                summary = train(experiment.settings(row, seed, folder))
+        except RunRefused as error:
+            refused.append(f"{row.group} {row.name}: {error}")
+            say(f"{name}: refused, {error}", markup=False)
+            continue
+        trained += 1
+        left = (time.monotonic() - start) / trained * there[number + 1 :].count(False)
+        say(f"{name}: {result(summary)}; about {left / 60:.0f} min left", markup=False)
+    return refused
+
+
+def result(summary: dict[str, Any]) -> str:
+    """A run in a line."""
+    value = summary.get("accuracy", summary.get("perplexity"))
+    shown = "-" if value is None else f"{value:.2%}" if "accuracy" in summary else f"{value:.3f}"
+    return f"{summary['status']}, {shown}, {summary['bytes_sent'] / 1e6:.1f} MB sent, {summary['seconds']:.1f} s"
+
+
+@dataclass(frozen=True)
+class Result:
+    """All runs of a row: means over the seeds; quality, in percent or as perplexity, of those that did not diverge."""
+
+    row: Row
+    runs: tuple[dict[str, Any], ...]
+    values: tuple[float, ...]
+
+    @property
+    def quality(self) -> float:
+        return statistics.mean(self.values) if self.values else math.nan
+
+    @property
+    def spread(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+    def mean(self, key: str) -> float:
+        return statistics.mean(run[key] for run in self.runs)
+
+
+def results_of(experiment: Experiment, runs_by_row: Iterable[tuple[Row, Sequence[dict[str, Any]]]]) -> list[Result]:
+    """The rows that have runs."""
+    scale = 100 if experiment.metric == "accuracy" else 1
+    results = []
+    for row, runs in runs_by_row:
+        ended = [run for run in runs if run["status"] == "finished" and run.get(experiment.metric) is not None]
+        if runs:
+            results.append(Result(row, tuple(runs), tuple(scale * run[experiment.metric] for run in ended)))
+    return results
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a paper lets one expect: a row is about as good as another, and sends much less.
+
+    Attributes:
+        points: of accuracy, by which it may be worse; of perplexity it is 2 percent.
+        key: of the summary, what is counted.
+        share: the largest part of the other row's count.
+    """
+
+    row: str
+    other: str
+    key: str
+    share: float
+    text: str
+    points: float = 0.5
+    percent: float = 2.0
+
+    def check(self, experiment: Experiment, one: Result, other: Result) -> str:
+        """Its line of the table."""
+        if experiment.metric == "accuracy":
+            lost, limit, unit = other.quality - one.quality, self.points, "points"
+        else:
+            lost, limit, unit = 100 * (one.quality / other.quality - 1), self.percent, "% perplexity"
+        share = one.mean(self.key) / other.mean(self.key)
+        all_ended = all(len(result.values) == len(result.runs) for result in (one, other))
+        met = all_ended and lost <= limit and share <= self.share
+        found = f"{-lost:+.2f} {unit} | {share:.1%} (at most {self.share:.0%})"
+        return f"| {self.text} | {experiment.title} | {one.row.group} | {found} | {'**yes**' if met else 'no'} |"
+
+
+EXPECTATIONS = (
+    Expectation("accordion", "low", "floats_sent", 0.6, "Accordion: within 0.5 point of `low`, 60 % of its floats"),
+    Expectation("gravac", "dense", "bytes_sent", 0.1, "GraVAC: within 0.5 point of `dense`, a tenth of its bytes"),
+)
+
+
+def check_expectations(experiment: Experiment, results: Sequence[Result]) -> list[str]:
+    """One line of the table for each expectation and compressor of which all runs are there."""
+    found = {(result.row.group, result.row.name): result for result in results}
+    return [
+        expectation.check(experiment, one, other)
+        for expectation in EXPECTATIONS
+        for (group, name), one in found.items()
+        if name == expectation.row
+        for other in [found.get((group, expectation.other)) or found.get(("dense", expectation.other))]
+        if other is not None
+    ]
+
+
+def results_table(experiment: Experiment, results: Sequence[Result], seeds: int) -> list[str]:
+    """An experiment's section, in Markdown."""
+    options = ", ".join(f"{key} {_text(value)}" for key, value in experiment.options.items())
+    by_name = {(result.row.group, result.row.name): result for result in results}
+    lines = [
+        f"## {experiment.title}",
+        "",
+        f"{options}; {RANKS} ranks, seeds {', '.join(map(str, range(seeds)))}.",
+        "",
+        f"| | compression and policy | {experiment.metric} | floats sent | share | bytes sent | steps | seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        row = result.row
+        reference = by_name.get((row.group, REFERENCE.get(row.group, "low"))) or by_name.get(("dense", "small"))
+        share = "-" if reference is None else f"{result.mean('floats_sent') / reference.mean('floats_sent'):.0%}"
+        spec = f"`{row.compression}`" + (f" `{row.policy}`" if row.policy else "")
+        spec += "".join(f", {key} {_text(value)}" for key, value in row.options.items())
+        lines.append(
+            f"| {row.name} | {spec} | {_quality(result)} | {result.mean('floats_sent'):,.0f} | {share} "
+            f"| {result.mean('bytes_sent'):,.0f} | {result.mean('steps'):,.0f} | {result.mean('seconds'):.1f} |"
+        )
+    return [*lines, ""]
+
+
+def _quality(result: Result) -> str:
+    spread = "" if math.isnan(result.spread) else f" ± {result.spread:.2f}"
+    diverged = len(result.runs) - len(result.values)
+    note = f" ({diverged} of {len(result.runs)} diverged)" if diverged else ""
+    return ("-" if math.isnan(result.quality) else f"{result.quality:.2f}{spread}") + note
+
+
+def _text(value: Any) -> str:
+    return " and ".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+
+
+INTRODUCTION = f"""# What the policies do to accuracy and traffic
+
+Made by `horovodrun -np {RANKS} python benchmarks/policies.py`, which trains the reference models of `hvdcomp train`
+with the options named below, and defaults for the rest. Every figure is a mean over the seeds, that of accuracy (in
+percent) or perplexity with its standard deviation. `low` and `high` are fixed levels; the policies start from the same
+compressor. Floats are counted as in the Accordion paper: numbers of any width that one rank sends in the whole
+training, with those that go dense (biases, norm layers). Bytes are what these and their indices take. "share" is of the
+floats of `low`; in the table of batch sizes, of those of `small`. Every run's figures are in the CSV file beside this
+page.
+
+The trainings are small, and made such that the levels differ: few samples, a high learning rate and few epochs. With
+more of any, the strongest compression catches up with dense training. One test digit is 0.28 points, and a difference
+below the standard deviation says nothing. GraVAC looks at times, so its runs differ from one machine, and one moment,
+to another.
+"""
+
+
+def write_tables(runs: Path, file: Path, seeds: int) -> list[str]:
+    """Writes the page and the CSV of all runs that are there. Returns the lines of the expectations."""
+    sections, verdicts, records = [], [], []
+    for name, experiment in EXPERIMENTS.items():
+        by_row = []
+        for row in experiment.rows:
+            found = {
+                seed: finished_run(experiment.settings(row, seed, folder_of(runs, name, row, seed)))
+                for seed in range(seeds)
+            }
+            by_row.append((row, [run for run in found.values() if run is not None]))
+            records += [_record(name, row, seed, run) for seed, run in found.items() if run is not None]
+        results = results_of(experiment, by_row)
+        if results:
+            sections += results_table(experiment, results, seeds)
+            verdicts += check_expectations(experiment, results)
+    header = [
+        "## Expectations",
+        "",
+        "Of the papers, as far as trainings of this size can tell. For perplexity, 2 % stand for half a point.",
+        "",
+        "| expected | model | compressor | difference | share | met |",
+        "|---|---|---|---|---|---|",
+    ]
+    file.write_text("\n".join([INTRODUCTION, *header, *verdicts, "", *sections]).rstrip() + "\n")
+    with file.with_suffix(".csv").open("w", newline="") as target:
+        writer = csv.DictWriter(target, list(records[0]) if records else ["experiment"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+    return verdicts
+
+
+def _record(experiment: str, row: Row, seed: int, run: dict[str, Any]) -> dict[str, Any]:
+    kept = ("status", "accuracy", "perplexity", "steps", "floats_sent", "bytes_sent", "dense_bytes", "seconds")
+    named = {"experiment": experiment, "group": row.group, "row": row.name, "compression": row.compression}
+    return {**named, "policy": row.policy, "seed": seed, **{key: run.get(key) for key in kept}}
+
+
+@click.command()
+@click.option("--model", "models", multiple=True, type=click.Choice(list(EXPERIMENTS)), help="Which; all by default.")
+@click.option("--only", multiple=True, type=click.Choice(ROWS), help="Which rows; all by default.")
+@click.option("--compressor", multiple=True, type=click.Choice(["dense", *KNOBS]), help="Which; all by default.")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="How many, from 0.")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/policies"), show_default=True)
+@click.option(
+    "--table",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("docs/policies-measured.md"),
+    show_default=True,
+)
+def main(
+    models: tuple[str, ...], only: tuple[str, ...], compressor: tuple[str, ...], seeds: int, runs: Path, file: Path
+) -> None:
+    """Trains with every policy and writes the tables."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    if hvd.size() != RANKS:
+        raise click.UsageError(
+            f"{hvd.size()} ranks: start it with horovodrun -np {RANKS} python benchmarks/policies.py"
+        )
+    todo = [
+        (EXPERIMENTS[name], row, seed, folder_of(runs, name, row, seed))
+        for name in models or EXPERIMENTS
+        for row in EXPERIMENTS[name].rows
+        for seed in range(seeds)
+        if (not only or row.name in only) and (not compressor or row.group in compressor)
+    ]
+    refused = train_all(todo)
+    if hvd.rank() == 0:
+        for line in write_tables(runs, file, seeds):
+            print(line)
+        print(f"wrote {file} and {file.with_suffix('.csv')}", flush=True)
+    if refused:
+        hvd.barrier()  # a launcher ends the others as soon as one rank is gone: rank 0 writes first
+        raise click.ClickException(f"{len(refused)} runs were refused; the first: {refused[0]}")
+
+
+if __name__ == "__main__":
+    main()

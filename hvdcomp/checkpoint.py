@@ -1,0 +1,132 @@
+"""What outlives a restart: everything by which the steps that follow depend on those that were.
+
+A checkpoint has two parts. What is `shared` is the same on all ranks: the step, levels, the policy, warm starts. What
+is a rank's `own` is not: residuals, and on rank 0 what was accumulated for the next decision. It holds plain values
+and arrays of the framework, so that the framework's own way of saving can write it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdcomp.collectives import Array
+from hvdcomp.coordinator import Coordinator
+from hvdcomp.engine import Engine, TensorState
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.ledger import Cost
+from hvdcomp.spec import parse_memory
+
+FORMAT = 1
+Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
+
+
+def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Array], Array]) -> dict[str, Any]:
+    """The checkpoint of this rank, between two steps.
+
+    Args:
+        copy: makes an array that nothing changes any more.
+    """
+    states = engine.states.items()
+    warm_starts = {
+        name: {"method": state.method, "arrays": [copy(array) for array in state.compressor]}
+        for name, state in states
+        if state.compressor
+    }
+    residuals = {
+        name: {"memory": str(state.keeper), "arrays": [copy(array) for array in state.memory]}
+        for name, state in states
+        if state.memory
+    }
+    shared = {
+        "format": FORMAT,
+        "compressor": str(engine.compressor),
+        "tensors": {name: list(tensor.shape) for name, tensor in engine.tensors.items()},
+        "step": engine.step_number,
+        "level": engine.level,
+        "warm_starts": warm_starts,
+        "coordinator": None if coordinator is None else coordinator.shared_state(),
+    }
+    own = {
+        "rank": engine.communicator.rank,
+        "size": engine.communicator.size,
+        "residuals": residuals,
+        "coordinator": None if coordinator is None else coordinator.own_state(copy),
+        "totals": dataclasses.asdict(engine.ledger.totals),
+        "steps": engine.ledger.steps,
+    }
+    return {"shared": shared, "own": own}
+
+
+def restore(
+    state: Mapping[str, Any],
+    engine: Engine,
+    coordinator: Coordinator | None,
+    place: Place,
+) -> None:
+    """Goes on from a checkpoint, before the first step. Every rank has to do so, with its own or with rank 0's.
+
+    With another number of ranks, or with another rank's checkpoint, residuals start at zero, and rank 0 warns.
+
+    Raises:
+        ConfigurationError: if it is not of these tensors, or not of this compressor and policy.
+    """
+    shared, own = _checked(state, engine, coordinator)
+    engine.step_number = shared["step"]
+    engine.set_level(shared["level"])
+    for name, warm in shared["warm_starts"].items():
+        engine.states[name] = TensorState(
+            method=warm["method"], compressor=tuple(place(array, name) for array in warm["arrays"])
+        )
+    communicator = engine.communicator
+    if own["size"] != communicator.size:
+        if communicator.rank == 0:
+            warnings.warn(
+                f"the checkpoint was written by {own['size']} ranks, this run has {communicator.size}: what was left "
+                "to be sent (residuals) is lost and starts at zero",
+                stacklevel=2,
+            )
+    elif own["rank"] != communicator.rank:
+        warnings.warn(
+            f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}: its residuals start at zero. "
+            "Save compression.state_dict() on every rank to keep them.",
+            stacklevel=2,
+        )
+    else:
+        for name, kept in own["residuals"].items():
+            engine.states[name].memory = tuple(place(array, name) for array in kept["arrays"])
+            engine.states[name].keeper = parse_memory(kept["memory"])
+    if coordinator is not None:
+        coordinator.restore(shared["coordinator"], own["coordinator"] if own["rank"] == 0 else None, place)
+    engine.ledger.totals = Cost(**own["totals"])
+    engine.ledger.steps = own["steps"]
+
+
+def _checked(
+    state: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The two parts, if they suit the engine and the policy."""
+    shared, own = state.get("shared"), state.get("own")
+    if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
+        raise ConfigurationError(
+            "this is not a state of hvdcomp.Compression, or one of another version; give what "
+            "compression.state_dict() returned"
+        )
+    tensors = {name: list(tensor.shape) for name, tensor in engine.tensors.items()}
+    theirs = shared["tensors"]
+    if theirs != tensors:
+        wrong = sorted(name for name in {*tensors, *theirs} if theirs.get(name) != tensors.get(name))
+        raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {', '.join(wrong)}")
+    policy = shared["coordinator"] and shared["coordinator"]["policy"]
+    for what, then, now in (
+        ("compressor", shared["compressor"], str(engine.compressor)),
+        ("policy", policy, coordinator and str(coordinator.policy)),
+    ):
+        if then != now:
+            raise ConfigurationError(
+                f"the checkpoint was written with {what} {then or 'constant'}, this run has {now or 'constant'}; "
+                "continue with what the training was started with"
+            )
+    return shared, own

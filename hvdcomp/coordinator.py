@@ -1,0 +1,360 @@
+"""Rank 0 decides, every rank obeys in the same step.
+
+Rank 0 runs the policy. After each moment of decision it broadcasts the policy's new state as JSON, and every rank
+reads the decision off that state, so that all ranks can go on from it. The coordinator counts steps and epochs, sees
+to it that what the policy wants is gathered, and nothing else, and puts decisions into the engine's plan.
+
+With `lag=1` a decision is made at the end of a step and taken up when the next one begins, so that its broadcast
+hides behind the optimizer's step and the forward pass. What depends on the learning rate of the step after a period is
+decided at the end of that step. With `lag=0` it is decided in that step itself, before anything is compressed; the
+ranks then wait for the broadcast.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdcomp.agreement import require_agreement
+from hvdcomp.broadcast import Broadcaster, MessageChannel
+from hvdcomp.collectives import Array
+from hvdcomp.decision_log import DecisionLog
+from hvdcomp.engine import Engine
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.gains import LevelProbe, TwoLevels
+from hvdcomp.levels import batch_of, levelled_tensors, plan_of
+from hvdcomp.policies.base import LearningRates, Policy, Statistic, Statistics, Timing
+from hvdcomp.policies.decisions import BatchSize, Decision, Joint, MultiLevel, Probe, decision_to_json
+from hvdcomp.progress import Progress
+from hvdcomp.statistics import AccumulatedGradients
+
+Rates = tuple[float, ...]
+_SUMMED = frozenset({Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD})
+
+
+class Coordinator:
+    """Drives one policy for one engine.
+
+    Args:
+        policy: the same on all ranks.
+        engine: whose plan follows the decisions.
+        make_broadcaster: makes what carries the decisions, when the first one is to be sent.
+        like: an array of the framework and place that the engine's communicator works on.
+        steps_per_epoch: None if the policy counts no epochs.
+        log: where rank 0 writes decisions; None for nowhere.
+
+    Attributes:
+        state: of the policy, as of the decision in force.
+        decision: in force.
+        batch_size: the part of it that is about the batch.
+        progress: steps and epochs that ended.
+    """
+
+    def __init__(
+        self,
+        policy: Policy[Any],
+        engine: Engine,
+        make_broadcaster: Callable[[], Broadcaster],
+        like: Array,
+        steps_per_epoch: int | None = None,
+        log: DecisionLog | None = None,
+    ) -> None:
+        self.policy = policy
+        self.names = levelled_tensors(engine)
+        self.progress = Progress(steps_per_epoch)
+        self._engine = engine
+        self._like = like
+        self._log = log
+        self._decides = engine.communicator.rank == 0
+        self.state: Any = policy.initial_state(self.names)
+        self._latest: Any = self.state  # on rank 0, ahead of `state` while a broadcast is under way
+        self._channel = MessageChannel(make_broadcaster, len(self._message()) + 32 * len(self.names) + 512)
+        self._in_flight = False
+        self._ended: Statistics | None = None  # a period that is over, and waits for the learning rate that follows
+        self._period_rates: Rates | None = None  # at the first step of the period
+        self._rates: Rates = ()  # at the latest step
+        self._sums = AccumulatedGradients()
+        self._stage: TwoLevels | LevelProbe | None = None
+        self._clock: float | None = None
+        self.decision: Decision = BatchSize(1, 1.0)
+        self.batch_size = BatchSize(1, 1.0)
+        self._obey(policy.decision(self.state))
+
+    # In the order in which a step goes through them.
+
+    def settle(self, rates: Callable[[], Rates]) -> None:
+        """Takes up what was decided, before a step begins; with lag=0 a decision about the batch is made here."""
+        if self._in_flight:
+            self._receive()
+        if self._ended is not None and self.policy.lag == 0 and self._changes_batch:
+            self._decide_now(rates())
+
+    def begin_step(self, rates: Callable[[], Rates]) -> None:
+        """To be called when a step begins, before the engine's `begin`."""
+        self.settle(rates)
+        self._rates = rates()
+        if self._period_rates is None:
+            self._period_rates = self._rates
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
+        return isinstance(self.decision, MultiLevel | Probe) or (self.policy.lag == 0 and self._ended is not None)
+
+    def before_exchange(self) -> None:
+        """To be called when all gradients of a step are there, before the engine's step."""
+        if self._ended is not None and self.policy.lag == 0:
+            self._decide_now(self._rates)
+            self._engine.begin()
+            self._compare_plans()
+
+    def observe(self, gradients: Mapping[str, Array], factor: float, poison: Array | None) -> None:
+        """Adds gradients of a step to what is accumulated: this rank's own, or the aggregated ones, as `source` says.
+
+        Args:
+            factor: what they are multiplied with, beside the number of batches that they are the mean of.
+            poison: the element that is NaN if the step does not count; None where that is not known.
+        """
+        if self.observes:
+            self._sums.add(gradients, factor * self.batch_size.accumulation, poison)
+
+    @property
+    def observes(self) -> bool:
+        """Whether gradients are to be accumulated on this rank in this step."""
+        # While a decision is on its way, nobody knows yet whether the next one wants them.
+        pending = self._ended is not None and bool(_SUMMED & self.policy.statistics)
+        return self._decides and (pending or bool(_SUMMED & self.policy.wanted(self._latest)))
+
+    @property
+    def source(self) -> str:
+        """Whose gradients are to be observed, as in `Policy.source`."""
+        return self.policy.source
+
+    def end_step(self) -> None:
+        """To be called at the end of a step, when its results are there."""
+        period = self.policy.period
+        told = self._in_step_statistics()
+        epoch_ended = self.progress.advance(self.batch_size.accumulation)
+        if self._ended is not None and self.policy.lag:
+            self._decide(self._with_rates(self._ended, self._rates))
+            self._ended = None
+        if period is None or not self.progress.ends(period, epoch_ended):
+            return
+        statistics = dataclasses.replace(self._period_statistics(), **told)
+        self._sums.clear()
+        if isinstance(self._stage, LevelProbe):
+            self._stage.clear()
+        if Statistic.LEARNING_RATES in self.policy.statistics:
+            self._ended = statistics
+        elif self.policy.lag:
+            self._decide(statistics)
+        elif self._told_in_step:
+            self._update(statistics)  # all ranks hear of it with the next step's gains
+            self._await_gains()
+        else:
+            self._ended = statistics
+        if self._ended is None:
+            self._period_rates = None
+
+    def start_log(self) -> None:
+        """Writes down, on rank 0, where this run begins or is resumed."""
+        if self._log is None:
+            return
+        self._log.start(
+            step=self.progress.step,
+            epoch=self.progress.epoch_or_none,
+            policy=str(self.policy),
+            compressor=str(self._engine.compressor),
+            tensors={name: self._engine.tensors[name].shape for name in self.names},
+            steps_per_epoch=self.progress.steps_per_epoch,
+            ranks=self._engine.communicator.size,
+            state=self.policy.to_json(self._latest),
+            decision=decision_to_json(self.policy.decision(self._latest)),
+        )
+
+    # What is gathered.
+
+    def _period_statistics(self) -> Statistics:
+        """What is known at the end of a period; without numbers on ranks other than 0."""
+        statistics = Statistics(step=self.progress.step, epoch=self.progress.epoch_or_none)
+        if not self._decides:
+            return statistics
+        wanted = self.policy.wanted(self._latest)
+        known: dict[str, Any] = {}
+        if Statistic.NORMS in wanted:
+            known["norms"] = self._sums.norms(self.names)
+        if Statistic.MODEL_NORM in wanted:
+            known["model_norm"] = self._sums.model_norm()
+        if Statistic.MEAN_TO_STD in wanted:
+            known["mean_to_std"] = self._sums.mean_to_std(self.names)
+        if Statistic.LEVEL_GAINS in wanted and isinstance(self._stage, LevelProbe):
+            known |= {"level_gains": self._stage.gains(), "level_costs": self._stage.costs()}
+        return dataclasses.replace(statistics, **known)
+
+    def _in_step_statistics(self) -> dict[str, Any]:
+        """Gains and times of the step that ends, where they are wanted."""
+        if not isinstance(self._stage, TwoLevels) or not self._decides:
+            return {}
+        now = time.perf_counter()
+        seconds = float("nan") if self._clock is None else now - self._clock
+        self._clock = now
+        samples = self._engine.communicator.size * self.batch_size.accumulation
+        told: dict[str, Any] = {"timing": Timing(samples, seconds, self._stage.seconds())}
+        if self.policy.lag:
+            told["gains"] = self._stage.gains()
+        return told
+
+    def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
+        now, self._period_rates = self._period_rates, following
+        assert now is not None
+        return dataclasses.replace(statistics, learning_rates=LearningRates(now=now, next=following))
+
+    # How a decision is made and obeyed.
+
+    @property
+    def _changes_batch(self) -> bool:
+        return isinstance(self.decision, BatchSize | Joint)
+
+    def _decide_now(self, following: Rates) -> None:
+        assert self._ended is not None
+        statistics, self._ended = self._with_rates(self._ended, following), None
+        self._decide(statistics)
+        self._receive()
+
+    def _decide(self, statistics: Statistics) -> None:
+        """Makes a decision on rank 0 and starts its broadcast."""
+        self._update(statistics)
+        self._channel.start(self._message() if self._decides else b"")
+        self._in_flight = True
+        if not self.observes:
+            self._sums.clear()
+
+    def _update(self, statistics: Statistics) -> None:
+        """Makes a decision on rank 0, for the step that comes next or is under way."""
+        if not self._decides:
+            return
+        self._latest, decision = self.policy.decide(self._latest, statistics)
+        if self._log is not None:
+            self._log.decision(
+                step=statistics.step,
+                epoch=statistics.epoch,
+                from_step=self.progress.step,
+                statistics=statistics,
+                state=self.policy.to_json(self._latest),
+                decision=decision_to_json(decision),
+            )
+
+    def _message(self) -> bytes:
+        return json.dumps(self.policy.to_json(self._latest)).encode()
+
+    def _receive(self) -> None:
+        self._in_flight = False
+        self.state = self._latest = self.policy.from_json(json.loads(self._channel.finish()))
+        self._obey(self.policy.decision(self.state))
+
+    def _obey(self, decision: Decision) -> None:
+        if decision == self.decision:
+            return
+        self.decision = decision
+        if batch_of(decision) != self.batch_size:
+            self.batch_size = batch_of(decision)
+            self.progress.grow(self.batch_size.accumulation)
+        self._engine.set_plan(plan_of(decision, self._engine, self.names))
+        self._set_stage(decision)
+
+    def _set_stage(self, decision: Decision) -> None:
+        self._stage = None
+        if isinstance(decision, MultiLevel):
+            decide = self._decide_in_step if self._told_in_step else None
+            self._stage = TwoLevels(self._engine, self.names, decision, self._decides, decide)
+        elif isinstance(decision, Probe) and self._decides:
+            self._stage = LevelProbe(self._engine, self.names, decision)
+        self._engine.stage = self._stage
+
+    # What outlives a restart.
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks know, between two steps; a decision that is on its way is taken up before."""
+        if self._in_flight:
+            self._receive()
+        return {
+            "policy": str(self.policy),
+            "state": self.policy.to_json(self.state),
+            "progress": [self.progress.step, self.progress.epoch, self.progress.taken],
+            "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
+            "period_rates": self._period_rates,
+        }
+
+    def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
+        """What only rank 0 knows."""
+        return {
+            "latest": self.policy.to_json(self._latest),
+            "ended": None if self._ended is None else _known(self._ended),
+            "sums": {name: copy(array) for name, array in self._sums.sums.items()},
+            "probe": self._stage.state(copy) if isinstance(self._stage, LevelProbe) else None,
+        }
+
+    def restore(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, place: Callable[[Array, str], Array]
+    ) -> None:
+        """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
+        if own is None and self._decides:
+            raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
+        self.state = self._latest = self.policy.from_json(shared["state"])
+        self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
+        self.decision = self.policy.decision(self.state)
+        self.batch_size = batch_of(self.decision)
+        self._engine.set_plan(plan_of(self.decision, self._engine, self.names))
+        self._set_stage(self.decision)
+        self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
+        self._period_rates = shared["period_rates"] and tuple(shared["period_rates"])
+        if own is not None and self._decides:
+            self._latest = self.policy.from_json(own["latest"])
+            self._ended = None if own["ended"] is None else Statistics(**own["ended"])
+            self._sums.sums = {name: place(array, name) for name, array in own["sums"].items()}
+            if isinstance(self._stage, LevelProbe):
+                self._stage.restore(own["probe"], place)
+        if self._told_in_step:
+            self._await_gains()
+
+    # GraVAC to the letter: what a step sends is decided from its own gains.
+
+    @property
+    def _told_in_step(self) -> bool:
+        return self.policy.lag == 0 and Statistic.GAINS in self.policy.statistics
+
+    def _await_gains(self) -> None:
+        """Prepares for a step of which nobody knows yet what it sends."""
+        heard = self.policy.decision(self.state)
+        assert isinstance(heard, MultiLevel)
+        # Rank 0 knows more than what was heard, but the ranks compare their plans when the step begins.
+        self._engine.set_plan(plan_of(dataclasses.replace(heard, send=None), self._engine, self.names))
+        self._set_stage(self.policy.decision(self._latest))
+
+    def _decide_in_step(self) -> MultiLevel:
+        stage = self._stage
+        assert isinstance(stage, TwoLevels)
+        if self._decides:
+            gains = stage.gains()
+            self._update(Statistics(step=self.progress.step, epoch=self.progress.epoch_or_none, gains=gains))
+        self._channel.start(self._message() if self._decides else b"")
+        self.state = self._latest = self.policy.from_json(json.loads(self._channel.finish()))
+        self.decision = self.policy.decision(self.state)
+        assert isinstance(self.decision, MultiLevel)
+        self._engine.set_plan(plan_of(self.decision, self._engine, self.names))
+        self._engine.begin()
+        self._compare_plans()
+        return self.decision
+
+    def _compare_plans(self) -> None:
+        """Raises RankMismatchError on every rank unless all have the same plan."""
+        require_agreement(self._engine.communicator, {"levels": f"{self._engine.digest:012x}"}, self._like)
+
+
+def _known(statistics: Statistics) -> dict[str, Any]:
+    """The statistics of a period as plain values."""
+    known = {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics)}
+    return {name: value for name, value in known.items() if value is not None}

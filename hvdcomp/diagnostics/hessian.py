@@ -1,0 +1,327 @@
+"""The largest eigenvalue of the Hessian of a loss, by power iteration with Hessian-vector products (PyTorch).
+
+A Hessian-vector product is the gradient of (gradient . vector), so the Hessian itself, of parameters times parameters
+elements, is never formed. Each product goes once over all batches and costs a few backward passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvdcomp.policies.base import is_number, is_whole
+
+_ONCE_ONLY = ("not implemented", "differentiate twice")  # what PyTorch says of operations without a second derivative
+
+
+@dataclass(frozen=True)
+class HessianEigenvalue:
+    """What `largest_hessian_eigenvalue` found.
+
+    Attributes:
+        value: the largest eigenvalue in the algebraic sense: the greatest curvature upwards. It is negative only
+            where the loss curves down in every direction.
+        dominant: the signed Rayleigh quotient at which plain power iteration ended. It estimates the eigenvalue that
+            is largest in magnitude: `value` itself, or a negative one. Where the two extremes are equally far from
+            zero it lies anywhere between them.
+        iterations: Hessian-vector products that were made, each one pass over all batches.
+        relative_change: of the estimate in the last iteration, relative to `value`.
+        converged: whether that fell to the tolerance before the iterations ran out.
+    """
+
+    value: float
+    dominant: float
+    iterations: int
+    relative_change: float
+    converged: bool
+
+
+def largest_hessian_eigenvalue(
+    model: nn.Module,
+    loss_function: Callable[[Any, Tensor], Tensor],
+    batches: Iterable[tuple[Any, Tensor]],
+    parameters: Iterable[Tensor] | None = None,
+    *,
+    iterations: int = 100,
+    tolerance: float = 1e-3,
+    seed: int = 0,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> HessianEigenvalue:
+    """The largest eigenvalue of the Hessian of the mean loss over `batches`.
+
+    Power iteration finds the eigenvalue that is largest in magnitude. If that is not the largest one too, because a
+    negative one is as far from zero or farther, a second power iteration on Hessian + |dominant| * identity follows,
+    whose dominant eigenvalue is the one sought.
+
+    The model is used in the mode that it is in (`model.eval()`, `model.train()`). Nothing of it is changed: not its
+    gradients, not its buffers (batch normalization updates copies), not the state of PyTorch's random generators on
+    the CPU and on the parameters' devices. What the model or the batches draw from these comes from `seed`, the same
+    in every pass, so that dropout, for example, means one fixed mask per batch.
+
+    Args:
+        model: called with the inputs of a batch.
+        loss_function: of the model's output and the targets; a scalar, the mean over the elements of the targets.
+        batches: pairs of inputs and targets, on the model's device; something that can be iterated many times, such
+            as a list or a DataLoader. A batch counts by the number of elements of its targets.
+        parameters: with respect to which the Hessian is taken; the model's by default. Those that require no gradient
+            are left out.
+        iterations: the most Hessian-vector products of each of the two power iterations.
+        tolerance: the relative change of the estimate from which on it has converged. It bounds the last change, not
+            the error, which is larger where the largest eigenvalues are close together.
+        seed: of the start vectors.
+        reduce: given the product of this rank's batches, a vector of shape (parameters,), returns its mean over the
+            ranks; for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the same call,
+            with equally much data each. What goes wrong on one rank then raises an error on all.
+
+    Raises:
+        ValueError: an argument that is not allowed; no parameter requires a gradient; no batches, or batches that can
+            be iterated only once; a loss that is no scalar, is not finite, or does not depend on the parameters; a
+            product that is not finite.
+        RuntimeError: an operation of the model or loss cannot be differentiated twice.
+
+    References:
+        Jastrzebski et al., On the relation between the sharpest directions of DNN loss and the SGD step length, 2019;
+        Agarwal et al., Accordion, 2021, section 4.1 and figure 3; Pearlmutter, Fast exact multiplication by the
+        Hessian, 1994.
+    """
+    _check(iterations, tolerance, seed, batches)
+    hessian = _Hessian(model, loss_function, batches, parameters, seed, reduce)
+    generator = torch.Generator().manual_seed(seed)
+    plain = found = _power_iteration(hessian, generator, 0.0, iterations, tolerance)
+    rising = plain.rayleigh > 0 and not plain.converged  # too early to tell
+    if plain.rayleigh < (1 - tolerance) * plain.norm and not rising:
+        found = _power_iteration(hessian, generator, plain.norm, iterations, tolerance)
+    return HessianEigenvalue(
+        value=found.rayleigh,
+        dominant=plain.rayleigh,
+        iterations=hessian.products,
+        relative_change=found.relative_change,
+        converged=plain.converged and found.converged,
+    )
+
+
+def _check(iterations: int, tolerance: float, seed: int, batches: object) -> None:
+    if not is_whole(iterations, 1):
+        raise ValueError(f"iterations={iterations!r} is not allowed; give a whole number, 1 or more")
+    if not is_number(tolerance) or not 0 < tolerance < 1:
+        raise ValueError(f"tolerance={tolerance!r} is not allowed; give a number above 0 and below 1")
+    if not is_whole(seed, 0):
+        raise ValueError(f"seed={seed!r} is not allowed; give a whole number, 0 or more")
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            f"batches is a {type(batches).__name__}, which can be iterated only once, and each iteration goes over all "
+            "batches; give a list of them or a DataLoader"
+        )
+
+
+@dataclass(frozen=True)
+class _Iterated:
+    """How a power iteration ended."""
+
+    rayleigh: float  # of the Hessian, without the shift
+    norm: float  # of (Hessian + shift) . unit vector
+    relative_change: float
+    converged: bool
+
+
+def _power_iteration(
+    hessian: _Hessian, generator: torch.Generator, shift: float, iterations: int, tolerance: float
+) -> _Iterated:
+    """Power iteration on Hessian + shift * identity, from a random vector.
+
+    It is the norm that is watched: it never falls from one iteration to the next, and unlike the Rayleigh quotient it
+    does not come to rest at a wrong value when two eigenvalues of opposite sign dominate together.
+    """
+    vector = torch.randn(hessian.size, generator=generator).to(hessian.device, hessian.dtype)
+    vector /= torch.linalg.vector_norm(vector)
+    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # what rounding leaves of differences to the shift
+    last = math.inf
+    for _ in range(iterations):
+        product = hessian(vector)
+        rayleigh = (vector * product).sum(dtype=torch.float64).item()
+        product = product.add_(vector, alpha=shift)
+        norm = torch.linalg.vector_norm(product, dtype=torch.float64).item()
+        change, estimate = abs(norm - last), abs(norm - shift)
+        relative = change / estimate if estimate else math.inf
+        if norm == 0:  # no curvature at all, or all of it is at -shift
+            return _Iterated(rayleigh, norm, 0.0, True)
+        if change <= max(tolerance * estimate, resolution):
+            return _Iterated(rayleigh, norm, relative, True)
+        last = norm
+        vector = product / norm
+    return _Iterated(rayleigh, norm, relative, False)
+
+
+class _Hessian:
+    """The Hessian as a function from vector to vector, both of shape (size,).
+
+    Attributes:
+        size: elements of all parameters together.
+        dtype: of the vectors: single precision, or double where a parameter is.
+        device: of the vectors.
+        products: how often it was called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_function: Callable[[Any, Tensor], Tensor],
+        batches: Iterable[tuple[Any, Tensor]],
+        parameters: Iterable[Tensor] | None,
+        seed: int,
+        reduce: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._model = model
+        self._loss_function = loss_function
+        self._batches = batches
+        self._parameters = _trainable(model.parameters() if parameters is None else parameters)
+        self._seed = seed
+        self._reduce = reduce
+        self.size = sum(parameter.numel() for parameter in self._parameters)
+        double = any(parameter.dtype == torch.float64 for parameter in self._parameters)
+        self.dtype = torch.float64 if double else torch.float32
+        self.device = self._parameters[0].device
+        self.products = 0
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """The mean over all batches, and over the ranks, of Hessian . vector.
+
+        A rank that fails hands NaN to the others instead of leaving them waiting, and raises its error afterwards.
+        """
+        self.products += 1
+        error: Exception | None = None
+        try:
+            product = self._over_batches(vector)
+        except Exception as raised:
+            error, product = raised, torch.full_like(vector, math.nan)
+        if self._reduce is not None:
+            product = self._reduce(product)
+        if error is not None:
+            raise error
+        if not torch.isfinite(product).all():
+            raise ValueError(
+                "a Hessian-vector product is not finite, here or on another rank; the weights are too large or the "
+                "training has diverged"
+            )
+        return product
+
+    def _over_batches(self, vector: Tensor) -> Tensor:
+        parts = [
+            part.view_as(parameter).to(parameter)
+            for part, parameter in zip(
+                vector.split([parameter.numel() for parameter in self._parameters]), self._parameters, strict=True
+            )
+        ]
+        total, elements = torch.zeros_like(vector), 0
+        # Iterating is inside too: a DataLoader draws a seed from the global generator whenever it begins.
+        with _own_randomness(self._seed, self._parameters), torch.enable_grad():
+            for number, batch in enumerate(self._batches):
+                inputs, targets = _pair(batch, number)
+                weight = targets.numel()
+                if weight:
+                    product = self._of_batch(parts, inputs, targets, number)
+                    total.add_(torch.cat([part.flatten().to(total) for part in product]), alpha=weight)
+                elements += weight
+        if not elements:
+            raise ValueError("batches is empty; the mean loss needs at least one sample")
+        return total / elements
+
+    def _of_batch(self, parts: Sequence[Tensor], inputs: Any, targets: Tensor, number: int) -> list[Tensor]:
+        """Hessian . vector of one batch's loss, by parameter."""
+        buffers = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        loss = self._loss_function(torch.func.functional_call(self._model, buffers, (inputs,)), targets)
+        _check_loss(loss, number)
+        try:
+            # PyTorch notes what can be differentiated only once where the factor given requires a gradient, not else.
+            one = torch.ones_like(loss, requires_grad=True)
+            gradients = torch.autograd.grad(loss, self._parameters, one, create_graph=True, allow_unused=True)
+            if self.products == 1:
+                _check_twice_differentiable(gradients)
+            if all(gradient is None for gradient in gradients):
+                raise ValueError(
+                    f"the loss of batch {number} does not depend on any of the parameters; give those of this model"
+                )
+            # A gradient without a graph is constant: the loss is linear in that parameter.
+            curved = [
+                (gradient, part)
+                for gradient, part in zip(gradients, parts, strict=True)
+                if gradient is not None and gradient.requires_grad
+            ]
+            if not curved:
+                return [torch.zeros_like(part) for part in parts]
+            outputs, vectors = zip(*curved, strict=True)
+            products = torch.autograd.grad(outputs, self._parameters, vectors, allow_unused=True)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _ONCE_ONLY):
+                raise
+            raise RuntimeError(
+                f"the model or the loss has an operation that cannot be differentiated twice ({error}); use another "
+                "implementation of it: torch.backends.cudnn.flags(enabled=False) for recurrent layers, "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for attention"
+            ) from error
+        return [
+            torch.zeros_like(part) if product is None else product
+            for product, part in zip(products, parts, strict=True)
+        ]
+
+
+def _trainable(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Each tensor that requires a gradient, once."""
+    given = list(parameters)
+    chosen = list({id(parameter): parameter for parameter in given if parameter.requires_grad}.values())
+    if not chosen:
+        raise ValueError(
+            f"none of the {len(given)} parameters requires a gradient; give parameters for which requires_grad is True"
+        )
+    return chosen
+
+
+def _check_twice_differentiable(gradients: Sequence[Tensor | None]) -> None:
+    """Finds operations marked as differentiable only once; asked for a second derivative, PyTorch would leave out what
+    goes through them without a word."""
+    waiting = [gradient.grad_fn for gradient in gradients if gradient is not None]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "torch::autograd::Error":
+            raise RuntimeError("differentiate twice: a custom torch.autograd.Function is marked once_differentiable")
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _pair(batch: Any, number: int) -> tuple[Any, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+        raise ValueError(f"batch {number} is a {type(batch).__name__}; give pairs (inputs, targets), targets a tensor")
+    return batch[0], batch[1]
+
+
+def _check_loss(loss: object, number: int) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"loss_function returned {shown}; it must return a scalar, the mean over the targets")
+    if not math.isfinite(loss.item()):
+        raise ValueError(f"the loss of batch {number} is {loss.item()}; the Hessian is of finite losses only")
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of batch {number} does not depend on the parameters by operations that can be differentiated; "
+            "look for .detach(), .item() or torch.no_grad() in the model and the loss function"
+        )
+
+
+@contextlib.contextmanager
+def _own_randomness(seed: int, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """What is drawn inside comes from `seed`; the generators of the CPU and the parameters' GPUs stay as they were."""
+    devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
+        yield

@@ -1,0 +1,55 @@
+"""How far a training is, in steps and epochs, when batches may grow on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdcomp.policies.base import Period
+
+
+@dataclass
+class Progress:
+    """Counts steps and epochs that ended.
+
+    An epoch is `steps_per_epoch` batches of the starting size. A step that accumulates several of them takes as many;
+    what is then left of an epoch and does not fill a step is dropped, as data loaders do it.
+
+    Attributes:
+        steps_per_epoch: None if epochs are not counted.
+        step, epoch: that ended.
+        taken: batches of the starting size that the present epoch's steps took.
+    """
+
+    steps_per_epoch: int | None
+    step: int = 0
+    epoch: int = 0
+    taken: int = 0
+
+    @property
+    def epoch_or_none(self) -> int | None:
+        """Epochs that ended; None if they are not counted."""
+        return self.epoch if self.steps_per_epoch else None
+
+    def advance(self, accumulation: int) -> bool:
+        """Notes the end of a step of so many batches; returns whether an epoch ended with it."""
+        self.step += 1
+        if not self.steps_per_epoch:
+            return False
+        self.taken += accumulation
+        if self.steps_per_epoch - self.taken >= accumulation:
+            return False
+        self.epoch += 1
+        self.taken = 0
+        return True
+
+    def grow(self, accumulation: int) -> None:
+        """Notes that the steps that follow take so many batches, which the rest of an epoch may not have."""
+        if self.steps_per_epoch and self.taken and self.steps_per_epoch - self.taken < accumulation:
+            self.epoch += 1
+            self.taken = 0
+
+    def ends(self, period: Period, epoch_ended: bool) -> bool:
+        """Whether a period ends with the step that just ended."""
+        if period.steps:
+            return self.step % period.steps == 0
+        return epoch_ended and self.epoch % period.epochs == 0

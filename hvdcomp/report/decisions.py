@@ -1,0 +1,148 @@
+"""Reads the decisions of a run's policy, which `hvdcomp train` writes to decisions.jsonl, into arrays over time.
+
+A decision counts from the first step that obeys it. A run that was resumed from an earlier step made some decisions
+twice; the later ones count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.decision_log import DecisionLogError, Start, read_decisions, with_numbers
+from hvdcomp.policies.decisions import MultiLevel
+
+_COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
+_TABLES = ("levels", "factors", "gains", "throughput")
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """The decisions of one run, n of which came into force, each until the next one does.
+
+    Every array has n elements, NaN where a decision does not say it, and is all NaN for other kinds of policies.
+
+    Attributes:
+        policy, compressor: their spec strings, as last started.
+        tensors: names of the compressed tensors.
+        made: how many decisions were written down.
+        steps: the first step, counted from 0, that obeys each.
+        end: steps that had ended at the last line.
+        levels, factors: by tensor name, its level or its compression factor.
+        minimum, candidate, sent: the compression factors of the whole model, 1 for dense.
+        accumulation: batches accumulated for one update.
+        critical: share of the tensors whose regime is critical, 0 to 1.
+        gains, throughput: by compression factor, the smoothed gain and the samples/s times gain.
+    """
+
+    policy: str
+    compressor: str
+    tensors: tuple[str, ...]
+    made: int
+    steps: np.ndarray
+    end: int
+    levels: dict[str, np.ndarray]
+    factors: dict[str, np.ndarray]
+    minimum: np.ndarray
+    candidate: np.ndarray
+    sent: np.ndarray
+    accumulation: np.ndarray
+    critical: np.ndarray
+    gains: dict[float, np.ndarray]
+    throughput: dict[float, np.ndarray]
+
+    def in_force(self, steps: np.ndarray) -> np.ndarray:
+        """For each of some steps, counted from 0, the place of the decision that it obeys; at least 0."""
+        return np.maximum(np.searchsorted(self.steps, steps, side="right") - 1, 0)
+
+
+def load_decisions(path: Path) -> Decisions | None:
+    """Read a decision log. None if it has no line yet; a last line that was cut short is left out.
+
+    Raises:
+        DecisionLogError: the file is damaged, or holds decisions that cannot be shown; names the line.
+        OSError: it cannot be read.
+    """
+    start: Start | None = None
+    steps: list[int] = []
+    rows: list[dict[str, Any]] = []
+    made = end = 0
+    for line in read_decisions(path):
+        if isinstance(line, Start):
+            start = line
+        elif start is None:
+            raise DecisionLogError(f"{path}, line {line.line}: a decision log begins with a start line")
+        else:
+            made += 1
+        first = line.step if isinstance(line, Start) else line.from_step
+        while steps and steps[-1] >= first:
+            steps.pop()
+            rows.pop()
+        try:
+            rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise DecisionLogError(
+                f"{path}, line {line.line}: its decision and state are not as hvdcomp writes them: {error!r}"
+            ) from None
+        steps.append(first)
+        end = line.step
+    if start is None:
+        return None
+    columns: dict[str, Any] = {key: np.array([row.get(key, np.nan) for row in rows], dtype=float) for key in _COLUMNS}
+    tables: dict[str, Any] = {key: _table([row.get(key, {}) for row in rows]) for key in _TABLES}
+    return Decisions(
+        policy=start.policy,
+        compressor=start.compressor,
+        tensors=tuple(start.tensors),
+        made=made,
+        steps=np.array(steps),
+        end=end,
+        **columns,
+        **tables,
+    )
+
+
+def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
+    """The numbers of one line, by the names of the attributes of `Decisions`.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: if something is not there or is no number.
+    """
+    row: dict[str, Any] = {}
+    kind = decision["kind"]
+    if kind in ("levels", "joint"):
+        row["levels"] = _numbers(decision["levels"])
+    elif kind == "factors":
+        row["factors"] = _numbers(decision["factors"])
+    elif kind == "probe":
+        row["factors"] = dict.fromkeys(tensors, _number(decision["send"]))
+    elif kind == "multilevel":
+        model = MultiLevel(decision["minimum"], decision["candidate"], decision["send"])
+        row |= _numbers({"minimum": model.minimum, "candidate": model.candidate, "sent": model.sent})
+        row |= {key: {float(cf): _number(value) for cf, value in state[key].items()} for key in ("gains", "throughput")}
+    elif kind != "batch_size":
+        raise ValueError(f"unknown kind of decision {kind!r}")
+    if kind in ("batch_size", "joint"):
+        row["accumulation"] = _number((decision["batch_size"] if kind == "joint" else decision)["accumulation"])
+    critical = (state["levels"] if kind == "joint" else state).get("critical")
+    if critical:
+        row["critical"] = sum(map(bool, critical.values())) / len(critical)
+    return row
+
+
+def _number(value: Any) -> float:
+    return np.nan if value is None else float(value)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {key: _number(value) for key, value in values.items()}
+
+
+def _table(rows: list[dict[Any, float]]) -> dict[Any, np.ndarray]:
+    """One array for each key, in the order in which they appear."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: np.array([row.get(key, np.nan) for row in rows], dtype=float) for key in keys}

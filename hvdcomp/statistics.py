@@ -1,0 +1,86 @@
+"""What policies look at, gathered where the gradients are: sums of gradients, and what compression keeps of them.
+
+Nothing here makes an accelerator wait but the functions that return numbers, once per decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import Array, SparseVector, number_of_elements
+
+
+class AccumulatedGradients:
+    """Sums of the gradients of several steps, by tensor name, at least in single precision.
+
+    Attributes:
+        sums: by tensor name, of the tensors that had a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Array] = {}
+
+    def add(self, gradients: Mapping[str, Array], factor: float, poison: Array | None = None) -> None:
+        """Adds `factor` times the gradients of a step, unless the element `poison` is NaN."""
+        if not gradients:
+            return
+        xp = arrays_for(next(iter(gradients.values())))
+        for name, gradient in gradients.items():
+            if name not in self.sums:
+                wide = "float32" if xp.item_size(gradient) < 4 else xp.dtype_name(gradient)
+                self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
+        if poison is None:
+            poison = xp.zeros((1,), like=next(iter(gradients.values())))
+        totals = xp.add_scaled([self.sums[name] for name in gradients], list(gradients.values()), factor, poison)
+        self.sums.update(zip(gradients, totals, strict=True))
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self.sums.clear()
+
+    def norms(self, names: Sequence[str]) -> dict[str, float]:
+        """The 2-norm of each sum; 0.0 for a tensor without one. Waits for the device."""
+        return self._numbers("norms", names)
+
+    def mean_to_std(self, names: Sequence[str]) -> dict[str, float]:
+        """Of each sum, the magnitude of the mean over the standard deviation; NaN for a tensor without one."""
+        return dict.fromkeys(names, float("nan")) | self._numbers("mean_to_std", names, float("nan"))
+
+    def model_norm(self) -> float:
+        """The 2-norm of all sums as one vector. Waits for the device."""
+        if not self.sums:
+            return 0.0
+        sums = list(self.sums.values())
+        return float(arrays_for(sums[0]).norm(sums))
+
+    def _numbers(self, function: str, names: Sequence[str], missing: float = 0.0) -> dict[str, float]:
+        known = [name for name in names if name in self.sums]
+        numbers = dict.fromkeys(names, missing)
+        if known:
+            xp = arrays_for(self.sums[known[0]])
+            vector = getattr(xp, function)([self.sums[name] for name in known])
+            numbers.update(zip(known, xp.to_list(vector), strict=True))
+        return numbers
+
+
+def error_energy(xp: ModuleType, x: Array, energy: Array, sent: Array | SparseVector) -> Array:
+    """||x - C(x)||^2 as a float64 scalar on the device.
+
+    Args:
+        energy: ||x||^2. Of a sparse C(x) then only the elements sent need be looked at.
+        sent: C(x).
+    """
+    if isinstance(sent, SparseVector):
+        taken = xp.take(xp.flatten(x), sent.indices)
+        return energy - xp.norm([taken]) ** 2 + xp.norm([taken - sent.values]) ** 2
+    return xp.norm([x - sent]) ** 2
+
+
+def densified(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
+    """C(x) in the shape of x."""
+    if isinstance(sent, SparseVector):
+        flat = xp.zeros((number_of_elements(tuple(x.shape)),), like=x)
+        return xp.reshape(xp.add_at(flat, sent.indices, sent.values), x.shape)
+    return xp.reshape(sent, x.shape)

@@ -1,0 +1,38 @@
+"""Multiplies the learning rate while the optimizer steps, and at no other time.
+
+Schedulers, and policies that look at the schedule, see the rates that the user set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ScaledSteps:
+    """Lets an optimizer step at a multiple of its learning rates.
+
+    Attributes:
+        factor: the multiple.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = 1.0
+        self._own: list[Any] | None = None  # the rates as the user set them, during a step
+        optimizer.register_step_pre_hook(self._scale)
+        optimizer.register_step_post_hook(self._restore)
+
+    # A step of Horovod's optimizer calls that of the optimizer that it wraps, and both call the hooks.
+
+    def _scale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.factor != 1 and self._own is None:
+            self._own = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.factor
+
+    def _restore(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._own is not None:
+            for group, rate in zip(optimizer.param_groups, self._own, strict=True):
+                group["lr"] = rate
+            self._own = None

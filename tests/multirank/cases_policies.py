@@ -1,0 +1,322 @@
+"""Policies on real ranks, each with gradients of its own: one decision, obeyed by all in the same step."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+import hvdcomp
+from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.replay import replay
+from hvdcomp.torch.binding import TorchBinding
+from tests.multirank.training import (
+    assert_same_everywhere,
+    batch,
+    compression,
+    distribute,
+    own_generator,
+    raised,
+    small_model,
+    weights,
+)
+
+_EPOCH = 4  # steps
+_STEPS = 17
+# Compressor and policy. Nothing here depends on how long a step takes: GraVAC's search ends by throughput only where
+# two throughputs differ by no more than omega.
+_LEVELS = [
+    ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1,eta=0.3"),
+    ("powersgd:rank=2", "accordion:low=4,high=1,interval=1,eta=0.5"),
+    ("powersgd:rank=2", "accordion:low=4,high=1,steps=4,statistic=aggregated,eta=0.8"),
+    ("topk:ratio=0.1", "accordion:auto,interval=1,largest=64,eta=0.3"),
+    ("topk:ratio=0.1", "adaqs:start=64,fall=0.1,steps=3"),
+    ("qsgd:bits=4", "adaqs:start=8,fall=0.05,steps=3"),
+    ("topk:ratio=0.1", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3"),
+    ("powersgd:rank=2", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.2,smoothing=0.3"),
+]
+_BATCHES = [
+    ("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9"),
+    ("topk:ratio=0.1", "accordion_batch_size:low=16,high=32,steps=3,eta=0.9"),
+    ("topk:ratio=0.1", "increase_batch_size:low=16,high=64"),
+    ("topk:ratio=0.1", "accordion_joint:low=0.5,high=0.02,batch_low=16,batch_high=32,interval=1,eta=0.9"),
+]
+
+
+class Training:
+    """A training whose every step can be looked at, and that can be stopped and gone on with.
+
+    The learning rate falls by half at the beginning of every third epoch, as a scheduler of the user would do it.
+    """
+
+    def __init__(self, spec: str, policy: str, state: dict[str, Any] | None = None, **options: Any) -> None:
+        self.model = small_model()
+        self.compression = compression(spec, self.model, policy=policy, steps_per_epoch=_EPOCH, **options)
+        self.optimizer = distribute(self.model, self.compression, 0.02)
+        self.generator = own_generator()
+        self.plans: list[str] = []
+        self.epoch, self.left = 0, _EPOCH
+        if state is not None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.generator.set_state(state["generator"])
+            self.epoch, self.left = state["place"]
+            self.compression.load_state_dict(state["compression"], optimizer=self.optimizer)
+
+    @property
+    def binding(self) -> TorchBinding:
+        binding = self.compression._binding
+        assert isinstance(binding, TorchBinding)
+        return binding
+
+    def step(self, before: Callable[[], None] = lambda: None) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.02 * 0.5 ** (self.epoch // 3)
+        passes = self.compression.accumulation
+        if passes > self.left:
+            self.epoch, self.left = self.epoch + 1, _EPOCH
+        self.optimizer.zero_grad()
+        for _ in range(passes):
+            inputs, classes = batch(self.generator)
+            loss = torch.nn.functional.cross_entropy(self.model(inputs), classes)
+            (loss / passes).backward()
+        before()
+        self.optimizer.step()
+        self.left -= passes
+        if self.left < passes:
+            self.epoch, self.left = self.epoch + 1, _EPOCH
+        plan = {name: str(compressor) for name, compressor in self.binding.engine.plan.items()}
+        self.plans.append(json.dumps([plan, passes]))
+
+    def state(self) -> dict[str, Any]:
+        state = {
+            "compression": self.compression.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "place": (self.epoch, self.left),
+        }
+        with tempfile.TemporaryFile() as file:  # what is read again shares nothing with this training
+            torch.save(state, file)
+            file.seek(0)
+            return torch.load(file, weights_only=True)
+
+
+def _settings(lags: tuple[int, ...] = (1, 0)) -> Iterator[tuple[str, str]]:
+    for spec, policy in _LEVELS + _BATCHES:
+        for lag in lags:
+            yield spec, f"{policy},lag={lag}"
+
+
+def case_all_ranks_obey_one_decision_in_the_same_step() -> None:
+    for spec, policy in _settings():
+        training = Training(spec, policy)
+        for _ in range(_STEPS):
+            training.step()
+        everyone = hvd.allgather_object(training.plans)
+        for step in range(_STEPS):
+            assert len({plans[step] for plans in everyone}) == 1, (policy, step, [plans[step] for plans in everyone])
+        assert len(set(training.plans)) > 1, f"{policy} never changed anything"
+        assert_same_everywhere(weights(training.model))
+
+
+def case_resumed_at_any_step_is_as_if_never_stopped() -> None:
+    stops = np.random.default_rng(7)
+    settings = list(_settings())
+    for spec, policy in settings if hvd.size() == 2 else settings[::5]:
+        whole = Training(spec, policy)
+        states = []
+        for _ in range(_STEPS):
+            states.append(whole.state() if whole.plans else None)
+            whole.step()
+        for stop in sorted(stops.choice(np.arange(1, _STEPS), 5, replace=False).tolist()):
+            resumed = Training(spec, policy, states[stop])
+            for _ in range(_STEPS - stop):
+                resumed.step()
+            assert resumed.plans == whole.plans[stop:], (policy, stop)
+            assert torch.equal(weights(resumed.model), weights(whole.model)), (policy, stop)
+
+
+def case_another_policy_on_one_rank_stops_all_with_both_specs() -> None:
+    first, other = "accordion:low=4,high=1,interval=2", "accordion:low=4,high=2,interval=2"
+    training = Training("powersgd:rank=2", other if hvd.rank() == 1 else first)
+    message = raised(RankMismatchError, training.step)
+    assert "low=4,high=1" in message, message
+    assert "low=4,high=2" in message, message
+    assert not training.plans
+
+
+def case_other_levels_on_one_rank_stop_all_in_that_step() -> None:
+    training = Training("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1")
+    for _ in range(3):
+        training.step()
+    if hvd.rank() == 1:
+        engine = training.binding.engine
+        engine.set_plan(engine.plan_for(hvdcomp.TopK(ratio=0.25)))
+    before = weights(training.model)
+    message = raised(RankMismatchError, training.step)
+    assert "levels" in message, message
+    assert f"{training.binding.engine.digest:012x}" in message, message
+    assert torch.equal(weights(training.model), before)
+
+
+def case_a_decision_understood_otherwise_stops_all_in_that_step() -> None:
+    for lag in (0, 1):
+        training = Training("topk:ratio=0.1", f"gravac:min=2,max=64,window=4,epsilon=0.6,lag={lag}")
+        training.step()
+        training.step()
+        if hvd.rank() == 1:
+            _mishear(training)
+        before = weights(training.model)
+        message = raised(RankMismatchError, training.step)
+        assert "levels" in message, message
+        assert torch.equal(weights(training.model), before)
+
+
+def _mishear(training: Training) -> None:
+    """Makes this rank read another level off the next state that it receives."""
+    coordinator = training.binding.coordinator
+    assert coordinator is not None
+    policy = coordinator.policy
+
+    class Mistaken(type(policy)):  # type: ignore[misc]
+        def from_json(self, data: Any) -> Any:
+            return super().from_json({**data, "minimum": 33.0, "send": "minimum"})
+
+    coordinator.policy = Mistaken(**vars(policy))
+
+
+def case_decisions_are_logged_with_what_caused_them() -> None:
+    for spec, policy in _settings():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "decisions.jsonl"
+            training = Training(spec, policy, decision_log=path)
+            for _ in range(9):
+                training.step()
+            if hvd.rank() == 0:
+                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                assert [line["kind"] for line in lines[:2]] == ["start", "decision"], policy
+                result = replay(path)
+                assert result.difference is None, (policy, result)
+            else:
+                assert not path.exists()
+
+
+def case_logged_norms_are_those_of_rank_zeros_own_gradients() -> None:
+    for source in ("local", "aggregated"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "decisions.jsonl"
+            policy = f"accordion:low=0.5,high=0.02,steps=4,statistic={source}"
+            training = Training("topk:ratio=0.1", policy, decision_log=path)
+            names = [name for name, _ in training.model.named_parameters()]
+            sums = {name: np.zeros(1) for name in names}
+
+            def add(sums: dict[str, np.ndarray] = sums, model: torch.nn.Module = training.model) -> None:
+                for name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    sums[name] = sums[name] + parameter.grad.double().numpy()
+
+            for _ in range(4):
+                training.step(add if source == "local" else lambda: None)
+                if source == "aggregated":
+                    add()
+            training.step()
+            training.step()
+            if hvd.rank() == 0:
+                logged = [json.loads(line) for line in path.read_text().splitlines()][1]["statistics"]["norms"]
+                assert len(logged) == 3
+                for name, norm in logged.items():
+                    np.testing.assert_allclose(norm, np.linalg.norm(sums[name]), rtol=1e-5)
+
+
+def case_a_larger_batch_needs_a_loop_that_follows() -> None:
+    training = Training("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9")
+    ignored = property(lambda self: 1)
+    training.compression.__class__ = type("Ignored", (hvdcomp.Compression,), {"accumulation": ignored})
+
+    def go() -> None:
+        for _ in range(20):
+            training.step()
+
+    message = raised(ConfigurationError, go)
+    assert "compression.accumulation" in message, message
+
+
+def case_the_learning_rate_grows_with_the_batch_and_only_during_steps() -> None:
+    training = Training("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9")
+    rates = []
+    training.optimizer.register_step_post_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    for _ in range(20):
+        before = weights(training.model)
+        training.step()
+        assert training.optimizer.param_groups[0]["lr"] in (0.02, 0.01, 0.005)
+        assert not torch.equal(before, weights(training.model))
+    assert training.compression.accumulation == 2
+    # One step of plain SGD by hand: twice the scheduled rate, the mean over both batches and all ranks.
+    training.optimizer.state.clear()
+    for group in training.optimizer.param_groups:
+        group["momentum"] = 0.0
+    generator = torch.Generator()
+    generator.set_state(training.generator.get_state())
+    model = small_model()
+    model.load_state_dict(training.model.state_dict())
+    for _ in range(2):
+        inputs, classes = batch(generator)
+        (torch.nn.functional.cross_entropy(model(inputs), classes) / 2).backward()
+    expected = []
+    rate = 0.02 * 0.5 ** (training.epoch // 3)
+    for name, parameter in model.named_parameters():
+        mean = hvd.allreduce(parameter.grad, name=f"test.mean.{name}")
+        expected.append((parameter.detach() - 2 * rate * mean).reshape(-1).double())
+    training.step()
+    torch.testing.assert_close(weights(training.model), torch.cat(expected), rtol=1e-5, atol=1e-6)
+
+
+def case_a_checkpoint_of_other_ranks_loses_residuals_with_a_warning() -> None:
+    spec, policy = "topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1"
+    training = Training(spec, policy)
+    for _ in range(9):
+        training.step()
+    own = training.state()
+    shared = hvd.broadcast_object(own, root_rank=0)
+    shared["compression"]["own"]["size"] = 1024
+    for state, expected in ((shared, "1024 ranks"), (hvd.broadcast_object(own, root_rank=0), "rank 0")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            resumed = Training(spec, policy, state)
+        texts = [str(warning.message) for warning in caught if "residuals" in str(warning.message)]
+        warns = hvd.rank() == 0 if expected == "1024 ranks" else hvd.rank() != 0
+        assert len(texts) == warns, texts
+        assert all(expected in text for text in texts), texts
+        zeroed = expected == "1024 ranks" or hvd.rank() != 0
+        assert resumed.binding.engine.holds_residuals != zeroed
+        resumed.step()
+        assert resumed.binding.engine.step_number == 10
+        assert resumed.plans[0] == hvd.broadcast_object(resumed.plans[0], root_rank=0)
+
+
+def case_a_checkpoint_of_something_else_is_refused() -> None:
+    training = Training("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1")
+    training.step()
+    state = training.state()
+    for spec, policy, named in (
+        ("powersgd:rank=2", "accordion:low=4,high=1", "topk:ratio=0.1"),
+        ("topk:ratio=0.1", "adaqs:start=64,fall=0.1,steps=3", "accordion:"),
+    ):
+        message = raised(ConfigurationError, lambda spec=spec, policy=policy: Training(spec, policy, state))
+        assert named in message, message
+    assert "before the first step" in raised(
+        ConfigurationError, lambda: training.compression.load_state_dict(state["compression"])
+    )
+
+
+def case_a_log_that_cannot_be_written_stops_all() -> None:
+    training = Training("topk:ratio=0.1", "adaqs:start=64,fall=0.1,steps=3", decision_log="/dev/null/decisions.jsonl")
+    assert "/dev/null" in raised(RankMismatchError, training.step)

@@ -1,0 +1,249 @@
+"""The decision log: what is written comes back exactly, and what is not a whole decision log is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvdcomp import ConfigurationError
+from hvdcomp.decision_log import Decided, DecisionLog, DecisionLogError, Start, read_decisions, to_json, with_numbers
+from hvdcomp.policies.base import Gains, LearningRates, Statistics, Timing
+
+START: dict[str, Any] = {
+    "step": 0,
+    "epoch": 0,
+    "policy": "accordion:low=4,high=1",
+    "compressor": "powersgd:rank=4",
+    "tensors": {"conv.weight": (32, 1, 3, 3), "bias": ()},
+    "steps_per_epoch": 45,
+    "ranks": 2,
+    "state": {"policy": "accordion", "critical": {"conv.weight": True}},
+    "decision": {"kind": "levels", "levels": {"conv.weight": 4, "bias": None}},
+}
+MADE: dict[str, Any] = {
+    "step": 45,
+    "epoch": 1,
+    "from_step": 46,
+    "statistics": Statistics(step=45, epoch=1, norms={"conv.weight": 0.1}),
+    "state": {"policy": "accordion", "previous": {"conv.weight": math.inf, "bias": None}},
+    "decision": {"kind": "levels", "levels": {"conv.weight": 1, "bias": None}},
+}
+
+# All floats: nan, infinities, subnormals, -0.0. Names: any text, with quotes, line ends and lone surrogates.
+names = st.text(max_size=6) | st.sampled_from(["NaN", "Infinity", "1.0"])
+floats = st.floats()
+finite = st.floats(allow_nan=False, allow_infinity=False)
+levels = st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), floats, max_size=3), max_size=3)
+by_tensor = st.dictionaries(names, floats, max_size=4)
+rate_pairs = st.integers(1, 3).flatmap(lambda groups: st.tuples(*[st.tuples(*[floats] * groups)] * 2))
+shapes = {
+    "epoch": st.integers(0, 10**6),
+    "learning_rates": rate_pairs.map(lambda pair: LearningRates(*pair)),
+    "norms": by_tensor,
+    "model_norm": floats,
+    "mean_to_std": by_tensor,
+    "gains": st.builds(Gains, floats, st.none() | floats, st.integers(1, 4096)),
+    "level_gains": levels,
+    "level_costs": levels,
+    "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),
+}
+statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(
+    lambda drawn: Statistics(**drawn)
+)
+
+
+def exact(value: object) -> str:
+    """Tells apart what == does not: 1, 1.0 and True; 0.0 and -0.0; tuples and lists; nan is itself."""
+    return repr(value)
+
+
+def written(folder: Path, *records: Mapping[str, Any]) -> Path:
+    path = folder / "decisions.jsonl"
+    log = DecisionLog(path)
+    for record in records:
+        (log.decision if "statistics" in record else log.start)(**record)
+    log.close()
+    return path
+
+
+def test_every_shape_of_statistics_is_drawn() -> None:
+    fields = {field.name for field in dataclasses.fields(Statistics)}
+    assert fields == {"step", *shapes}, "a new statistic needs a shape here"
+
+
+@given(statistics=statistics)
+@example(Statistics(step=1, norms={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 5e-324, "e": -0.0}))
+@example(Statistics(step=1, level_gains={"a": {10.0: 0.1, 0.1 + 0.2: math.nan, 4: 1.0, 1e300: 0.0}}))
+@example(Statistics(step=1, learning_rates=LearningRates((0.1, math.inf), (math.nan, -0.0))))
+def test_statistics_come_back_exactly(statistics: Statistics) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder), {**MADE, "statistics": statistics})
+        [record] = read_decisions(path)
+        text = path.read_text()
+    assert isinstance(record, Decided)
+    assert exact(record.statistics) == exact(statistics)
+    assert text.count("\n") == 1
+    held = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not strict JSON"))
+    known = [field.name for field in dataclasses.fields(statistics) if getattr(statistics, field.name) is not None]
+    assert list(held["statistics"]) == known
+
+
+def test_lines_come_back(tmp_path: Path) -> None:
+    path = written(tmp_path / "not" / "there", START, MADE, {**START, "step": 50, "steps_per_epoch": None})
+    start, made, resumed = read_decisions(path)
+    assert start == Start(line=1, hvdcomp=version("hvdcomp"), **START)
+    state = {"policy": "accordion", "previous": {"conv.weight": "Infinity", "bias": None}}
+    assert made == Decided(line=2, **{**MADE, "state": state})
+    assert with_numbers(made.state) == MADE["state"]
+    assert (resumed.line, resumed.step) == (3, 50)
+    first, second, _ = map(json.loads, path.read_text().splitlines())
+    assert list(first) == [
+        "kind", "step", "epoch", "policy", "compressor", "tensors", "steps_per_epoch", "ranks", "hvdcomp", "state",
+        "decision",
+    ]  # fmt: skip
+    assert list(second) == ["kind", "step", "epoch", "from_step", "statistics", "state", "decision"]
+    assert first["kind"] == "start"
+    assert second["kind"] == "decision"
+    assert first["tensors"] == {"conv.weight": [32, 1, 3, 3], "bias": []}
+    assert second["statistics"] == {"step": 45, "epoch": 1, "norms": {"conv.weight": 0.1}}
+
+
+def test_each_line_is_there_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    log = DecisionLog(path)
+    assert not path.exists()
+    log.start(**START)
+    assert len(list(read_decisions(path))) == 1
+    log.decision(**MADE)
+    assert len(list(read_decisions(path))) == 2
+    log.close()
+    log.close()
+    log.decision(**MADE)
+    assert len(list(read_decisions(path))) == 3
+    log.close()
+
+
+def test_numbers_of_numpy() -> None:
+    numbers = [np.int32(3), np.float64("nan"), np.float32("inf")]
+    held = to_json({np.float64(0.5): np.float32(0.25), np.int64(2): numbers})
+    assert exact(held) == exact({"0.5": 0.25, "2": [3, "NaN", "Infinity"]})
+    with pytest.raises(TypeError, match=r"cannot hold.* a set"):
+        to_json({"norms": {1.0}})
+
+
+def test_names_are_not_taken_for_numbers() -> None:
+    data = to_json({"tensors": ["NaN", "fc"], "NaN": math.nan, "deep": {"Infinity": -math.inf}, "send": "dense"})
+    back = with_numbers(data)
+    assert back["tensors"] == ["NaN", "fc"]
+    assert math.isnan(back["NaN"])
+    assert back["deep"] == {"Infinity": -math.inf}
+    assert back["send"] == "dense"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 150])
+def test_a_last_line_cut_short_is_left_out_and_then_replaced(tmp_path: Path, cut: int) -> None:
+    path = written(tmp_path, START, MADE)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    assert len(list(read_decisions(path))) == (2 if cut == 1 else 1)  # cut 1: only the line's end is missing
+    written(tmp_path, {**START, "step": 45})
+    kinds = [type(record) for record in read_decisions(path)]
+    assert kinds == ([Start, Decided, Start] if cut == 1 else [Start, Start])
+    assert path.read_bytes().startswith(whole if cut == 1 else whole[: whole.index(b"\n") + 1])
+
+
+def test_a_first_line_cut_short_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path, START)
+    whole = path.read_bytes()
+    for length in (0, 1, 12, 100, len(whole) - 2):
+        path.write_bytes(whole[:length])
+        assert list(read_decisions(path)) == []
+        written(tmp_path, START)
+        assert path.read_bytes() == whole
+
+
+def _change(line: int, old: str, new: str) -> Any:
+    def change(lines: list[str]) -> None:
+        assert old in lines[line - 1]
+        lines[line - 1] = lines[line - 1].replace(old, new, 1)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "said"),
+    [
+        (1, _change(1, '"start"', '"begin"'), '"kind" is "start" or "decision"'),
+        (1, _change(1, '{"kind"', '["kind"'), "Expecting|delimiter"),
+        (1, _change(1, '"ranks": 2', '"ranks": "2"'), 'ranks is "2"'),
+        (1, _change(1, '"ranks": 2', '"ranks": true'), "ranks is true"),
+        (1, _change(1, '"ranks": 2, ', ""), "start lacks ranks"),
+        (1, _change(1, '"ranks": 2', '"ranks": 2, "more": 1'), "start has an unknown more"),
+        (1, _change(1, "[32, 1, 3, 3]", "[32, 1.5]"), "conv.weight is 1.5"),
+        (2, _change(2, "0.1", "NaN"), "NaN is not JSON"),
+        (2, _change(2, "0.1", '"nan"'), 'conv.weight is "nan"'),
+        (2, _change(2, "0.1", "null"), "conv.weight is null"),
+        (2, _change(2, '"norms"', '"normes"'), "statistics has an unknown normes"),
+        (2, _change(2, '"norms"', '"learning_rates"'), "learning_rates lacks next, now"),
+        (2, _change(2, '{"conv.weight": 0.1}', "{}, "), "Expecting|Illegal"),
+        (2, lambda lines: lines.insert(1, "\n"), "Expecting value"),
+        (2, lambda lines: lines.insert(1, "17\n"), "not a line of a decision log"),
+        (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated"),
+        (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "of the same groups"),
+        (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains a has 'x' where a number"),
+    ],
+)  # fmt: skip
+def test_damage_is_found_at_its_line(tmp_path: Path, line: int, change: Any, said: str) -> None:
+    path = written(tmp_path, START, MADE)
+    lines = path.read_text().splitlines(keepends=True)
+    change(lines)
+    path.write_text("".join(lines))
+    with pytest.raises(DecisionLogError, match=said) as caught:
+        list(read_decisions(path))
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    path.write_bytes(b"\x80\xff\n")
+    with pytest.raises(DecisionLogError, match="line 1"):
+        list(read_decisions(path))
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, file / "decisions.jsonl", tmp_path / "pipe", Path("/proc/hvdcomp/decisions.jsonl")):
+        with pytest.raises(ConfigurationError, match="cannot be written") as caught:
+            DecisionLog(path)
+        assert str(path) in str(caught.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_another_file_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5')
+    with pytest.raises(ConfigurationError, match="not a decision log"):
+        DecisionLog(path)
+    assert path.read_text() == '{"step": 1, "loss": 0.5'
+
+
+def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    log = DecisionLog(path)
+    path.symlink_to("/dev/full")
+    with pytest.raises(ConfigurationError, match=r"decisions\.jsonl cannot be written: No space left"):
+        log.start(**START)

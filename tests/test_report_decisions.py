@@ -1,0 +1,410 @@
+"""What `hvdcomp report` makes of decisions.jsonl, written here by policies that get made-up statistics."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from hvdcomp.cli import main
+from hvdcomp.decision_log import DecisionLog
+from hvdcomp.policies import Policy, decision_to_json
+from hvdcomp.policies.base import Gains, LearningRates, Statistics, Timing
+from hvdcomp.report.decision_curves import draw_decisions
+from hvdcomp.report.decisions import load_decisions
+from hvdcomp.report.runs import RunError, find_runs
+from hvdcomp.report.table import make_sections, policy_line
+from hvdcomp.spec import parse_policy
+
+EPOCH = 20  # steps
+TENSORS = ("conv.weight", "fc1.weight", "fc2.weight")
+Told = Callable[[Any, int], Statistics]
+"""The statistics after so many steps, in a state of the policy."""
+
+
+def write_log(
+    path: Path,
+    spec: str,
+    told: Told,
+    *,
+    steps: int = 100,
+    tensors: Sequence[str] = TENSORS,
+    compressor: str = "powersgd:rank=4",
+    start: int = 0,
+) -> Path:
+    """Drive a policy for `steps` steps from step `start` on, and write its decisions as `hvdcomp train` does."""
+    policy = parse_policy(spec)
+    assert isinstance(policy, Policy)
+    state = policy.initial_state(tensors)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = DecisionLog(path)
+    log.start(
+        step=start,
+        epoch=start // EPOCH,
+        policy=spec,
+        compressor=compressor,
+        tensors=dict.fromkeys(tensors, (8, 8)),
+        steps_per_epoch=EPOCH,
+        ranks=2,
+        state=policy.to_json(state),
+        decision=decision_to_json(policy.decision(state)),
+    )
+    assert policy.period is not None
+    every = policy.period.steps or policy.period.epochs * EPOCH
+    for step in range(start + every, start + steps + 1, every):
+        statistics = told(state, step)
+        state, decision = policy.decide(state, statistics)
+        log.decision(
+            step=step,
+            epoch=step // EPOCH,
+            from_step=step + policy.lag,
+            statistics=statistics,
+            state=policy.to_json(state),
+            decision=decision_to_json(decision),
+        )
+    log.close()
+    return path
+
+
+def regimes(norms: Mapping[int, Sequence[float]], falls: Sequence[int] = (), tensors: Sequence[str] = TENSORS) -> Told:
+    """Norms of the tensors by epoch, those of the last epoch before where there are none; falls of the rate."""
+
+    def told(state: Any, step: int) -> Statistics:
+        epoch = step // EPOCH
+        latest = norms[max(known for known in norms if known <= epoch)]
+        rates = LearningRates((0.1,), (0.01 if epoch in falls else 0.1,))
+        by_name = dict(zip(tensors, latest, strict=True))
+        return Statistics(step, epoch, learning_rates=rates, norms=by_name, model_norm=float(sum(latest)))
+
+    return told
+
+
+def falling_ratios(state: Any, step: int) -> Statistics:
+    """Each tensor's mean-to-standard-deviation ratio falls faster than that of the one before."""
+    ratios = {name: (1.0 - 0.1 * place) ** (step // EPOCH) for place, name in enumerate(TENSORS, start=1)}
+    return Statistics(step, step // EPOCH, mean_to_std=ratios)
+
+
+def gains(state: Any, step: int) -> Statistics:
+    """Gains fall with the logarithm of the factor and rise over time; the times are the same for all."""
+    rising = 0.3 * (1 - np.exp(-step / 200))
+
+    def gain(factor: float) -> float:
+        return float(min(1.0, 1.0 - 0.25 * np.log10(factor) + rising + 0.05 * np.sin(step)))
+
+    candidate = None if state.candidate is None else gain(state.candidate)
+    timing = Timing(samples=64, seconds=0.01 + 0.001 * np.cos(step), evaluation_seconds=0.002)
+    return Statistics(step, gains=Gains(gain(state.minimum), candidate, ranks=4), timing=timing)
+
+
+def write_steps(folder: Path, steps: int = 100, falls: Sequence[int] = ()) -> Path:
+    """Write steps.jsonl with a loss that decays; the learning rate falls after each of some steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(0).normal(0, 0.05, steps)
+    with (folder / "steps.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            rate = 0.1 * 0.1 ** sum(step > fall for fall in falls)
+            loss = 2.3 * float(np.exp(-3 * step / steps)) + 0.1 + noise[step - 1]
+            record = {"step": step, "epoch": (step - 1) // EPOCH + 1, "loss": loss, "learning_rate": rate, "ms": 20.0}
+            file.write(json.dumps(record | {"bytes_sent": 4000, "dense_bytes": 40000}) + "\n")
+    return folder
+
+
+def write_summary(folder: Path, **fields: Any) -> None:
+    record = {"status": "finished", "model": "mlp", "data": "digits", "spec": "powersgd:rank=4", "world_size": 2}
+    (folder / "summary.json").write_text(json.dumps(record | fields))
+
+
+def report(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(main, ["report", *map(str, arguments)])
+
+
+def panels(folder: Path) -> Iterator[Any]:
+    (run,), _ = find_runs([folder])
+    for _, _, figure in draw_decisions(run):
+        figure.canvas.draw()
+        yield from figure.axes
+
+
+def test_levels_and_critical_share_over_time(tmp_path):
+    told = regimes({1: (1, 1, 1), 2: (1, 1, 4), 4: (3, 1, 4)}, falls=[5])
+    log = load_decisions(write_log(tmp_path / "log", "accordion:low=4,high=1,interval=1", told))
+    assert log is not None
+    assert (log.policy, log.compressor) == ("accordion:low=4,high=1,interval=1", "powersgd:rank=4")
+    assert (log.tensors, log.made, log.end) == (TENSORS, 5, 100)
+    assert log.steps.tolist() == [0, 21, 41, 61, 81, 101]
+    assert log.levels["conv.weight"].tolist() == [4, 4, 1, 1, 4, 4]
+    assert log.levels["fc1.weight"].tolist() == [4, 4, 1, 1, 1, 4]
+    assert log.levels["fc2.weight"].tolist() == [4, 4, 4, 1, 1, 4]
+    assert log.critical == pytest.approx([1, 1, 1 / 3, 0, 1 / 3, 1])
+    assert log.factors == {}
+    assert np.isnan(log.sent).all()
+    assert log.in_force(np.array([0, 20, 21, 40, 80, 100])).tolist() == [0, 0, 1, 1, 3, 4]
+
+
+def test_factors_of_tensors(tmp_path):
+    log = load_decisions(write_log(tmp_path / "log", "adaqs:start=64,fall=0.2", falling_ratios))
+    assert log is not None
+    assert log.factors["conv.weight"].tolist() == [64, 64, 64, 64, 32, 32]
+    assert log.factors["fc2.weight"].tolist() == [64, 64, 32, 16, 8, 4]
+    assert log.levels == {}
+    assert np.isnan(log.critical).all()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_factors_gains_and_throughput_of_the_whole_model(tmp_path, lag):
+    spec = f"gravac:min=10,max=100,window=30,lag={lag}"
+    policy: Any = parse_policy(spec)
+    path = write_log(tmp_path / "log", spec, gains) if lag else write_two_calls_a_step(tmp_path / "log", policy)
+    log = load_decisions(path)
+    assert log is not None
+    assert log.steps.tolist() == ([0, *range(2, 102)] if lag else list(range(101)))
+    assert log.minimum[0] == 10
+    assert log.candidate[[0, 31 if lag else 30, 62 if lag else 60]].tolist() == [20, 40, 100]
+    assert set(log.gains) == set(policy.candidates) | {10}
+    sent = set(log.sent[np.isfinite(log.sent)])
+    assert sent == set(log.throughput) if lag else sent <= set(log.throughput) | {1}
+    last = json.loads(path.read_text().splitlines()[-1])["state"]
+    for name, arrays in (("gains", log.gains), ("throughput", log.throughput)):
+        assert {repr(cf): column[-1] for cf, column in arrays.items() if np.isfinite(column[-1])} == last[name]
+
+
+def write_two_calls_a_step(path: Path, policy: Any) -> Path:
+    """With lag=0 what a step sends is decided in it, and its timing is told at its end."""
+    state = policy.initial_state(TENSORS)
+    log = DecisionLog(path)
+
+    def logged(now: Any) -> dict[str, Any]:
+        return {"state": policy.to_json(now), "decision": decision_to_json(policy.decision(now))}
+
+    log.start(
+        step=0,
+        epoch=None,
+        policy=str(policy),
+        compressor="topk:ratio=0.1",
+        tensors=dict.fromkeys(TENSORS, (8, 8)),
+        steps_per_epoch=None,
+        ranks=4,
+        **logged(state),
+    )
+    for step in range(100):
+        for from_step in (step, step + 1):
+            statistics = gains(state, from_step)
+            state, _ = policy.decide(state, statistics)
+            log.decision(step=from_step, epoch=None, from_step=from_step, statistics=statistics, **logged(state))
+    log.close()
+    return path
+
+
+def test_batch_size_and_joint(tmp_path):
+    told = regimes({1: (1, 1, 1), 2: (1, 1, 4)})
+    log = load_decisions(write_log(tmp_path / "batch", "accordion_batch_size:low=64,high=512,interval=1", told))
+    assert log is not None
+    assert log.accumulation.tolist() == [1, 1, 1, 8, 8, 8]
+    assert log.levels == {}
+    spec = "accordion_joint:low=4,high=1,batch_low=64,batch_high=512,interval=1"
+    joint = load_decisions(write_log(tmp_path / "joint", spec, told))
+    assert joint is not None
+    assert joint.accumulation.tolist() == log.accumulation.tolist()
+    assert joint.levels["fc2.weight"].tolist() == [4, 4, 4, 1, 1, 1]
+    assert joint.critical[2] == pytest.approx(1 / 3)
+
+
+def test_probed_levels(tmp_path):
+    levels = (2.0, 4.0, 8.0)
+
+    def told(state: Any, step: int) -> Statistics:
+        known = regimes({1: (1, 1, 1)})(state, step)
+        table = {name: {cf: 1.0 / cf for cf in levels} for name in TENSORS}
+        level_gains = {name: {2.0: 0.9, 4.0: 0.75, 8.0: 0.4} for name in TENSORS}
+        return Statistics(
+            step,
+            known.epoch,
+            learning_rates=known.learning_rates,
+            norms=known.norms,
+            level_gains=level_gains,
+            level_costs=table,
+        )
+
+    log = load_decisions(write_log(tmp_path / "log", "accordion:auto,largest=8,interval=1", told))
+    assert log is not None
+    assert log.factors["fc1.weight"].tolist() == [2, 4, 8, 8, 8, 8]
+
+
+def test_resumed_run_counts_the_later_decisions(tmp_path):
+    calm, changing = regimes({1: (1, 1, 1)}), regimes({1: (1, 1, 1), 2: (1, 1, 1), 3: (3, 3, 3)})
+    path = write_log(tmp_path / "log", "accordion:low=4,high=1,interval=1", calm)
+    write_log(path, "accordion:low=4,high=1,interval=1", changing, start=40, steps=40)
+    log = load_decisions(path)
+    assert log is not None
+    assert log.steps.tolist() == [0, 21, 40, 61, 81]
+    assert log.made == 7
+    assert log.end == 80
+
+
+def test_half_a_last_line_is_left_out(tmp_path):
+    path = write_log(tmp_path / "log", "accordion:low=4,high=1,interval=1", regimes({1: (1, 1, 1)}))
+    path.write_bytes(path.read_bytes()[:-30])
+    log = load_decisions(path)
+    assert log is not None
+    assert log.made == 4
+    path.write_bytes(b'{"kind": "start", "st')
+    assert load_decisions(path) is None
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new", "said"),
+    [
+        (3, '"kind": "decision"', '"kind": "other"', "line 3"),
+        (3, '{"kind"', '{"kind', "line 3"),
+        (2, '"kind": "levels"', '"kind": "volumes"', "line 2.*volumes"),
+        (2, '"fc1.weight": 4', '"fc1.weight": "much"', "line 2.*much"),
+        (1, '{"kind": "start"', '\n{"kind": "start"', "line 1"),
+    ],
+)
+def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new, said):
+    told = regimes({1: (1, 1, 1)})
+    path = write_log(tmp_path / "run/decisions.jsonl", "accordion:low=4,high=1,interval=1", told)
+    lines = path.read_text().splitlines(keepends=True)
+    assert old in lines[number - 1]
+    lines[number - 1] = lines[number - 1].replace(old, new)
+    path.write_text("".join(lines))
+    with pytest.raises(RunError, match=rf"decisions\.jsonl, {said}"):
+        find_runs([path.parent])
+    result = report(path.parent, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert str(path) in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_log_without_its_start_is_an_error(tmp_path):
+    path = write_log(tmp_path / "run/decisions.jsonl", "adaqs:start=64,fall=0.2", falling_ratios)
+    path.write_text(path.read_text().partition("\n")[2])
+    with pytest.raises(RunError, match="line 1: a decision log begins with a start line"):
+        find_runs([path.parent])
+
+
+def test_killed_run_is_named_by_its_decisions(tmp_path):
+    folder = write_steps(tmp_path / "killed")
+    write_log(folder / "decisions.jsonl", "adaqs:start=64,fall=0.2", falling_ratios)
+    write_steps(tmp_path / "no-policy")
+    killed, plain = (group for section in make_sections(find_runs([tmp_path])[0]) for group in section.groups)
+    assert killed.label == "killed (unfinished): powersgd:rank=4, adaqs:start=64,fall=0.2"
+    assert plain.label == "no-policy (unfinished)"
+    (row,) = killed.rows()
+    assert (row["spec"], row["policy"], row["decisions"]) == ("powersgd:rank=4", "adaqs:start=64,fall=0.2", 5)
+    assert policy_line(plain.rows()[0]) is None
+
+
+def test_table_and_page_show_the_policy(tmp_path):
+    told = regimes({1: (1, 1, 1)})
+    for seed in (0, 1):
+        folder = write_steps(tmp_path / f"runs/accordion-{seed}", falls=[40])
+        write_log(folder / "decisions.jsonl", "accordion:low=4,high=1,interval=1", told)
+        write_summary(folder, seed=seed, options={"policy": "accordion:low=4,high=1,interval=1"})
+    folder = write_steps(tmp_path / "runs/warmup")
+    write_summary(folder, options={"policy": "warmup:levels=4|2,epochs=1"})
+    folder = write_steps(tmp_path / "runs/gravac")
+    write_log(folder / "decisions.jsonl", "gravac:max=100,window=30", gains)
+    write_summary(folder, options={"policy": "gravac:max=100,window=30"})
+    result = report(tmp_path / "runs", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    sections = make_sections(find_runs([tmp_path / "runs"])[0])
+    assert [group.label for section in sections for group in section.groups] == [
+        "powersgd:rank=4, accordion:low=4,high=1,interval=1",
+        "powersgd:rank=4, gravac:max=100,window=30",
+        "powersgd:rank=4, warmup:levels=4|2,epochs=1",
+    ]
+    rows = json.loads((tmp_path / "out/report.json").read_text())["rows"]
+    found = {row["run"]: (row["policy"], row["decisions"]) for row in rows}
+    assert found["mean of 2 runs"] == found["accordion-1"] == ("accordion:low=4,high=1,interval=1", 5)
+    assert found["gravac"] == ("gravac:max=100,window=30", 100)
+    assert found["warmup"] == ("warmup:levels=4|2,epochs=1", None)
+    page = (tmp_path / "out/report.html").read_text()
+    for text in ("accordion:low=4,high=1,interval=1 (5 decisions)", "warmup:levels=4|2,epochs=1"):
+        assert text in page
+        assert text in result.output
+    drawn = {path.name for path in (tmp_path / "out").glob("*-run*.png")}
+    assert drawn == {"1-run1-decisions.png", "1-run2-decisions.png", "1-run3-decisions.png", "1-run3-gains.png"}
+    for name in drawn:
+        assert (tmp_path / "out" / name).with_suffix(".svg").stat().st_size > 1000
+    # Of the seeds, only the first is shown without unfolding its details.
+    assert page.count('<figure class="card">') == 5
+    assert page.count("<figure") == 6
+
+
+def test_heat_map_stays_legible_with_many_tensors(tmp_path):
+    names = [f"layer{place // 10}.{place % 10}.a-long-name-of-a-module.conv.weight" for place in range(161)]
+    told = regimes({1: (1.0,) * 161, 2: tuple(np.linspace(1, 2, 161).tolist())}, tensors=names)
+    folder = write_steps(tmp_path / "run")
+    write_log(folder / "decisions.jsonl", "accordion:low=4,high=1,interval=1", told, tensors=names)
+    _, heat_map, *_ = panels(folder)
+    shown = [text.get_text() for text in heat_map.get_yticklabels()]
+    assert 20 <= len(shown) <= 40
+    assert all(len(text) <= 34 for text in shown)
+    image = np.asarray(heat_map.images[0].get_array())
+    assert image.shape == (161, 100)
+    assert image[:, 0].tolist() == [1] * 161  # of the two levels the greater
+    assert image[0, 50] == 0
+    assert image[160, 50] == 1
+    boxes = [text.get_window_extent() for text in heat_map.get_yticklabels()]
+    assert all(above.y0 >= below.y1 - 1 for above, below in itertools.pairwise(boxes))
+
+
+def test_critical_regimes_and_falling_rates_are_marked_on_the_loss(tmp_path):
+    told = regimes({1: (1, 1, 1), 2: (1, 1, 4), 3: (1, 1, 4)})
+    folder = write_steps(tmp_path / "run", falls=[40, 70])
+    write_log(folder / "decisions.jsonl", "accordion:low=4,high=1,interval=1", told)
+    loss, *_ = panels(folder)
+    shares = np.asarray(loss.images[0].get_array())[0]
+    assert shares[[0, 40, 41, 60, 61]] == pytest.approx([1, 1, 1 / 3, 1 / 3, 0])
+    assert [line.get_xdata()[0] for line in loss.lines[2:]] == [40, 70]
+    assert 0 < loss.get_ylim()[1] < 3
+    write_steps(folder, falls=range(1, 90))
+    (run,), _ = find_runs([folder])
+    ((_, caption, figure),) = draw_decisions(run)
+    assert len(figure.axes[0].lines) == 2
+    assert "falls 89 times, which is not marked" in caption
+
+
+def test_gains_are_drawn_with_epsilon_and_shares(tmp_path):
+    folder = write_steps(tmp_path / "run")
+    write_log(folder / "decisions.jsonl", "gravac:min=10,max=100,window=30,epsilon=0.6", gains)
+    (run,), _ = find_runs([folder])
+    log = run.decisions
+    assert log is not None
+    (_, _, _), (name, _, figure) = draw_decisions(run)
+    assert name == "gains"
+    gain, share, throughput = figure.axes
+    assert gain.lines[-1].get_ydata()[0] == 0.6
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    sent = log.sent[log.in_force(np.arange(100))]
+    expected = [f"{name}: {100 * np.mean(sent == cf):.0f}%" for cf, name in
+                ((1, "dense"), (10, "10x"), (20, "20x"), (40, "40x"), (100, "100x"))]  # fmt: skip
+    assert labels == [*expected, "epsilon = 0.6"]
+    tops = np.max([patch.get_data().values for patch in share.patches], axis=0)
+    assert tops == pytest.approx(1)
+    assert [text.get_text() for text in throughput.get_yticklabels()] == [
+        {1.0: "dense"}.get(cf, f"{cf:g}x") for cf in sorted(log.throughput)
+    ]
+
+
+def test_strange_names_and_logs_alone_are_drawn(tmp_path):
+    names = ("$x_{", "<script>", "\x1b[31m")
+    told = regimes({1: (1, 1, 1)}, tensors=names)
+    path = write_log(tmp_path / "run/decisions.jsonl", "accordion:low=4,high=1,interval=1", told, tensors=names)
+    result = report(path.parent, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "<script" not in (tmp_path / "out/1-run1-decisions.svg").read_text()
+    short = write_log(tmp_path / "short/decisions.jsonl", "accordion:low=4,high=1", told, steps=0, tensors=names)
+    (run,), _ = find_runs([short.parent])
+    assert list(draw_decisions(run)) == []
