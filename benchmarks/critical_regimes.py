@@ -4,8 +4,8 @@
 
 Trains the reference network on the digits with dense SGD and a learning rate that falls once, measures both at the end
 of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3 of the Accordion paper for a model
-that is small enough for every machine. A fifth of the labels is drawn at random by default; without that the network has
-learnt everything before the learning rate falls, and the fall changes nothing.
+that is small enough for every machine. A fifth of the labels is drawn at random by default: without that the network
+has learnt everything before the learning rate falls, and the fall changes nothing.
 """
 
 from __future__ import annotations

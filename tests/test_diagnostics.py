@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -423,3 +426,43 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 def test_an_unknown_criterion_is_refused() -> None:
     with pytest.raises(ValueError, match="'loss' is unknown; choose one of eigenvalue, gradient_norm"):
         RegimeRecord().critical("loss")
+
+
+def test_the_picture_shades_what_is_critical() -> None:
+    pytest.importorskip("matplotlib")
+    from hvdcomp.diagnostics.plot import draw
+
+    eigenvalues, norms = [8.0, 7.0, 3.0, -4.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.1, 1.2, 0.5]
+    record = a_record(eigenvalues, norms, interval=2)
+    figure = draw(record, losses=[6.0, 5.0, 4.0, 3.0, 2.0, 1.0], decays=[4])
+    shaded = [
+        [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches] for axes in figure.get_axes()
+    ]
+    assert record.critical("eigenvalue") == [True] * 6
+    assert shaded == [[], [(0.5, 6.5)], [(0.5, 2.5), (4.5, 6.5)]]
+    assert [axes.get_yscale() for axes in figure.get_axes()] == ["log", "linear", "log"]
+    assert [list(axes.lines[0].get_ydata()) for axes in figure.get_axes()][1:] == [eigenvalues, norms]
+    assert [axes.lines[1].get_xdata()[0] for axes in figure.get_axes()] == [4.5] * 3
+    assert len(draw(record).get_axes()) == 2
+    with pytest.raises(ValueError, match="5 losses for 6 epochs"):
+        draw(record, losses=[1.0] * 5)
+    with pytest.raises(ValueError, match="the record is empty"):
+        draw(RegimeRecord())
+
+
+def test_the_benchmark_writes_what_it_measured(tmp_path: Path) -> None:
+    for package in ("sklearn", "matplotlib"):
+        pytest.importorskip(package)
+    benchmark = Path(__file__).parent.parent / "benchmarks" / "critical_regimes.py"
+    options = "--epochs 2 --milestone 1 --interval 1 --samples 32".split()
+    command = [sys.executable, str(benchmark), *options, "--output", str(tmp_path)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    document = json.loads((tmp_path / "critical_regimes.json").read_text())
+    first, second = document["epochs"]
+    assert second["train_loss"] < first["train_loss"]
+    assert second["learning_rate"] == pytest.approx(first["learning_rate"] / 10)
+    assert all(row["converged"] and row["eigenvalue"] > 0 and row["gradient_norm"] > 0 for row in (first, second))
+    assert document["regimes"]["eigenvalue"]["values"] == [first["eigenvalue"], second["eigenvalue"]]
+    assert (tmp_path / "critical_regimes.png").read_bytes().startswith(b"\x89PNG")
+    assert "of spans" in shown.stdout
