@@ -35,6 +35,8 @@ def measure(settings: Settings, record: RegimeRecord, samples: int, progress: Pr
     """Trains as `settings` say and notes every epoch in `record`; returns one row per epoch."""
     torch.manual_seed(settings.seed)
     data = load_data(settings)
+    if not 1 <= samples <= len(data.train_x):
+        raise click.UsageError(f"--samples {samples}: from 1 to {len(data.train_x)}, which are all there are")
     model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum)
     batches = list(
@@ -134,8 +136,6 @@ def main(
     output: Path,
 ) -> None:
     """Trains, measures, and writes what was found."""
-    if samples < 1:
-        raise click.UsageError(f"--samples {samples}: at least 1")
     try:
         settings = Settings(
             epochs=epochs, milestones=(milestone,), lr=lr, label_noise=label_noise, seed=seed

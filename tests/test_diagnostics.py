@@ -95,6 +95,9 @@ def test_running_out_of_iterations_is_told() -> None:
     negative = of_quadratic([1.0, -7.0], iterations=2)
     assert negative.iterations == 4  # two iterations with the shift after the first two
     assert not negative.converged
+    shift_not_known = of_quadratic([3.0, -7.0, -6.9], iterations=40)
+    assert shift_not_known.relative_change <= 1e-9
+    assert not shift_not_known.converged
 
 
 def logistic_data() -> tuple[np.ndarray, np.ndarray]:
@@ -454,7 +457,7 @@ def test_the_benchmark_writes_what_it_measured(tmp_path: Path) -> None:
     for package in ("sklearn", "matplotlib"):
         pytest.importorskip(package)
     benchmark = Path(__file__).parent.parent / "benchmarks" / "critical_regimes.py"
-    options = "--epochs 2 --milestone 1 --interval 1 --samples 32".split()
+    options = ["--epochs", "2", "--milestone", "1", "--interval", "1", "--samples", "32"]
     command = [sys.executable, str(benchmark), *options, "--output", str(tmp_path)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0, shown.stderr

@@ -32,7 +32,8 @@ class HessianEigenvalue:
             zero it lies anywhere between them.
         iterations: Hessian-vector products that were made, each one pass over all batches.
         relative_change: of the estimate in the last iteration, relative to `value`.
-        converged: whether that fell to the tolerance before the iterations ran out.
+        converged: whether that fell to the tolerance before the iterations ran out, in the plain power iteration and,
+            where there was one, in the one with the shift.
     """
 
     value: float
@@ -78,6 +79,9 @@ def largest_hessian_eigenvalue(
         reduce: given the product of this rank's batches, a vector of shape (parameters,), returns its mean over the
             ranks; for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the same call,
             with equally much data each. What goes wrong on one rank then raises an error on all.
+
+    A custom autograd function whose backward pass detaches what it computes with, and does not say so by
+    `once_differentiable`, gives a wrong second derivative that nothing can notice.
 
     Raises:
         ValueError: an argument that is not allowed; no parameter requires a gradient; no batches, or batches that can

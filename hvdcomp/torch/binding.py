@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +32,7 @@ from hvdcomp.engine import Engine
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.torch.caller import ParameterNames, caller_local
 from hvdcomp.torch.learning_rate import ScaledSteps
 
 if TYPE_CHECKING:
@@ -104,13 +104,12 @@ class TorchBinding:
         self._results: dict[str, torch.Tensor] = {}
         self._submitted: set[str] = set()  # tensors of this step
         self._open: set[str] = set()  # those of them that were not decompressed yet
-        self._successor: dict[str | None, str] = {}  # who followed whom in the last step
-        self._previous: str | None = None
+        self._names = ParameterNames(self._parameters)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
-        name = self._identify(tensor)
         if not self._open:
             self._begin()
+        name = self._names.of(tensor, self._optimizer)
         self._submitted.add(name)
         self._open.add(name)
         if self._casting:
@@ -140,7 +139,7 @@ class TorchBinding:
         """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
         self._results.clear()
         self._submitted.clear()
-        self._previous = None
+        self._names.begin_step()
         settings = self._compression.settings
         if isinstance(settings.policy, LevelSchedule):
             step = self.engine.step_number
@@ -294,41 +293,11 @@ class TorchBinding:
         if self.coordinator is not None and self.coordinator.source == source:
             self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0), poison)
 
-    def _identify(self, tensor: torch.Tensor) -> str:
-        """The name of the parameter whose gradient this is: first the one that came next in the last step."""
-        guess = self._successor.get(self._previous)
-        if guess is not None and self._parameters[guess].grad is tensor:
-            name: str | None = guess
-        else:
-            name = next((name for name, p in self._parameters.items() if p.grad is tensor), None)
-        if name is None:
-            name = self._identify_by_caller(tensor)
-        self._successor[self._previous] = name
-        self._previous = name
-        return name
-
-    def _identify_by_caller(self, tensor: torch.Tensor) -> str:
-        """For what is no parameter's gradient itself: the dense copy of a sparse gradient, or a mistake."""
-        if any(parameter is tensor for parameter in self._parameters.values()):
-            raise ConfigurationError(
-                "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
-                "aggregation do not fit; use op=hvd.Average"
-            )
-        parameter = _caller_local("p", torch.nn.Parameter)
-        for name, known in self._parameters.items():
-            if known is parameter:
-                return name
-        named = getattr(self._optimizer, "_parameter_names", {}).get(parameter)
-        raise ConfigurationError(
-            f"a gradient of shape {tuple(tensor.shape)} arrived that belongs to no parameter in the named_parameters "
-            f"of hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
-            "named_parameters as hvd.DistributedOptimizer"
-        )
-
     def _checked_optimizer(self, optimizer: Any, process_set: Any) -> Any:
         """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
         if optimizer is None:
-            optimizer = _caller_local("self", object, lambda found: _compression_of(found) is self._compression)
+            ours = self._compression
+            optimizer = caller_local("self", object, lambda one: one is not self and _compression_of(one) is ours)
         elif _compression_of(optimizer) is not self._compression:
             raise ConfigurationError(
                 f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
@@ -407,18 +376,3 @@ def _as_gradient(reduced: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def _compression_of(candidate: Any) -> Any:
     return getattr(candidate, "_compression", None)
-
-
-def _caller_local(name: str, kind: type, suits: Any = lambda found: True) -> Any:
-    """The local variable `name` of the nearest caller that has a suitable one; None if none has.
-
-    Horovod passes a compressor nothing but the tensor. What else it knows (the optimizer, its op and process set; the
-    parameter behind a dense copy of a sparse gradient) is read from its frame, once or in rare cases.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get(name)
-        if isinstance(found, kind) and suits(found) and not isinstance(found, TorchBinding):
-            return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

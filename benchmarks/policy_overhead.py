@@ -1,0 +1,153 @@
+"""What a policy costs in a step: the same training, at the same levels, with and without one.
+
+    horovodrun -np 2 python benchmarks/policy_overhead.py     # about 3 minutes on two cores
+
+Two trainings of the cnn on digits take turns in one process, in blocks of a few steps, so that whatever else the
+machine does falls on both alike. One has a policy that looks at every gradient and decides often, but always for the
+level that the other has fixed. Rank 0 writes the medians of the step times and of the ratios of neighbouring blocks to
+--output.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+BLOCK = 10  # steps
+# Nothing changes but what is sent: norms and ratios are taken of all gradients, and every 20 steps rank 0 decides.
+# Eta and fall are such that each tensor stays where it is.
+CASES = {
+    "no policy": ("powersgd:rank=4", None),
+    "constant": ("powersgd:rank=4", "constant"),
+    "accordion": ("powersgd:rank=4", "accordion:low=4,high=1,eta=1e-12,steps=20"),
+    "accordion, lag=0": ("powersgd:rank=4", "accordion:low=4,high=1,eta=1e-12,steps=20,lag=0"),
+    "accordion on topk": ("topk:ratio=0.01", "accordion:low=0.01,high=0.001,eta=1e-12,steps=20"),
+    "accordion_batch_size": ("topk:ratio=0.01", "accordion_batch_size:low=32,high=64,eta=1e-12,steps=20"),
+    "adaqs": ("topk:ratio=0.01", "adaqs:start=50,fall=0.999999,steps=20"),
+    "gravac": ("topk:ratio=0.05", "gravac:min=10,max=10,epsilon=1e-6"),
+    "gravac, two levels": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1,window=100000"),
+}
+# What is fixed beside it, where that is not the compressor's own level: what the policy's factors come to.
+FIXED = {"adaqs": 50.0, "gravac": 10.0}
+
+
+class Training:
+    """A training of the cnn on digits, one step at a time."""
+
+    def __init__(self, spec: str, policy: str | None) -> None:
+        import horovod.torch as hvd
+        import torch
+
+        import hvdcomp
+        from hvdcomp.train.data import load_data
+        from hvdcomp.train.models import build_model
+        from hvdcomp.train.settings import Settings
+
+        settings = Settings(model="cnn", data="digits").resolved()
+        self.data = load_data(settings)
+        torch.manual_seed(0)
+        self.model = build_model("cnn", channels=self.data.channels, size=self.data.size, classes=self.data.classes)
+        compression = hvdcomp.Compression.from_spec(
+            spec, policy=policy, named_parameters=self.model.named_parameters(), steps_per_epoch=44
+        )
+        self.compression = compression
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9),
+            named_parameters=self.model.named_parameters(),
+            compression=compression,
+        )
+        own = torch.Generator().manual_seed(hvd.rank())
+        self.batches = torch.randint(len(self.data.train_x), (64, 16), generator=own)
+        self.number = 0
+
+    def block(self) -> float:
+        """Makes some steps; returns the median time of one, in seconds."""
+        from torch.nn.functional import cross_entropy
+
+        times = []
+        for _ in range(BLOCK):
+            batch = self.batches[self.number % len(self.batches)]
+            self.number += 1
+            start = time.perf_counter()
+            self.optimizer.zero_grad()
+            cross_entropy(self.model(self.data.train_x[batch]), self.data.train_y[batch]).backward()
+            self.optimizer.step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def fixed_spec(case: str, spec: str) -> str:
+    """The compressor at the level at which the policy holds it."""
+    from hvdcomp.spec import parse_compressor
+
+    compressor = parse_compressor(spec)
+    if case not in FIXED:
+        return spec
+    return str(compressor.at_level(compressor.level_for(FIXED[case], (128, 1024))))
+
+
+def measure(case: str, blocks: int) -> dict[str, Any]:
+    """Both trainings of a case in turns; the first tenth of the blocks is not counted."""
+    spec, policy = CASES[case]
+    plain, adaptive = Training(fixed_spec(case, spec), None), Training(spec, policy)
+    pairs = []
+    for number in range(blocks):
+        order = (plain, adaptive) if number % 2 else (adaptive, plain)
+        seconds = {training: training.block() for training in order}
+        pairs.append((seconds[plain], seconds[adaptive]))
+    pairs = pairs[blocks // 10 :]
+    ratios = sorted(with_policy / without for without, with_policy in pairs)
+    sent = [training.compression.ledger.totals.bytes_sent / training.number for training in (plain, adaptive)]
+    return {
+        "compression": spec,
+        "policy": policy,
+        "ms_without": 1000 * statistics.median(without for without, _ in pairs),
+        "ms_with": 1000 * statistics.median(with_policy for _, with_policy in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "bytes_per_step_without_and_with": sent,
+        "blocks": len(pairs),
+    }
+
+
+@click.command()
+@click.option("--blocks", default=120, show_default=True, help=f"Blocks of {BLOCK} steps of each training and case.")
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Measure only these.")
+@click.option(
+    "--output",
+    default=Path("docs/policy_overhead.json"),
+    show_default=True,
+    type=click.Path(path_type=Path),
+)
+def main(blocks: int, only: tuple[str, ...], output: Path) -> None:
+    """Measures what policies cost in a step, with two ranks and the cnn."""
+    import horovod.torch as hvd
+    from rich.console import Console
+
+    from hvdcomp.train import environment
+
+    hvd.init()
+    environment.use_threads(hvd.local_size())
+    say = Console(quiet=hvd.rank() != 0, highlight=False, soft_wrap=True).print
+    results = {}
+    for case in only or CASES:
+        results[case] = result = measure(case, blocks)
+        say(
+            f"{case}: {result['ms_without']:.2f} ms without, {result['ms_with']:.2f} ms with; "
+            f"ratio {result['ratio']:.3f} (quartiles {result['ratio_quartiles'][0]:.3f} to "
+            f"{result['ratio_quartiles'][1]:.3f})"
+        )
+    if hvd.rank() == 0:
+        about = {"ranks": hvd.size(), "controller": environment.controller(hvd), "versions": environment.versions()}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
+        say(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The benchmark of the policies: what it trains, what it skips, how it counts, and its tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hvdcomp.spec import parse_compressor, parse_policy
+
+FILE = Path(__file__).parents[1] / "benchmarks" / "policies.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark_file() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_policies", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_run(settings: Any, **figures: Any) -> None:
+    """A run's summary, as `hvdcomp train` leaves it."""
+    settings.output.mkdir(parents=True, exist_ok=True)
+    summary = {"status": "finished", "steps": 10, "dense_bytes": 4e6, "seconds": 1.0, **figures}
+    summary["options"] = settings.resolved().as_options()
+    (settings.output / "summary.json").write_text(json.dumps(summary))
+
+
+def test_every_row_can_be_trained(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    folders = set()
+    for name, experiment in benchmark_file.EXPERIMENTS.items():
+        for row in experiment.rows:
+            folder = benchmark_file.folder_of(tmp_path, name, row, 0)
+            settings = experiment.settings(row, 0, folder).resolved()
+            compressor = parse_compressor(settings.compression)
+            if settings.policy is not None:
+                parse_policy(settings.policy).check(10, compressor)
+            folders.add(folder)
+    assert len(folders) == sum(len(experiment.rows) for experiment in benchmark_file.EXPERIMENTS.values())
+
+
+def test_a_run_is_trained_again_only_if_it_is_not_complete_or_its_settings_changed(
+    benchmark_file: ModuleType, tmp_path: Path
+) -> None:
+    experiment = benchmark_file.EXPERIMENTS["cnn"]
+    row = experiment.rows[1]
+    settings = experiment.settings(row, 0, tmp_path / "run")
+    assert benchmark_file.finished_run(settings) is None
+    write_run(settings, accuracy=0.9)
+    assert benchmark_file.finished_run(settings)["accuracy"] == 0.9
+    assert benchmark_file.finished_run(experiment.settings(row, 1, tmp_path / "run")) is None
+    assert benchmark_file.finished_run(experiment.settings(experiment.rows[2], 0, tmp_path / "run")) is None
+    write_run(settings, accuracy=0.9, status="failed")
+    assert benchmark_file.finished_run(settings) is None
+    (settings.output / "summary.json").write_text("{")
+    assert benchmark_file.finished_run(settings) is None
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "floats", "status", "met"),
+    [
+        (0.946, 6e5, "finished", True),
+        (0.944, 6e5, "finished", False),  # 0.6 points below
+        (0.96, 6.1e5, "finished", False),  # more than 60 %
+        (0.96, 1e5, "diverged", False),
+    ],
+)
+def test_an_expectation_is_met_or_not(
+    benchmark_file: ModuleType, tmp_path: Path, accuracy: float, floats: float, status: str, met: bool
+) -> None:
+    rows = {row.name: row for row in benchmark_file.EXPERIMENTS["cnn"].rows if row.group == "powersgd"}
+    experiment = benchmark_file.EXPERIMENTS["cnn"]
+    for seed in (0, 1):
+        low = experiment.settings(
+            rows["low"], seed, benchmark_file.folder_of(tmp_path / "runs", "cnn", rows["low"], seed)
+        )
+        write_run(low, accuracy=0.95, floats_sent=1e6, bytes_sent=4e6)
+        folder = benchmark_file.folder_of(tmp_path / "runs", "cnn", rows["accordion"], seed)
+        accordion = experiment.settings(rows["accordion"], seed, folder)
+        write_run(
+            accordion,
+            accuracy=accuracy,
+            floats_sent=floats,
+            bytes_sent=4 * floats,
+            status=status if seed else "finished",
+        )
+    (line,) = benchmark_file.write_tables(tmp_path / "runs", tmp_path / "table.md", 2)
+    assert ("**yes**" in line) == met
+    page = (tmp_path / "table.md").read_text()
+    assert line in page
+    assert f"| {floats:,.0f} | {floats / 1e6:.0%} |" in page
+    assert ("1 of 2 diverged" in page) == (status == "diverged")
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 5
