@@ -139,8 +139,8 @@ class Coordinator:
         told = self._in_step_statistics()
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
-            self._decide(self._with_rates(self._ended, self._rates))
-            self._ended = None
+            statistics, self._ended = self._with_rates(self._ended, self._rates), None
+            self._decide(statistics)
         if period is None or not self.progress.ends(period, epoch_ended):
             return
         statistics = dataclasses.replace(self._period_statistics(), **told)

@@ -48,14 +48,16 @@ class TwoLevels:
         self._minimum = plan_at_factor(engine, names, decision.minimum)
         self._candidate = decision.candidate and plan_at_factor(engine, names, decision.candidate)
         self._energies: list[Array] = []  # one vector (3,) for each tensor: of x, and of what each compression loses
-        self._marks: list[tuple[Any, Any]] = []  # start and end of what was done only to learn gains
+        self._marks: list[tuple[Any, Any, Any]] = []  # before, between and after the two compressions
+        self._sends_twice_compressed = False
 
     def __call__(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self._energies, self._marks = [], []
         compressed = [name for name in self._names if name in inputs]
         kept = {name: self._measure(xp, name, inputs[name]) for name in compressed if self._measuring}
         decision = self._decision if self._decide is None else self._decide()
-        if decision.send != "candidate":
+        self._sends_twice_compressed = decision.send == "candidate"
+        if not self._sends_twice_compressed:
             return {}
         if decision.minimum != self._decision.minimum:  # rank 0 has found another one meanwhile
             self._minimum = plan_at_factor(self._engine, self._names, decision.minimum)
@@ -70,15 +72,14 @@ class TwoLevels:
         start = xp.mark(x)
         sent = self._engine.preview(xp, name, x, self._minimum[name])
         first = densified(xp, x, sent)
-        if self._decision.send == "candidate":
-            start = xp.mark(x)
+        between = xp.mark(x)
         energy = xp.norm([x]) ** 2
         lost = lost_twice = error_energy(xp, x, energy, sent)
         if self._candidate:
             again = self._engine.preview(xp, name, first, self._candidate[name])
             lost_twice = error_energy(xp, x, energy, again)
         self._energies.append(xp.stack([energy, lost, lost_twice]))
-        self._marks.append((start, xp.mark(x)))
+        self._marks.append((start, between, xp.mark(x)))
         return first
 
     def gains(self) -> Gains:
@@ -92,7 +93,9 @@ class TwoLevels:
         if not self._energies:
             return 0.0
         xp = arrays_for(self._energies[0])
-        return sum(xp.seconds_between(start, end) or 0.0 for start, end in self._marks)
+        # What is compressed twice and sent needs the first compression anyway.
+        spans = [(between if self._sends_twice_compressed else start, end) for start, between, end in self._marks]
+        return sum(xp.seconds_between(start, end) or 0.0 for start, end in spans)
 
 
 class LevelProbe:

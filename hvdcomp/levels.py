@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors.routing import Router
 from hvdcomp.engine import Engine, Plan
 from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, MultiLevel, Probe
 
@@ -54,7 +55,10 @@ def at_factor(engine: Engine, name: str, factor: float) -> Compressor:
     """The compressor whose payload for a tensor is nearest to dense bytes / `factor`; none at all for 1."""
     if factor <= 1:
         return NoCompression()
-    return engine.compressor.at_level(engine.compressor.level_for(factor, engine.tensors[name].shape))
+    tensor, compressor = engine.tensors[name], engine.compressor
+    while isinstance(compressor, Router):  # not `route`: what saves nothing at its own level may do so at another
+        compressor = compressor.choose(tensor)
+    return compressor.at_level(compressor.level_for(factor, tensor.shape))
 
 
 def batch_of(decision: Decision) -> BatchSize:

@@ -30,6 +30,11 @@ class HorovodTorchCommunicator:
         everyone = self.size == hvd.size()
         return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether Horovod was started anew with other ranks."""
+        return (self._process_set.rank(), self._process_set.size()) != (self.rank, self.size)
+
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)
         return _Started(handle, None)

@@ -79,10 +79,10 @@ class TorchBinding:
         self._grad_scaler = grad_scaler
         self._loss_scale: float | None = None
         self._optimizer = self._checked_optimizer(optimizer, process_set)
-        communicator = HorovodTorchCommunicator(process_set or getattr(self._optimizer, "process_set", None))
+        self._communicator = HorovodTorchCommunicator(process_set or getattr(self._optimizer, "process_set", None))
         settings = compression.settings
         self.engine = Engine(
-            communicator,
+            self._communicator,
             [_describe(name, parameter) for name, parameter in self._parameters.items()],
             settings.compressor,
             memory=settings.memory,
@@ -93,7 +93,7 @@ class TorchBinding:
             ledger=compression.ledger,
         )
         self._log_error: str | None = None
-        self.coordinator = self._make_coordinator(communicator)
+        self.coordinator = self._make_coordinator()
         self._passes = getattr(self._optimizer, "backward_passes_per_step", 1)  # at the start
         self._scaled: ScaledSteps | None = None
         self._batch_size = BatchSize(1, 1.0)  # as it was put into the optimizer
@@ -137,6 +137,12 @@ class TorchBinding:
 
     def _begin(self) -> None:
         """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
+        if self._communicator.is_stale:
+            raise ConfigurationError(
+                f"Horovod was started anew, and rank {self._communicator.rank} of {self._communicator.size} is now another "
+                "one: hvdcomp does not follow elastic changes by itself. After each make a new hvdcomp.Compression and "
+                "hvd.DistributedOptimizer, and give it the old one's state_dict()."
+            )
         self._results.clear()
         self._submitted.clear()
         self._names.begin_step()
@@ -205,17 +211,17 @@ class TorchBinding:
 
     # What concerns a policy that rank 0 decides by.
 
-    def _make_coordinator(self, communicator: HorovodTorchCommunicator) -> Coordinator | None:
+    def _make_coordinator(self) -> Coordinator | None:
         settings = self._compression.settings
         if not isinstance(settings.policy, Policy):
             return None
 
         def broadcaster() -> Broadcaster:
-            if communicator.has_mpi:
+            if self._communicator.has_mpi:
                 from hvdcomp.communicators.mpi import MPIBroadcaster
 
                 return MPIBroadcaster()
-            return CommunicatorBroadcaster(communicator, torch.empty(0))
+            return CommunicatorBroadcaster(self._communicator, torch.empty(0))
 
         return Coordinator(
             settings.policy, self.engine, broadcaster, torch.empty(0), settings.steps_per_epoch, self._open_log()
