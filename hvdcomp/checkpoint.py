@@ -29,6 +29,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
     Args:
         copy: makes an array that nothing changes any more.
     """
+    if coordinator is not None:
+        coordinator.receive()
     states = engine.states.items()
     warm_starts = {
         name: {"method": state.method, "arrays": [copy(array) for array in state.compressor]}

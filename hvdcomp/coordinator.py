@@ -87,10 +87,14 @@ class Coordinator:
 
     def settle(self, rates: Callable[[], Rates]) -> None:
         """Takes up what was decided, before a step begins; with lag=0 a decision about the batch is made here."""
-        if self._in_flight:
-            self._receive()
+        self.receive()
         if self._ended is not None and self.policy.lag == 0 and self._changes_batch:
             self._decide_now(rates())
+
+    def receive(self) -> None:
+        """Takes up a decision that is on its way, between two steps."""
+        if self._in_flight:
+            self._receive()
 
     def begin_step(self, rates: Callable[[], Rates]) -> None:
         """To be called when a step begins, before the engine's `begin`."""
@@ -277,9 +281,7 @@ class Coordinator:
     # What outlives a restart.
 
     def shared_state(self) -> dict[str, Any]:
-        """What all ranks know, between two steps; a decision that is on its way is taken up before."""
-        if self._in_flight:
-            self._receive()
+        """What all ranks know, between two steps, after `receive`."""
         return {
             "policy": str(self.policy),
             "state": self.policy.to_json(self.state),

@@ -46,7 +46,7 @@ class AccumulatedGradients:
 
     def mean_to_std(self, names: Sequence[str]) -> dict[str, float]:
         """Of each sum, the magnitude of the mean over the standard deviation; NaN for a tensor without one."""
-        return dict.fromkeys(names, float("nan")) | self._numbers("mean_to_std", names, float("nan"))
+        return self._numbers("mean_to_std", names, float("nan"))
 
     def model_norm(self) -> float:
         """The 2-norm of all sums as one vector. Waits for the device."""

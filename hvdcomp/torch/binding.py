@@ -139,9 +139,9 @@ class TorchBinding:
         """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
         if self._communicator.is_stale:
             raise ConfigurationError(
-                f"Horovod was started anew, and rank {self._communicator.rank} of {self._communicator.size} is now another "
-                "one: hvdcomp does not follow elastic changes by itself. After each make a new hvdcomp.Compression and "
-                "hvd.DistributedOptimizer, and give it the old one's state_dict()."
+                f"Horovod was started anew, and rank {self._communicator.rank} of {self._communicator.size} is now "
+                "another one: hvdcomp does not follow elastic changes by itself. After each make a new "
+                "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
             )
         self._results.clear()
         self._submitted.clear()
@@ -251,6 +251,13 @@ class TorchBinding:
         """Puts the batch size in force into the optimizer, between two steps."""
         if self.coordinator is None or self.coordinator.batch_size == self._batch_size:
             return
+        # A residual is a change of the weights that is still to come, at the learning rate of its time.
+        factor = self._batch_size.learning_rate_factor / self.coordinator.batch_size.learning_rate_factor
+        self.engine.scale_residuals(factor)
+        self._follow_batch_size()
+
+    def _follow_batch_size(self) -> None:
+        assert self.coordinator is not None
         self._batch_size = self.coordinator.batch_size
         if self._scaled is None:
             self._scaled = ScaledSteps(self._known_optimizer())
@@ -259,8 +266,10 @@ class TorchBinding:
 
     def state_dict(self) -> dict[str, Any]:
         """`Compression.state_dict`."""
+        if self.coordinator is not None:
+            self.coordinator.receive()
+            self._apply_batch_size()
         state = checkpoint.state_of(self.engine, self.coordinator, lambda array: array.detach().clone())
-        self._apply_batch_size()
         state["own"]["loss_scale"] = self._loss_scale
         return state
 
@@ -272,7 +281,8 @@ class TorchBinding:
 
         checkpoint.restore(state, self.engine, self.coordinator, place)
         self._loss_scale = state["own"].get("loss_scale")
-        self._apply_batch_size()
+        if self.coordinator is not None and self.coordinator.batch_size != self._batch_size:
+            self._follow_batch_size()
 
     def _require_same_batch_size(self) -> None:
         assert self.coordinator is not None

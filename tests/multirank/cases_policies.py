@@ -280,6 +280,23 @@ def case_the_learning_rate_grows_with_the_batch_and_only_during_steps() -> None:
     torch.testing.assert_close(weights(training.model), torch.cat(expected), rtol=1e-5, atol=1e-6)
 
 
+def case_residuals_weigh_the_same_when_the_learning_rate_grows() -> None:
+    training = Training(*_BATCHES[-1])
+    engine, grown = None, False
+    for _ in range(20):
+        if engine is not None:
+            before = {name: [array.clone() for array in state.memory] for name, state in engine.states.items()}
+            batch_size = training.binding._batch_size
+            factor = training.compression.accumulation / batch_size.accumulation
+            grown |= factor != 1
+            for name, state in engine.states.items():
+                for old, new in zip(before[name], state.memory, strict=True):
+                    torch.testing.assert_close(new * factor, old, rtol=0, atol=0)
+        training.step()
+        engine = training.binding.engine
+    assert grown
+
+
 def case_a_checkpoint_of_other_ranks_loses_residuals_with_a_warning() -> None:
     spec, policy = "topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1"
     training = Training(spec, policy)
