@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -241,7 +242,9 @@ class Coordinator:
         if not self._decides:
             return
         self._latest, decision = self.policy.decide(self._latest, statistics)
-        if self._log is not None:
+        if self._log is None:
+            return
+        try:
             self._log.decision(
                 step=statistics.step,
                 epoch=statistics.epoch,
@@ -250,6 +253,9 @@ class Coordinator:
                 state=self.policy.to_json(self._latest),
                 decision=decision_to_json(decision),
             )
+        except ConfigurationError as error:  # a full disk must not end the training, nor leave the other ranks waiting
+            warnings.warn(f"decisions are no longer logged: {error}", stacklevel=2)
+            self._log = None
 
     def _message(self) -> bytes:
         return json.dumps(self.policy.to_json(self._latest)).encode()

@@ -161,10 +161,18 @@ class Engine:
         self.plan = self._next_plan
         return self.plan
 
-    def scale_residuals(self, factor: float) -> None:
-        """Multiplies every residual, as after a change of the loss scale."""
+    def scale_residuals(self, factor: float, momentum: bool = True) -> None:
+        """Multiplies every residual, as after a change of the loss scale.
+
+        Args:
+            momentum: whether a memory's momentum is multiplied too. It is not where the learning rate has changed:
+                optimizers do not do so with theirs.
+        """
         for state in self.states.values():
-            state.memory = tuple(array * factor for array in state.memory)
+            first = 0 if momentum else len(state.memory) - 1  # the residual is the last of a memory's arrays
+            state.memory = tuple(
+                array * factor if place >= first else array for place, array in enumerate(state.memory)
+            )
 
     @property
     def holds_residuals(self) -> bool:

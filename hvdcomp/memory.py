@@ -42,7 +42,7 @@ class Memory(Described):
         return None
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
-        """State to start a step from: made anew (zeros) when `state` is empty."""
+        """State to start a step from: made anew (zeros) when `state` is empty. The residual is its last array."""
         raise NotImplementedError
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:

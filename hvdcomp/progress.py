@@ -43,7 +43,10 @@ class Progress:
         return True
 
     def grow(self, accumulation: int) -> None:
-        """Notes that the steps that follow take so many batches, which the rest of an epoch may not have."""
+        """Notes that the steps that follow take so many batches, which the rest of an epoch may not have.
+
+        The epoch is then over without a decision at its end: there was one a step ago.
+        """
         if self.steps_per_epoch and self.taken and self.steps_per_epoch - self.taken < accumulation:
             self.epoch += 1
             self.taken = 0

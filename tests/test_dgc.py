@@ -210,6 +210,23 @@ def test_a_changed_loss_scale_scales_momentum_and_residual() -> None:
     np.testing.assert_array_equal(run(True), 4 * run(False))
 
 
+def test_a_learning_rate_scales_the_residual_alone() -> None:
+    gradient = np.random.default_rng(0).normal(size=(20, 30)).astype(np.float32)
+    kept: list[tuple[np.ndarray, ...]] = []
+
+    def before(engine: Engine, step: int) -> None:
+        if step == 1:
+            kept.append(engine.states["w"].memory)
+            engine.scale_residuals(0.25, momentum=False)
+            kept.append(engine.states["w"].memory)
+
+    run_engines(1, infos({"w": (20, 30)}), DGC(0.05), lambda rank, step: {"w": gradient}, 2, before=before)
+    (velocity, residual), (velocity_after, residual_after) = kept
+    np.testing.assert_array_equal(velocity_after, velocity)
+    np.testing.assert_array_equal(residual_after, residual / 4)
+    assert residual.any()
+
+
 def test_on_real_ranks(tmp_path: Path) -> None:
     """Refusal of an optimizer with momentum, and training, through stock Horovod."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")

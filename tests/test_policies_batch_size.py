@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import SpecError
+from hvdcomp import PowerSGD, SpecError
+from hvdcomp.policies import AccordionJoint, Policy
 from hvdcomp.policies.base import LearningRates, Statistic, Statistics
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import BatchSize
@@ -150,3 +151,17 @@ def test_accordion_needs_a_multiple() -> None:
         AccordionBatchSize(low=100, high=250)
     with pytest.raises(SpecError, match="interval=0"):
         AccordionBatchSize(low=1, high=2, interval=0)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        AccordionBatchSize(low=10, high=50),
+        IncreaseBatchSize(low=10, high=50),
+        AccordionJoint(low=2, high=1, batch_low=10, batch_high=50),
+    ],
+)
+def test_an_epoch_has_room_for_the_largest_batch(policy: Policy) -> None:
+    policy.check(5, PowerSGD(rank=2))
+    with pytest.raises(SpecError, match="takes 5 of the starting ones, and an epoch has only 4"):
+        policy.check(4, PowerSGD(rank=2))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdcomp.arrays import arrays_for
@@ -43,6 +43,7 @@ steps_of = st.lists(
 
 
 @every_dtype
+@settings(max_examples=25)
 @given(steps=steps_of, seed=st.integers(0, 2**16))
 def test_sums_are_weighted_sums_of_the_steps_that_count(
     backend: str, dtype: str, steps: list[tuple[float, bool, set[str]]], seed: int
@@ -126,6 +127,7 @@ def test_norms_are_of_the_named_tensors_and_the_models_norm_of_all(backend: str)
 
 
 @every_dtype
+@settings(max_examples=25)
 @given(
     size=st.integers(2, 200),
     mean=st.sampled_from([0.0, 1e-3, -1.0, 5.0]),
@@ -157,6 +159,7 @@ def test_mean_to_std_of_one_element_equal_elements_zeros_and_nothing(backend: st
 
 
 @every_dtype
+@settings(max_examples=25)
 @given(size=st.integers(1, 60), share=st.floats(0, 1), exact=st.booleans(), seed=st.integers(0, 2**16))
 def test_sparse_and_dense_messages_against_numpy(
     backend: str, dtype: str, size: int, share: float, exact: bool, seed: int

@@ -157,7 +157,7 @@ def norms(arrays: Sequence[Array]) -> Array:
 def mean_to_std(arrays: Sequence[Array]) -> Array:
     """Of each array, the magnitude of the elements' mean over their standard deviation, a float64 vector.
 
-    Not finite for an array of one element, or of equal ones.
+    Not finite for an array of one element; of equal ones not finite, or as large as rounding lets it be.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.array([np.abs(np.float64(x.mean(dtype=np.float64))) / x.std(dtype=np.float64) for x in arrays])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import CriticalRegimes, finite, is_critical
 from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.schedules import Levelled
 
 ROUNDING = 1e-9
 """Relative: 0.1 / 0.02 must be a decay by 5, whatever floating point makes of it."""
@@ -70,6 +71,10 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         super().__post_init__()
         require_multiple(self, "low", "high")
 
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        super().check(steps_per_epoch, compressor)
+        require_room(self, self.high // self.low, steps_per_epoch)
+
     def initial_state(self, tensors: Sequence[str]) -> AccordionBatchSizeState:
         return AccordionBatchSizeState()
 
@@ -92,6 +97,16 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         assert rates is not None
         critical = is_critical(state.previous, norm, self.eta) or rates.fall
         return AccordionBatchSizeState(grown=not critical, previous=finite(norm), ends=ends)
+
+
+def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | None) -> None:
+    """Raises SpecError unless an epoch of `steps_per_epoch` starting batches has room for the largest batch."""
+    if steps_per_epoch is not None and accumulation > steps_per_epoch:
+        raise SpecError(
+            f"{policy}: the largest batch takes {accumulation} of the starting ones, and an epoch has only "
+            f"{steps_per_epoch} (steps_per_epoch); choose a smaller high, or start with a larger batch"
+        )
+
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,10 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     @property
     def period(self) -> Period:
         return Period(steps=self.steps) if self.steps else Period(epochs=1)
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        super().check(steps_per_epoch, compressor)
+        require_room(self, self.high // self.low, steps_per_epoch)
 
     def initial_state(self, tensors: Sequence[str]) -> IncreaseBatchSizeState:
         return IncreaseBatchSizeState()

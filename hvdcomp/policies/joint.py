@@ -66,6 +66,7 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
         self.levels.check(steps_per_epoch, compressor)
+        self.batch_size.check(steps_per_epoch, compressor)
 
     def initial_state(self, tensors: Sequence[str]) -> AccordionJointState:
         return AccordionJointState(self.levels.initial_state(tensors), self.batch_size.initial_state(tensors))

@@ -33,7 +33,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames, caller_local
-from hvdcomp.torch.learning_rate import ScaledSteps
+from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 
 if TYPE_CHECKING:
     from hvdcomp.compression import Compression
@@ -253,7 +253,7 @@ class TorchBinding:
             return
         # A residual is a change of the weights that is still to come, at the learning rate of its time.
         factor = self._batch_size.learning_rate_factor / self.coordinator.batch_size.learning_rate_factor
-        self.engine.scale_residuals(factor)
+        self.engine.scale_residuals(factor, momentum=False)
         self._follow_batch_size()
 
     def _follow_batch_size(self) -> None:
@@ -301,7 +301,9 @@ class TorchBinding:
         return self._optimizer
 
     def _learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self._known_optimizer().param_groups)
+        if self._scaled is not None:
+            return self._scaled.rates
+        return rates_of(self._known_optimizer())
 
     def _observe(
         self, source: str, gradients: Mapping[str, torch.Tensor], poison: torch.Tensor | None = None

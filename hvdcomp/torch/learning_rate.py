@@ -19,9 +19,15 @@ class ScaledSteps:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.factor = 1.0
+        self._optimizer = optimizer
         self._own: list[Any] | None = None  # the rates as the user set them, during a step
         optimizer.register_step_pre_hook(self._scale)
         optimizer.register_step_post_hook(self._restore)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The rates as the user set them, also while the optimizer steps."""
+        return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     # A step of Horovod's optimizer calls that of the optimizer that it wraps, and both call the hooks.
 
@@ -36,3 +42,8 @@ class ScaledSteps:
             for group, rate in zip(optimizer.param_groups, self._own, strict=True):
                 group["lr"] = rate
             self._own = None
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """The learning rate of each parameter group."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,0 +1,51 @@
+"""Every compressor with a level can be steered by every kind of policy, on two ranks with gradients of their own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.spec import parse_compressor, parse_policy
+from tests.driven import Driven
+from tests.harness import BACKENDS
+from tests.test_every_compressor import EXAMPLES
+
+SHAPES = {"a": (40, 30), "b": (24, 50)}
+LEVELLED = [spec for spec in EXAMPLES if parse_compressor(spec).level is not None]
+POLICIES = (
+    "accordion:low={low},high={high},steps=2,eta=0.9",
+    "accordion:auto,steps=2,eta=0.9,every=1,largest=64",
+    "adaqs:start=16,fall=0.01,steps=2",
+    "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0",
+    "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,lag=0",
+)
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    """Gradients that shrink and lose their mean, so that policies have something to decide."""
+    rng = np.random.default_rng([rank, step])
+    return {
+        name: (0.8**step * (rng.standard_normal(shape) + 1 / (1 + step))).astype(np.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("spec", LEVELLED)
+def test_levels_change_on_all_ranks_alike(spec: str, policy: str, backend: str) -> None:
+    own = parse_compressor(spec).level
+    assert own is not None
+    high = max(1, own // 2) if isinstance(own, int) else own / 2
+    chosen = parse_policy(policy.format(low=own + 1 if isinstance(own, int) else own, high=high))
+
+    def work(communicator: InProcessCommunicator) -> Driven:
+        return Driven(communicator, chosen, backend, spec=spec, gradients=gradients, shapes=SHAPES).run(9)
+
+    ranks = run_ranks(2, work)
+    assert ranks[0].plans == ranks[1].plans
+    assert ranks[0].result_bits() == ranks[1].result_bits()
+    assert all(np.isfinite(x).all() for results in ranks[0].results for x in results.values())
+    if policy.startswith("accordion:low"):  # of the others it depends on how much the method keeps
+        assert len({str(plan) for plan in ranks[0].plans}) > 1
