@@ -213,8 +213,8 @@ class Engine:
         return results
 
     def preview(self, xp: ModuleType, name: str, x: Array, compressor: Compressor) -> Array | SparseVector:
-        """C(x) of one tensor as if this rank were the only one; sends and changes nothing."""
-        context = Context(name, self.step_number, self.seed, self.communicator.rank, 1)
+        """C(x) of one tensor as if this rank were the only one that sends; sends and changes nothing."""
+        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
         generator = compressor.exchange(xp, x, self._prepare(xp, name, x, compressor, context), context)
         alone = LoopbackCommunicator()
         answer = None

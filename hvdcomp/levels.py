@@ -58,7 +58,8 @@ def at_factor(engine: Engine, name: str, factor: float) -> Compressor:
     tensor, compressor = engine.tensors[name], engine.compressor
     while isinstance(compressor, Router):  # not `route`: what saves nothing at its own level may do so at another
         compressor = compressor.choose(tensor)
-    return compressor.at_level(compressor.level_for(factor, tensor.shape))
+    level, least = compressor.level_for(factor, tensor.shape), compressor.least_level(engine.communicator.size)
+    return compressor.at_level(level if level is None or least is None else max(level, least))
 
 
 def batch_of(decision: Decision) -> BatchSize:

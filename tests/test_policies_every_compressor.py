@@ -37,8 +37,8 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
 def test_levels_change_on_all_ranks_alike(spec: str, policy: str, backend: str) -> None:
     own = parse_compressor(spec).level
     assert own is not None
-    high = max(1, own // 2) if isinstance(own, int) else own / 2
-    chosen = parse_policy(policy.format(low=own + 1 if isinstance(own, int) else own, high=high))
+    low = max(2, own) if isinstance(own, int) else own
+    chosen = parse_policy(policy.format(low=low, high=low // 2 if isinstance(low, int) else low / 2))
 
     def work(communicator: InProcessCommunicator) -> Driven:
         return Driven(communicator, chosen, backend, spec=spec, gradients=gradients, shapes=SHAPES).run(9)

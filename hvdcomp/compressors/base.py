@@ -85,6 +85,10 @@ class Compressor(Described):
             raise SpecError(f"compression factor {compression_factor} is not allowed: it must be at least 1")
         return None
 
+    def least_level(self, ranks: int) -> Level | None:
+        """The smallest level that works with so many ranks; None where any does."""
+        return None
+
     @property
     def default_memory(self) -> Memory:
         """The memory that the method is used with unless the user names one."""

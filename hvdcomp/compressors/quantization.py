@@ -207,9 +207,12 @@ class GlobalQSGD(Compressor):
         if levels < 1:
             raise ConfigurationError(
                 f"globalqsgd: bits={self.bits} holds sums of at most {(2**self.bits - 1) // 2} ranks, and there are "
-                f"{ranks}; {ranks} ranks need at least bits={(2 * ranks).bit_length()} (16 at most)"
+                f"{ranks}; {ranks} ranks need at least bits={self.least_level(ranks)} (16 at most)"
             )
         return levels
+
+    def least_level(self, ranks: int) -> int:
+        return (2 * ranks).bit_length()
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         levels = self.levels(context.size)
