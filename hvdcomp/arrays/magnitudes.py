@@ -64,13 +64,17 @@ class Magnitudes:
         return np.abs(self._x), None, 0.0
 
     def _floor(self) -> float:
-        """A level that at least `need` elements will reach, by the evidence of the sample; 0 if nearly all must."""
+        """A level that at least `need` elements will reach, by the evidence of the sample; 0 if nearly all must.
+
+        Where most are zeros, as in what was compressed before, it is the least that all others reach.
+        """
         sample = np.abs(self._x[:: sample_stride(self._x.shape[0])])
         expected = self._need / self._x.shape[0] * len(sample)
         rank = math.ceil(1.5 * expected + 4 * math.sqrt(expected) + 4)
         if 3 * rank > len(sample):
             return 0.0
-        return float(np.partition(sample, len(sample) - rank)[len(sample) - rank])
+        level = float(np.partition(sample, len(sample) - rank)[len(sample) - rank])
+        return level or float(np.finfo(sample.dtype).smallest_subnormal)
 
     def _chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """The magnitudes piece by piece, each with the index of its first; a piece is overwritten by the next."""

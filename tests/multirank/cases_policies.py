@@ -130,7 +130,8 @@ def case_all_ranks_obey_one_decision_in_the_same_step() -> None:
 
 def case_resumed_at_any_step_is_as_if_never_stopped() -> None:
     stops = np.random.default_rng(7)
-    settings = list(_settings())
+    settings = [("topk:ratio=0.02", "warmup:levels=0.5|0.2,steps=5"), ("topk:ratio=0.02", "constant:level=0.3")]
+    settings += _settings()
     for spec, policy in settings if hvd.size() == 2 else settings[::5]:
         whole = Training(spec, policy)
         states = []
