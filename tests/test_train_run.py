@@ -23,6 +23,7 @@ _STEP_FIELDS = {
     "epoch",
     "loss",
     "learning_rate",
+    "accumulation",
     "ms",
     "bytes_sent",
     "dense_bytes",
@@ -145,6 +146,20 @@ def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
         summaries[controller] = summary
     assert summaries["gloo"]["weights_sha256"] == summaries["mpi"]["weights_sha256"]
     assert summaries["gloo"]["accuracy"] == summaries["mpi"]["accuracy"]
+
+
+def test_a_policy_makes_the_batch_larger(tmp_path: Path) -> None:
+    """Where the schedule halves the learning rate, the batch doubles, and an epoch has half as many steps."""
+    folder = tmp_path / "run"
+    options = ["--epochs", "2", "--milestones", "1", "--gamma", "0.5", "--output", str(folder)]
+    policy = "increase_batch_size:low=32,high=64,lag=0"
+    done = _ranks("gloo", "--compression", "topk:ratio=0.01", "--policy", policy, *options)
+    assert done.returncode == 0, done.stdout[-3000:]
+    lines = _lines(folder / "steps.jsonl")
+    assert [line["accumulation"] for line in lines] == [1] * 44 + [2] * 22
+    assert [line["learning_rate"] for line in lines] == [0.03] * 44 + [0.015] * 22  # as scheduled
+    assert _summary(folder)["identical"] is True
+    assert [line["kind"] for line in _lines(folder / "decisions.jsonl")] == ["start", "decision"]
 
 
 def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
