@@ -159,7 +159,7 @@ def test_a_policy_makes_the_batch_larger(tmp_path: Path) -> None:
     assert [line["accumulation"] for line in lines] == [1] * 44 + [2] * 22
     assert [line["learning_rate"] for line in lines] == [0.03] * 44 + [0.015] * 22  # as scheduled
     assert _summary(folder)["identical"] is True
-    assert [line["kind"] for line in _lines(folder / "decisions.jsonl")] == ["start", "decision"]
+    assert [line["kind"] for line in _lines(folder / "decisions.jsonl")] == ["start", "decision", "decision"]
 
 
 def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
