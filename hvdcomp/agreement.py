@@ -50,6 +50,15 @@ def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like
         )
 
 
+def require_same_levels(communicator: Communicator, digest: int, like: Array) -> None:
+    """Compares digests of the plans (`Engine.digest`) between all ranks; waits for all of them.
+
+    Raises:
+        RankMismatchError: on every rank, with the digests, if they differ.
+    """
+    require_agreement(communicator, {"levels": f"{digest:012x}"}, like)
+
+
 def _by_rank(values: list[Any]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdcomp.agreement import require_agreement
+from hvdcomp.agreement import require_same_levels
 from hvdcomp.broadcast import Broadcaster, MessageChannel
 from hvdcomp.collectives import Array
 from hvdcomp.decision_log import DecisionLog
@@ -232,7 +232,7 @@ class Coordinator:
     def _decide(self, statistics: Statistics) -> None:
         """Makes a decision on rank 0 and starts its broadcast."""
         self._update(statistics)
-        self._channel.start(self._message() if self._decides else b"")
+        self._tell()
         self._in_flight = True
         if not self.observes:
             self._sums.clear()
@@ -260,18 +260,29 @@ class Coordinator:
     def _message(self) -> bytes:
         return json.dumps(self.policy.to_json(self._latest)).encode()
 
+    def _tell(self) -> None:
+        """Starts sending rank 0's state to all ranks."""
+        self._channel.start(self._message() if self._decides else b"")
+
+    def _hear(self) -> None:
+        """Waits for rank 0's state, and goes on from it."""
+        self.state = self._latest = self.policy.from_json(json.loads(self._channel.finish()))
+
     def _receive(self) -> None:
         self._in_flight = False
-        self.state = self._latest = self.policy.from_json(json.loads(self._channel.finish()))
+        self._hear()
         self._obey(self.policy.decision(self.state))
 
     def _obey(self, decision: Decision) -> None:
         if decision == self.decision:
             return
-        self.decision = decision
         if batch_of(decision) != self.batch_size:
-            self.batch_size = batch_of(decision)
-            self.progress.grow(self.batch_size.accumulation)
+            self.progress.grow(batch_of(decision).accumulation)
+        self._put_in_force(decision)
+
+    def _put_in_force(self, decision: Decision) -> None:
+        self.decision = decision
+        self.batch_size = batch_of(decision)
         self._engine.set_plan(plan_of(decision, self._engine, self.names))
         self._set_stage(decision)
 
@@ -300,7 +311,7 @@ class Coordinator:
         """What only rank 0 knows."""
         return {
             "latest": self.policy.to_json(self._latest),
-            "ended": None if self._ended is None else _known(self._ended),
+            "ended": None if self._ended is None else self._ended.known(),
             "sums": {name: copy(array) for name, array in self._sums.sums.items()},
             "probe": self._stage.state(copy) if isinstance(self._stage, LevelProbe) else None,
         }
@@ -313,10 +324,7 @@ class Coordinator:
             raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
         self.state = self._latest = self.policy.from_json(shared["state"])
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
-        self.decision = self.policy.decision(self.state)
-        self.batch_size = batch_of(self.decision)
-        self._engine.set_plan(plan_of(self.decision, self._engine, self.names))
-        self._set_stage(self.decision)
+        self._put_in_force(self.policy.decision(self.state))
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
         self._period_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self._decides:
@@ -348,8 +356,8 @@ class Coordinator:
         if self._decides:
             gains = stage.gains()
             self._update(Statistics(step=self.progress.step, epoch=self.progress.epoch_or_none, gains=gains))
-        self._channel.start(self._message() if self._decides else b"")
-        self.state = self._latest = self.policy.from_json(json.loads(self._channel.finish()))
+        self._tell()
+        self._hear()
         self.decision = self.policy.decision(self.state)
         assert isinstance(self.decision, MultiLevel)
         self._engine.set_plan(plan_of(self.decision, self._engine, self.names))
@@ -358,11 +366,4 @@ class Coordinator:
         return self.decision
 
     def _compare_plans(self) -> None:
-        """Raises RankMismatchError on every rank unless all have the same plan."""
-        require_agreement(self._engine.communicator, {"levels": f"{self._engine.digest:012x}"}, self._like)
-
-
-def _known(statistics: Statistics) -> dict[str, Any]:
-    """The statistics of a period as plain values."""
-    known = {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics)}
-    return {name: value for name, value in known.items() if value is not None}
+        require_same_levels(self._engine.communicator, self._engine.digest, self._like)

@@ -154,14 +154,13 @@ class DecisionLog:
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        known = {field.name: getattr(statistics, field.name) for field in dataclasses.fields(statistics)}
         self._write(
             {
                 "kind": "decision",
                 "step": step,
                 "epoch": epoch,
                 "from_step": from_step,
-                "statistics": {name: value for name, value in known.items() if value is not None},
+                "statistics": statistics.known(),
                 "state": state,
                 "decision": decision,
             }

@@ -115,6 +115,7 @@ class Engine:
             defaults = [kind.default_memory for kind in (compressor, *self.plan.values())]
             self.memory = next((default for default in defaults if default.is_momentum), None)
         self._next_plan = self.plan
+        self._digest: int | None = None  # of the plan; None if not computed yet
         self.level: Level | str | None = None
         self.stage: Stage | None = None
         self.poison: Array | None = None
@@ -153,12 +154,16 @@ class Engine:
     @property
     def digest(self) -> int:
         """48 bits that stand for the plan of the step under way."""
-        text = "\n".join(f"{name} {compressor}" for name, compressor in self.plan.items())
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        if self._digest is None:  # plans change seldom, and every step asks
+            text = "\n".join(f"{name} {compressor}" for name, compressor in self.plan.items())
+            self._digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        return self._digest
 
     def begin(self) -> Plan:
         """Fixes the plan of the step that is about to begin, and returns it."""
-        self.plan = self._next_plan
+        if self.plan is not self._next_plan:
+            self.plan = self._next_plan
+            self._digest = None
         return self.plan
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:

@@ -29,11 +29,10 @@ def plan_of(decision: Decision, engine: Engine, names: tuple[str, ...]) -> Plan:
     elif isinstance(decision, Factors):
         chosen = {name: at_factor(engine, name, factor) for name, factor in decision.factors.items()}
     elif isinstance(decision, Probe):
-        chosen = {name: at_factor(engine, name, decision.send) for name in names}
+        return plan_at_factor(engine, names, decision.send)
     elif isinstance(decision, MultiLevel):
         # Before it is known what is sent, the plan only says which memory goes with it.
-        sent = decision.minimum if decision.sent is None else decision.sent
-        chosen = {name: at_factor(engine, name, sent) for name in names}
+        return plan_at_factor(engine, names, decision.minimum if decision.sent is None else decision.sent)
     else:
         chosen = {}
     return with_compressors(engine, chosen)

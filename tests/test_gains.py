@@ -24,33 +24,10 @@ from hvdcomp.spec import parse_compressor
 from hvdcomp.statistics import error_energy
 from tests.driven import COMPRESSED, SHAPES, random_gradients
 from tests.harness import BACKENDS, SpyFeedback, as_numpy, copy, densify, infos, make, run_engines, states_of, torch
+from tests.test_every_compressor import EXAMPLES
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 MATRIX = (37, 29)  # nothing divides it
-PREVIEWED = [
-    "none",
-    "fp16",
-    "bf16",
-    "topk:ratio=0.1",
-    "topk:ratio=0.1,values=fp16",
-    "randomk:ratio=0.1",
-    "randomk:ratio=0.1,unbiased=true",
-    "mstopk:ratio=0.1",
-    "redsync:ratio=0.1",
-    "dgc:ratio=0.1",
-    "sidco:ratio=0.1",
-    "powersgd:rank=2",
-    "powersgd:rank=2,iterations=2",
-    "powersgd:rank=2,alternating=true",
-    "atomo:rank=2",
-    "signsgd",
-    "onebit",
-    "efsignsgd",
-    "qsgd:bits=3,bucket=64",
-    "terngrad",
-    "natural",
-    "globalqsgd:bits=8",
-]
 
 
 def gradients_of(backend: str, rank: int, step: int) -> dict[str, Any]:
@@ -65,7 +42,7 @@ def numbers(x: Any) -> np.ndarray:
 
 
 def test_every_registered_compressor_is_previewed() -> None:
-    assert {spec.partition(":")[0] for spec in PREVIEWED} == set(COMPRESSORS)
+    assert {spec.partition(":")[0] for spec in EXAMPLES} == set(COMPRESSORS)
 
 
 def random_states() -> tuple[Any, ...]:
@@ -73,7 +50,7 @@ def random_states() -> tuple[Any, ...]:
 
 
 @every_backend
-@pytest.mark.parametrize("spec", PREVIEWED)
+@pytest.mark.parametrize("spec", EXAMPLES)
 def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, backend: str) -> None:
     """In three steps, so that random choices, residuals, warm starts and alternation are those of the step."""
     gradients = [np.random.default_rng(step).normal(size=MATRIX) for step in range(3)]

@@ -119,6 +119,11 @@ class Statistics:
     level_costs: Mapping[str, Mapping[float, float]] | None = None
     timing: Timing | None = None
 
+    def known(self) -> dict[str, Any]:
+        """The fields that are not None, by name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 @dataclass(frozen=True)
 class Period:

@@ -22,7 +22,7 @@ import torch
 
 import hvdcomp
 from hvdcomp import checkpoint
-from hvdcomp.agreement import require_agreement
+from hvdcomp.agreement import require_agreement, require_same_levels
 from hvdcomp.broadcast import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
@@ -168,7 +168,7 @@ class TorchBinding:
         factor = self._reduction_factor(presence)
         self._agree()
         if presence != self._presence * factor:
-            self._require_same_levels()
+            require_same_levels(self.engine.communicator, self.engine.digest, torch.empty(0))
         self._refuse_double_momentum()
         if self.coordinator is not None:
             self.coordinator.before_exchange()
@@ -188,10 +188,6 @@ class TorchBinding:
             self._agreed = True
             if self.coordinator is not None:
                 self.coordinator.start_log()
-
-    def _require_same_levels(self) -> None:
-        """Raises RankMismatchError on every rank, with the digests of their levels."""
-        require_agreement(self.engine.communicator, {"levels": f"{self.engine.digest:012x}"}, torch.empty(0))
 
     def _reduction_factor(self, presence: int) -> int:
         """What the mean is to be multiplied with: 1, or the number of ranks where the optimizer sums.
