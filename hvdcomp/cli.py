@@ -7,6 +7,7 @@ import importlib
 import click
 
 _COMMANDS = {
+    "advise": ("advise", "Say whether compression would pay, and which."),
     "bench": ("bench", "Measure what compression costs here."),
     "build-horovod": ("build_horovod", "Build and install Horovod for the frameworks found here."),
     "compressors": ("compressors", "List the compressors, their parameters and what they send."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
 from hvdcomp.described import Described
@@ -17,6 +17,20 @@ from hvdcomp.errors import SpecError
 from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
 
 Level = float | int
+
+
+class Payload(NamedTuple):
+    """What one rank hands to one collective for one tensor.
+
+    kind: "allreduce" or "allgather".
+    bytes: of the tensor, indices and scales included.
+    group: operation and element type of an allreduce, such as "mean float32"; what differs in it does not share a
+        collective. Empty for an allgather, which carries bytes.
+    """
+
+    kind: str
+    bytes: float
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,8 @@ class Compressor(Described):
         biased: whether the mean of the result over the method's random choices differs from the gradient. Biased
             methods use error feedback unless told otherwise. A cast's rounding does not count.
         lossless: whether the receivers get the gradient itself.
+        sent_is_own: whether C(x) follows from this rank's x alone. Where the ranks work on each other's parts it does
+            not, and an exchange does not show how much of x this rank by itself would have kept.
         reference: where the method is published.
     """
 
@@ -40,6 +56,7 @@ class Compressor(Described):
     sends: ClassVar[str]
     biased: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
+    sent_is_own: ClassVar[bool] = True
     reference: ClassVar[str] = ""
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
@@ -74,6 +91,15 @@ class Compressor(Described):
             dtype: element type of the dense tensor.
         """
         raise NotImplementedError
+
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
+        """What `payload_bytes` is made of: the collectives of one step in order, one in each round.
+
+        Methods with more than one collective a step, or whose allreduce carries another element type than a plain
+        one would, say so themselves.
+        """
+        group = "" if self.collective == "allgather" else f"mean {self.wire_dtype(dtype)}"
+        return (Payload(self.collective, self.payload_bytes(shape, dtype=dtype), group),)
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         """The same in the papers' unit: values sent, counted as 32-bit floats, indices left out."""

@@ -20,7 +20,7 @@ from hvdcomp.collectives import (
     dtype_bytes,
     number_of_elements,
 )
-from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
+from hvdcomp.compressors.base import Compressor, Level, Payload, require_at_least_one
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.errors import SpecError
 from hvdcomp.randomness import shared_generator
@@ -62,6 +62,7 @@ class PowerSGD(Compressor):
     collective: ClassVar[str] = "allreduce, allreduce"
     sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"
     biased: ClassVar[bool] = True
+    sent_is_own: ClassVar[bool] = False  # its factors are means over the ranks
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class PowerSGD(Compressor):
             )
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
-        rows, columns = matrix_shape(x.shape)
+        rows, columns = matrix_shape(tuple(x.shape))
         rank = min(self.rank, rows, columns)
         q = fit_columns(xp, x, state[0] if state else None, columns, rank, context, "powersgd")
         if not self.alternating:
@@ -119,6 +120,15 @@ class PowerSGD(Compressor):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         return int(self.payload_floats(shape, level) * max(4, dtype_bytes(dtype)))
 
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
+        """P and Q in turn; one round of their mean size if alternating."""
+        carried = "float64" if dtype == "float64" else "float32"
+        total = self.payload_bytes(shape, dtype=dtype)
+        if self.alternating:
+            return (Payload("allreduce", total, f"mean {carried}"),)
+        sides = [side * total / (self.iterations * sum(matrix_shape(shape))) for side in matrix_shape(shape)]
+        return tuple(Payload("allreduce", size, f"mean {carried}") for size in sides) * self.iterations
+
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         rows, columns = matrix_shape(shape)
         rank = min(int(self.rank if level is None else level), rows, columns)
@@ -141,12 +151,12 @@ class PowerSGD(Compressor):
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """The shape of the matrix that a tensor is viewed as: the first dimension by the product of the rest."""
     rows = shape[0] if shape else 1
-    return rows, number_of_elements(tuple(shape[1:]))
+    return rows, number_of_elements(shape[1:])
 
 
 def as_matrix(xp: ModuleType, x: Array) -> Array:
     """The tensor as a matrix of `matrix_shape`, in float32 at least."""
-    return xp.reshape(xp.astype(x, "float32") if xp.item_size(x) < 4 else x, matrix_shape(x.shape))
+    return xp.reshape(xp.astype(x, "float32") if xp.item_size(x) < 4 else x, matrix_shape(tuple(x.shape)))
 
 
 def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:

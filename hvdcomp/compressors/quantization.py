@@ -19,7 +19,7 @@ from hvdcomp.collectives import (
     Exchange,
     number_of_elements,
 )
-from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
+from hvdcomp.compressors.base import Compressor, Level, Payload, require_at_least_one
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.randomness import random_words, rank_generator, uniform
@@ -192,6 +192,7 @@ class GlobalQSGD(Compressor):
     level_name: ClassVar[str | None] = "bits"
     collective: ClassVar[str] = "allreduce, allreduce"
     sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"
+    sent_is_own: ClassVar[bool] = False  # its scale is the largest of all ranks
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 
     def __post_init__(self) -> None:
@@ -255,6 +256,10 @@ class GlobalQSGD(Compressor):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         fields = 32 // int(self.bits if level is None else level)
         return 4 + 4 * -(-number_of_elements(shape) // fields)
+
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
+        words = self.payload_bytes(shape) - 4
+        return Payload("allreduce", 4, "max float32"), Payload("allreduce", words, "sum int32")
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
-from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
+from hvdcomp.compressors.base import Compressor, Level, Payload, require_at_least_one
 from hvdcomp.errors import SpecError
 
 ANY = "*"  # the pattern that matches every name
@@ -92,6 +92,9 @@ class Router(Compressor):
         self._refuse()
 
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+        self._refuse()
+
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
         self._refuse()
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:

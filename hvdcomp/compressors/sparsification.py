@@ -18,7 +18,7 @@ from hvdcomp.collectives import (
     number_of_elements,
 )
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, Level, require_ratio
+from hvdcomp.compressors.base import Compressor, Level, Payload, require_ratio
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.errors import SpecError
 from hvdcomp.randomness import distinct_indices, shared_generator
@@ -133,6 +133,9 @@ class RandomK(Compressor):
         mean = yield AllReduce(xp.astype(values, self._carried_dtype(dtype)))
         dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))
+
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
+        return (Payload("allreduce", self.payload_bytes(shape, dtype=dtype), f"mean {self._carried_dtype(dtype)}"),)
 
     def _carried_dtype(self, dtype: str) -> str:
         return "float16" if self.values == "fp16" else allreduce_dtype(dtype)

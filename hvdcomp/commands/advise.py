@@ -1,0 +1,277 @@
+"""`hvdcomp advise`: what the performance model says of compressors before any training. The model is in
+`hvdcomp.perfmodel`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdcomp.errors import SpecError
+from hvdcomp.perfmodel import CalibrationError, ModelFacts, Setting, load
+from hvdcomp.perfmodel.advice import DENSE, Advice, Adviser, Method
+from hvdcomp.perfmodel.sweep import AXES, GBPS, Sweep, parse_axis, sweep
+
+_PRESET = "v100-p3.8xlarge"
+
+
+def _axis(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, np.ndarray] | None:
+    try:
+        return None if value is None else parse_axis(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--calibration",
+    metavar="FILE|PRESET",
+    default=_PRESET,
+    show_default=True,
+    help="What was measured on your machine, or published numbers by the name of a preset.",
+)
+@click.option("--model", help="One of the calibration's models; it need not be named if there is only one.")
+@click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
+@click.option("--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the calibration's]")
+@click.option(
+    "--bandwidth",
+    type=click.FloatRange(0, min_open=True),
+    metavar="GBPS",
+    help="Of a rank's link, in Gb/s. [default: the calibration's]",
+)
+@click.option(
+    "--compressor",
+    "compressors",
+    multiple=True,
+    metavar="SPEC",
+    help="A compressor; repeat. [default: all that the calibration has encode times for]",
+)
+@click.option(
+    "--sweep",
+    "axis",
+    callback=_axis,
+    metavar="NAME=LOW..HIGH",
+    help=f"Vary {', '.join(AXES)} (or NAME=1,2,4), and draw the times of all methods.",
+)
+@click.option(
+    "--growth",
+    type=click.FloatRange(0, min_open=True),
+    help="With --sweep encode: encoding k times faster sends so many times k more bytes.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The PNG of --sweep. [default: advise-NAME.png]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+def command(
+    calibration: str,
+    model: str | None,
+    world_size: int,
+    batch: int | None,
+    bandwidth: float | None,
+    compressors: tuple[str, ...],
+    axis: tuple[str, np.ndarray] | None,
+    growth: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Say whether compression would pay, and which.
+
+    Predicts the time of a training step without compression and with each compressor, what limits it, and the
+    bandwidth below which it beats sending gradients as they are. Nothing is measured or run.
+    """
+    if axis is None and (growth is not None or output is not None):
+        raise click.UsageError("--growth and --output belong to --sweep")
+    try:
+        setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
+        adviser = Adviser(load(calibration), model, compressors or None)
+        advice = adviser.advise(setting)
+        swept = None if axis is None else sweep(adviser, setting, *axis, growth)
+    except (CalibrationError, SpecError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    report = _report(adviser, setting, advice, swept)
+    if as_json:
+        click.echo(json.dumps(report, indent=1, allow_nan=False))
+    else:
+        _print(report)
+    if swept is not None:
+        file = output or Path(f"advise-{swept.axis}.png")
+        _draw(swept, report, file)
+        click.echo(f"Wrote {file}", err=as_json)
+
+
+def _report(adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None) -> dict[str, Any]:
+    """Everything as plain data: times in ms, bandwidths in Gb/s, None for what there is not."""
+    dense = advice.methods[DENSE]
+    compute = adviser.facts.compute
+    linear = (compute.forward_s or 0.0) + compute.backward_s
+    linear *= float(compute.share(setting.batch_size))
+    bytes_per_s = adviser.bytes_per_s if setting.bytes_per_s is None else setting.bytes_per_s
+    report: dict[str, Any] = {
+        "calibration": adviser.calibration.name,
+        "model": adviser.model,
+        "world_size": setting.world_size,
+        "batch_size": compute.batch_size if setting.batch_size is None else setting.batch_size,
+        "bandwidth_gbps": float(np.asarray(bytes_per_s)) / GBPS,
+        "one_rank_ms": 1e3 * linear,
+        "forward_included": compute.forward_s is not None,
+        "methods": {spec: _method(method, dense, linear) for spec, method in advice.methods.items()},
+        "winner": advice.winner,
+        "runner_up": advice.runner_up,
+        "lead_percent": None,
+        "gain_over_dense_percent": None,
+        "within_noise": advice.within_noise,
+        "noise_percent": 100 * adviser.calibration.noise,
+        "least_compression_factor": advice.least_factor,
+        "notes": _notes(adviser.facts, advice),
+    }
+    if advice.winner is not None:
+        best = advice.methods[advice.winner].step_s
+        report["gain_over_dense_percent"] = 100 * (dense.step_s / best - 1)
+        if advice.runner_up is not None:
+            report["lead_percent"] = 100 * (advice.methods[advice.runner_up].step_s / best - 1)
+    if swept is not None:
+        report["sweep"] = {
+            "axis": swept.axis,
+            "label": AXES[swept.axis].label,
+            "values": _rounded(swept.values),
+            "step_ms": {spec: _rounded(1e3 * seconds) for spec, seconds in swept.step_s.items()},
+            "least_compression_factor": _rounded(swept.least_factor),
+        }
+    return report
+
+
+def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
+    parts = method.parts
+    times = {"compute": parts.compute, "encode": parts.encode, "network": parts.transfer, "latency": parts.latency}
+    return {
+        "step_ms": 1e3 * method.step_s,
+        **{f"{name}_ms": 1e3 * float(seconds) for name, seconds in times.items()},
+        "limited_by": method.limited_by,
+        "speedup_over_dense": dense.step_s / method.step_s,
+        "scaling_efficiency": linear / method.step_s,
+        "wins_below_gbps": None if method.wins_below is None else method.wins_below / GBPS,
+        "wins_in_gbps": [[None if end is None else end / GBPS for end in ends] for ends in method.wins],
+        "overlapped": method.exchange.overlapped,
+        "rounds": len(method.exchange.rounds),
+        "bytes_sent": method.exchange.bytes,
+        "compression_factor": method.exchange.compression_factor,
+        "estimated": method.encode is not None and method.encode.estimated,
+    }
+
+
+def _notes(facts: ModelFacts, advice: Advice) -> list[str]:
+    notes = []
+    if facts.compute.forward_s is None:
+        notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
+    notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
+    for spec, method in advice.methods.items():
+        if method.encode is not None and method.encode.estimated:
+            notes.append(f"The encode time of {spec} is {method.encode.source}")
+    return notes
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Six digits, which is more than any prediction is good for."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _title(report: dict[str, Any]) -> str:
+    batch = report["batch_size"]
+    return ", ".join(
+        [
+            str(report["model"]),
+            f"{report['world_size']} rank{'' if report['world_size'] == 1 else 's'}",
+            "unknown batch size" if batch is None else f"batch {batch}",
+            f"{report['bandwidth_gbps']:g} Gb/s",
+            str(report["calibration"]),
+        ]
+    )
+
+
+def _print(report: dict[str, Any]) -> None:
+    table = Table(title=Text(_title(report), "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    console = Console(highlight=False)
+    wide = console.width >= 92
+    times = ("step", "compute", "encode", "network", "latency") if wide else ("step", "compute", "encode", "network")
+    table.add_column("method", overflow="fold", min_width=18)
+    for heading in times:
+        table.add_column(f"{heading}\nms", justify="right", no_wrap=True)
+    table.add_column("limited\nby", no_wrap=True)
+    if wide:
+        table.add_column("times\ndense", justify="right", no_wrap=True)
+    table.add_column("beats dense\nbelow Gb/s", justify="right")
+    for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
+        table.add_row(
+            Text(spec, "bold" if spec == report["winner"] else ""),
+            *(f"{row[f'{part}_ms']:.1f}" for part in times),
+            row["limited_by"],
+            *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
+            "" if spec == DENSE or report["winner"] is None else _ranges(row["wins_in_gbps"]),
+        )
+    console.print(table)
+    for line in [*_conclusions(report), *report["notes"]]:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _ranges(ranges: list[list[float | None]]) -> str:
+    """Where a method beats dense; the column's heading says "below"."""
+    if not ranges:
+        return "never"
+    words = []
+    for low, high in ranges:
+        if low is None:
+            words.append("always" if high is None else f"{high:.3g}")
+        else:
+            words.append(f"above {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}")
+    return ", ".join(words)
+
+
+def _conclusions(report: dict[str, Any]) -> list[str]:
+    winner = report["winner"]
+    if winner is None:
+        return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
+    lines = [f"Fastest: {winner}"]
+    if winner == DENSE:
+        lines[0] += f", {report['lead_percent']:.1f}% faster than {report['runner_up']}: compression does not pay here."
+    else:
+        lines[0] += f", {report['gain_over_dense_percent']:.1f}% faster than dense"
+        second = report["runner_up"]
+        lines[0] += "." if second == DENSE else f", {report['lead_percent']:.1f}% faster than {second}."
+    if report["within_noise"]:
+        lines.append(
+            f"{winner} and {report['runner_up']} are closer than the calibration's uncertainty of "
+            f"{report['noise_percent']:.1f}%: which of the two is faster is open."
+        )
+    factor = report["least_compression_factor"]
+    ideal = "an ideal compressor (free of cost, during the backward pass)"
+    if factor is None:
+        lines.append(f"Latency alone keeps even {ideal} from 95% of linear scaling.")
+    elif factor <= 1:
+        lines.append("Without compression, 95% of linear scaling is reached.")
+    else:
+        lines.append(f"For 95% of linear scaling {ideal} would have to compress {factor:.1f} times.")
+    return lines
+
+
+def _draw(swept: Sweep, report: dict[str, Any], file: Path) -> None:
+    try:
+        from hvdcomp.perfmodel.plot import draw
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the plot needs {error.name}, which is not installed: pip install 'hvdcomp[train]'"
+        ) from None
+    here = {"bandwidth": report["bandwidth_gbps"], "world_size": report["world_size"], "batch": report["batch_size"]}
+    try:
+        draw(swept, _title(report), here.get(swept.axis), file)
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be written: {error.strerror or error}") from None

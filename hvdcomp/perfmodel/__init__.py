@@ -1,0 +1,55 @@
+"""The performance model: what a training step takes with each compressor, on a network that need not be there.
+
+Four parts that know nothing of each other: `exchanges` (what is to be exchanged), `network` (what that costs),
+`compute` (what the computer costs) and `schedule` (how they overlap). `predict` puts them together, `calibration` reads
+their numbers from a file or a preset, and `advice` draws the conclusions. NumPy only.
+
+Source: Agarwal et al. 2022, On the Utility of Gradient Compression in Distributed Training Systems, MLSys,
+arXiv:2103.00543, section 4.1 and appendices B to D.
+"""
+
+from __future__ import annotations
+
+from hvdcomp.perfmodel.advice import DENSE, Advice, Adviser, Method
+from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, as_json, from_json, load, presets, save
+from hvdcomp.perfmodel.compute import Compute, EncodeTime
+from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of
+from hvdcomp.perfmodel.fields import CalibrationError
+from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds
+from hvdcomp.perfmodel.predict import LIMITS, Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
+
+__all__ = [
+    "ALGORITHMS",
+    "DENSE",
+    "LIMITS",
+    "Advice",
+    "Adviser",
+    "Buckets",
+    "Calibration",
+    "CalibrationError",
+    "Collective",
+    "CollectiveCost",
+    "Compute",
+    "EncodeTime",
+    "Exchange",
+    "Inner",
+    "Method",
+    "ModelFacts",
+    "Network",
+    "Parts",
+    "Seconds",
+    "Setting",
+    "as_json",
+    "cut",
+    "exchange_of",
+    "from_json",
+    "least_compression_factor",
+    "limited_by",
+    "load",
+    "overlapped",
+    "predict",
+    "presets",
+    "save",
+    "sequential",
+]

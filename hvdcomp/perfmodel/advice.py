@@ -1,0 +1,196 @@
+"""What a user is told before training: the time of a step by method, which one wins, and where that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.compressors import Compressor
+from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
+from hvdcomp.perfmodel.compute import EncodeTime
+from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
+from hvdcomp.perfmodel.fields import CalibrationError
+from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.schedule import Parts
+from hvdcomp.spec import parse_compressor
+
+DENSE = "none"
+_CASTS = (DENSE, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
+_BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
+
+Range = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method in the setting that was asked about.
+
+    Attributes:
+        spec: of the compressor.
+        exchange: what it sends.
+        encode: what encoding and decoding take; None if Horovod carries it and no time is known.
+        parts: of the step's time, s.
+        limited_by: the largest of the parts: "compute", "encode", "network" or "latency".
+        wins: ranges of bandwidth, bytes/s, in which it is faster than dense; None for an open end.
+    """
+
+    spec: str
+    exchange: Exchange
+    encode: EncodeTime | None
+    parts: Parts
+    limited_by: str
+    wins: tuple[Range, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step."""
+        return float(self.parts.total)
+
+    @property
+    def wins_below(self) -> float | None:
+        """The bandwidth, bytes/s, below which it is faster than dense; None if there is no such bound."""
+        return self.wins[0][1] if self.wins and self.wins[0][0] is None else None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Everything about one setting.
+
+    Attributes:
+        methods: by spec, dense first.
+        winner: the spec of the fastest; None for one rank, where there is nothing to exchange.
+        runner_up: the second; None if there is only one method.
+        within_noise: whether the winner's lead over the second is less than the calibration can tell apart.
+        least_factor: see `least_compression_factor`; None where no factor is enough.
+    """
+
+    methods: dict[str, Method] = field(default_factory=dict)
+    winner: str | None = None
+    runner_up: str | None = None
+    within_noise: bool = False
+    least_factor: float | None = None
+
+
+class Adviser:
+    """Answers questions about one model of a calibration.
+
+    Args:
+        calibration: what was measured.
+        model: one of its models; None for the only one.
+        specs: compressors to look at; None for all that the calibration has encode times for. Dense and fp16 are
+            looked at in any case.
+
+    Raises:
+        CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
+        SpecError: for a compressor that does not exist.
+    """
+
+    def __init__(self, calibration: Calibration, model: str | None = None, specs: Sequence[str] | None = None) -> None:
+        self.calibration = calibration
+        self.model = _model_name(calibration, model)
+        self.facts: ModelFacts = calibration.models[self.model]
+        known = self.facts.compute.encode
+        wanted = [*_CASTS, *(known if specs is None else specs)]
+        compressors: dict[str, Compressor] = {str(one): one for one in map(parse_compressor, wanted)}
+        self.exchanges = {spec: exchange_of(one, self.facts.tensors) for spec, one in compressors.items()}
+        self.encode = {spec: known.get(spec) for spec in compressors}
+        for spec, exchange in self.exchanges.items():
+            if self.encode[spec] is None and not exchange.overlapped:
+                raise CalibrationError(
+                    f"{calibration.name} has no encode time of {spec!r} for {self.model}; "
+                    f"it has: {', '.join(known) or 'none'}. Add one to a calibration file of your own, or leave it out"
+                )
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        """The calibrated bandwidth."""
+        return self.calibration.network.allreduce.bytes_per_s
+
+    def parts(self, spec: str, setting: Setting) -> Parts:
+        """The parts of a step's time with one method."""
+        return predict(
+            self.calibration.network,
+            self.facts.compute,
+            self.exchanges[spec],
+            self.facts.bucket_bytes,
+            setting,
+            self.encode[spec],
+        )
+
+    def step_s(self, spec: str, setting: Setting) -> Any:
+        """Seconds of a step with one method."""
+        return self.parts(spec, setting).total
+
+    def least_factor(self, setting: Setting, efficiency: float = 0.95) -> Any:
+        """The compression factor that an ideal compressor would need; see `least_compression_factor`."""
+        facts = self.facts
+        dense = self.exchanges[DENSE]
+        return least_compression_factor(
+            self.calibration.network, facts.compute, dense, facts.bucket_bytes, setting, efficiency
+        )
+
+    def wins(self, spec: str, setting: Setting) -> tuple[Range, ...]:
+        """Ranges of bandwidth, bytes/s, in which a method is faster than dense, all else as in the setting.
+
+        Looked for between 1 Mb/s and 10 Tb/s, at 200 points to a decade; what lies at either end is taken to go on.
+        """
+        faster = _faster(self, spec, setting, _BANDWIDTHS)
+        changes = np.flatnonzero(np.diff(faster.astype(int)))
+        bounds = [_bisect(self, spec, setting, _BANDWIDTHS[at], _BANDWIDTHS[at + 1]) for at in changes]
+        ends: list[float | None] = [*([None] if faster[0] else []), *bounds, *([None] if faster[-1] else [])]
+        return tuple(zip(ends[::2], ends[1::2], strict=True))
+
+    def advise(self, setting: Setting) -> Advice:
+        """Everything about one setting, of numbers."""
+        methods = {}
+        for spec in self.exchanges:
+            parts = self.parts(spec, setting)
+            wins = () if spec == DENSE else self.wins(spec, setting)
+            methods[spec] = Method(
+                spec, self.exchanges[spec], self.encode[spec], parts, str(limited_by(parts)), wins
+            )
+        if setting.world_size == 1:
+            return Advice(methods)
+        first, second = sorted(methods.values(), key=lambda method: method.step_s)[:2]
+        least = float(self.least_factor(setting))
+        return Advice(
+            methods,
+            winner=first.spec,
+            runner_up=second.spec,
+            within_noise=second.step_s / first.step_s - 1 < self.calibration.noise,
+            least_factor=None if np.isnan(least) else least,
+        )
+
+
+def _model_name(calibration: Calibration, model: str | None) -> str:
+    names = list(calibration.models)
+    if model is None and len(names) == 1:
+        return names[0]
+    if model is None or model not in names:
+        asked = "no model was named" if model is None else f"{model!r} is not in it"
+        raise CalibrationError(f"{calibration.name} has the models {', '.join(names)}, and {asked}")
+    return model
+
+
+def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any) -> Any:
+    """Where a method is faster than dense; a difference at the end of double precision is none."""
+    there = replace(setting, bytes_per_s=bytes_per_s)
+    return np.broadcast_to(
+        adviser.step_s(spec, there) < adviser.step_s(DENSE, there) * (1 - 1e-12), np.shape(bytes_per_s)
+    )
+
+
+def _bisect(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
+    """The bandwidth between two at which one method overtakes the other."""
+    at_low = bool(_faster(adviser, spec, setting, low))
+    for _ in range(50):
+        middle = float(np.sqrt(low * high))
+        if bool(_faster(adviser, spec, setting, middle)) == at_low:
+            low = middle
+        else:
+            high = middle
+    return float(low)

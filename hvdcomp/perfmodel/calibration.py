@@ -1,0 +1,292 @@
+"""The calibration file: what was measured (or published) of a network, of models and of compressors on one machine.
+
+JSON, version 1. `docs/performance-model.md` shows one and says what each field means. The presets that come with the
+package are such files, with published numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.bench.shapes import MODELS, tensors_of
+from hvdcomp.collectives import TensorInfo, dtype_bytes
+from hvdcomp.errors import SpecError
+from hvdcomp.perfmodel.compute import Compute, EncodeTime
+from hvdcomp.perfmodel.fields import CalibrationError, Fields
+from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network
+from hvdcomp.spec import parse_compressor
+
+FORMAT = "hvdcomp-calibration"
+VERSION = 1
+_PRESETS = Path(__file__).with_name("presets")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One model on the calibrated machine.
+
+    Attributes:
+        tensors: its parameters.
+        compute: its times.
+        bucket_bytes: how much the framework sends at a time during the backward pass (Horovod's fusion threshold).
+        shapes: the name of a model of `hvdcomp.bench.shapes` that the tensors are of, or None.
+        sources: where numbers are from, by field.
+        estimated: names of fields that are not measured, but estimated as `sources` says.
+    """
+
+    tensors: tuple[TensorInfo, ...]
+    compute: Compute
+    bucket_bytes: float
+    shapes: str | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    estimated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The content of a calibration file.
+
+    Attributes:
+        name: what it is called in output.
+        network, models: what was measured.
+        machine: facts such as accelerator, link, versions; texts by name.
+        noise: relative difference of times below which no method is to be called faster than another.
+        noise_note: what that is based on.
+        network_source: where the network's numbers are from.
+    """
+
+    name: str
+    network: Network
+    models: Mapping[str, ModelFacts]
+    machine: Mapping[str, str] = field(default_factory=dict)
+    noise: float = 0.0
+    noise_note: str = ""
+    network_source: str = ""
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the calibrations that come with the package."""
+    return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
+
+
+def load(source: str | Path) -> Calibration:
+    """The calibration in a file, or a preset by its name.
+
+    Raises:
+        CalibrationError: if there is none, it cannot be read, or something in it is missing or wrong; names the field.
+    """
+    place = Path(source)
+    if isinstance(source, str) and os.sep not in source and not source.endswith(".json") and not Path(source).exists():
+        if source not in presets():
+            raise CalibrationError(
+                f"{source!r} is neither a file nor a preset; the presets are: {', '.join(presets())}"
+            )
+        place = _PRESETS / f"{source}.json"
+    try:
+        text = place.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CalibrationError(f"{source} cannot be read: {reason}") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CalibrationError(f"{source} is not JSON: {error}") from None
+    return from_json(data, str(source))
+
+
+def save(calibration: Calibration, file: Path) -> None:
+    """Writes a calibration so that `load` reads it again."""
+    file.write_text(json.dumps(as_json(calibration), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def from_json(data: Any, where: str = "the calibration") -> Calibration:
+    """A calibration from parsed JSON.
+
+    Raises:
+        CalibrationError: as `load`.
+    """
+    top = Fields(data, where, "")
+    kind, version = top.text("format"), top.number("version", lowest=0)
+    if kind != FORMAT:
+        raise CalibrationError(f"{where} is no calibration file: format is {kind!r}, not {FORMAT!r}")
+    if version != VERSION:
+        raise CalibrationError(
+            f"{where}: version {version:g} is not one that this hvdcomp reads (it reads {VERSION}); "
+            "install the hvdcomp that wrote it, or calibrate again"
+        )
+    noise = top.section("noise", optional=True)
+    network = top.section("network")
+    models = top.section("models")
+    made = Calibration(
+        name=top.text("name"),
+        network=_network(network),
+        network_source=network.text("source", ""),
+        models={name: _model(models.section(name)) for name in models.names()},
+        machine=top.section("machine", optional=True).texts(),
+        noise=noise.number("relative", 0.0, lowest=0),
+        noise_note=noise.text("note", ""),
+    )
+    if not made.models:
+        raise models.error("is empty: at least one model is needed")
+    for read in (noise, network, top):
+        read.finish()
+    return made
+
+
+def as_json(calibration: Calibration) -> dict[str, Any]:
+    """A calibration as plain data."""
+    network = calibration.network
+    inner = network.inner
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": calibration.name,
+        "machine": dict(calibration.machine),
+        "noise": {"relative": calibration.noise, "note": calibration.noise_note},
+        "network": {
+            "source": calibration.network_source,
+            "allreduce": _cost_as_json(network.allreduce),
+            "allgather": _cost_as_json(network.allgather),
+        }
+        | (
+            {}
+            if inner is None
+            else {
+                "inner": {
+                    "ranks_per_node": inner.ranks_per_node,
+                    "allreduce": _cost_as_json(inner.allreduce),
+                    "allgather": _cost_as_json(inner.allgather),
+                }
+            }
+        ),
+        "models": {name: _model_as_json(facts) for name, facts in calibration.models.items()},
+    }
+
+
+def _network(fields: Fields) -> Network:
+    inner = None
+    if fields.has("inner"):
+        section = fields.section("inner")
+        per_node = section.whole("ranks_per_node", lowest=1)
+        inner = Inner(per_node, _cost("allreduce", section), _cost("allgather", section))
+        section.finish()
+    return Network(_cost("allreduce", fields), _cost("allgather", fields), inner)
+
+
+def _cost(kind: str, parent: Fields) -> CollectiveCost:
+    fields = parent.section(kind)
+    algorithm = fields.text("algorithm")
+    if algorithm not in ALGORITHMS[kind]:
+        raise fields.error(f"{algorithm!r} is not known; there are: {', '.join(ALGORITHMS[kind])}", "algorithm")
+    cost = CollectiveCost(
+        algorithm=algorithm,
+        latency_s=fields.number("latency_s", lowest=0),
+        bytes_per_s=fields.number("bytes_per_s", above=0),
+        transfer=fields.pairs("transfer", "bytes, seconds", second_rises=True),
+        incast=fields.pairs("incast", "ranks, factor", lowest_second=1),
+    )
+    fields.finish()
+    return cost
+
+
+def _cost_as_json(cost: CollectiveCost) -> dict[str, Any]:
+    tables = {"transfer": cost.transfer, "incast": cost.incast}
+    return {
+        "algorithm": cost.algorithm,
+        "latency_s": cost.latency_s,
+        "bytes_per_s": cost.bytes_per_s,
+    } | {name: [list(pair) for pair in table] for name, table in tables.items() if table}
+
+
+def _model(fields: Fields) -> ModelFacts:
+    shapes = fields.text("shapes", "") or None
+    if (shapes is None) == (not fields.has("tensors")):
+        raise fields.error("needs either 'shapes' (the name of a known model) or 'tensors' (a list of them)")
+    if shapes is not None and shapes not in MODELS:
+        raise fields.error(f"{shapes!r} is not known; there are: {', '.join(MODELS)}", "shapes")
+    encode = fields.section("encode", optional=True)
+    facts = ModelFacts(
+        tensors=tuple(tensors_of(shapes)) if shapes is not None else _tensors(fields),
+        compute=Compute(
+            backward_s=fields.number("backward_s", above=0),
+            forward_s=fields.number("forward_s", lowest=0) if fields.has("forward_s") else None,
+            gamma=fields.number("gamma", 1.0, lowest=1),
+            batch_size=fields.whole("batch_size", lowest=1) if fields.has("batch_size") else None,
+            encode={_spec(encode, name): _encode(encode.section(name)) for name in encode.names()},
+        ),
+        bucket_bytes=fields.number("bucket_bytes", above=0),
+        shapes=shapes,
+        sources=fields.section("sources", optional=True).texts(),
+        estimated=tuple(fields.list_of_texts("estimated")),
+    )
+    fields.finish()
+    return facts
+
+
+def _spec(fields: Fields, spec: str) -> str:
+    """In the form that the compressor itself is printed in, so that equal compressors are found."""
+    try:
+        return str(parse_compressor(spec))
+    except SpecError as error:
+        raise fields.error(str(error), spec) from None
+
+
+def _encode(fields: Fields) -> EncodeTime:
+    time = EncodeTime(
+        encode_s=fields.number("encode_s", lowest=0),
+        decode_s=fields.number("decode_s", 0.0, lowest=0),
+        decode_per_rank_s=fields.number("decode_per_rank_s", 0.0, lowest=0),
+        source=fields.text("source", ""),
+        estimated=fields.truth("estimated", False),
+    )
+    fields.finish()
+    return time
+
+
+def _tensors(fields: Fields) -> tuple[TensorInfo, ...]:
+    found = []
+    for section in fields.sections("tensors"):
+        dtype = section.text("dtype", "float32")
+        try:
+            dtype_bytes(dtype)
+        except KeyError:
+            raise section.error(f"{dtype!r} is not a floating-point type that can be sent", "dtype") from None
+        found.append(TensorInfo(section.text("name"), section.shape("shape"), dtype))
+        section.finish()
+    if len({tensor.name for tensor in found}) < len(found):
+        raise fields.error("holds a name twice", "tensors")
+    if not any(tensor.size for tensor in found):
+        raise fields.error("holds no tensor with elements", "tensors")
+    return tuple(found)
+
+
+def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
+    compute = facts.compute
+    tensors = [
+        {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype} for tensor in facts.tensors
+    ]
+    known = {"forward_s": compute.forward_s, "batch_size": compute.batch_size}
+    return {
+        **({"tensors": tensors} if facts.shapes is None else {"shapes": facts.shapes}),
+        "backward_s": compute.backward_s,
+        **{name: value for name, value in known.items() if value is not None},
+        "gamma": compute.gamma,
+        "bucket_bytes": facts.bucket_bytes,
+        "sources": dict(facts.sources),
+        "estimated": list(facts.estimated),
+        "encode": {
+            spec: {
+                "encode_s": time.encode_s,
+                "decode_s": time.decode_s,
+                "decode_per_rank_s": time.decode_per_rank_s,
+                "source": time.source,
+                "estimated": time.estimated,
+            }
+            for spec, time in compute.encode.items()
+        },
+    }

@@ -1,0 +1,67 @@
+"""What the computer costs: forward and backward pass, and encoding and decoding, on one rank without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class EncodeTime:
+    """Seconds that one step's compression takes for a whole model, memory included.
+
+    Attributes:
+        encode_s, decode_s: what does not depend on the number of ranks.
+        decode_per_rank_s: what each rank's part of a gathered payload adds.
+        source: where the numbers are from.
+        estimated: whether they are not measured, but estimated as `source` says.
+    """
+
+    encode_s: float
+    decode_s: float = 0.0
+    decode_per_rank_s: float = 0.0
+    source: str = ""
+    estimated: bool = False
+
+    def seconds(self, ranks: ArrayLike) -> Array:
+        """Of encoding and decoding, with so many ranks."""
+        return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(ranks, float)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The times of one model on one rank.
+
+    Attributes:
+        backward_s: the backward pass alone.
+        forward_s: the forward pass and all else that is neither backward pass nor exchange; None if not known.
+        gamma: by how much communication that runs at the same time slows the backward pass, 1 or more.
+        batch_size: of one rank, that the times are for; None if not known.
+        encode: by spec of the compressor.
+    """
+
+    backward_s: float
+    forward_s: float | None = None
+    gamma: float = 1.0
+    batch_size: int | None = None
+    encode: Mapping[str, EncodeTime] = field(default_factory=dict)
+
+    def share(self, batch_size: ArrayLike | None) -> Array:
+        """By how much another batch size multiplies the times of the passes: taken as proportional.
+
+        Raises:
+            ValueError: if it is not known which batch size the times are for.
+        """
+        if batch_size is None:
+            return 1.0
+        if self.batch_size is None:
+            raise ValueError(
+                "the calibration does not say which batch size its times are for, so no other can be asked for"
+            )
+        return np.asarray(batch_size, float) / self.batch_size

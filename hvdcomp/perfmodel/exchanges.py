@@ -1,0 +1,88 @@
+"""What is to be exchanged in a step: rounds of collectives and their bytes, as hvdcomp carries them out.
+
+Everything comes from where it is decided: the tensors' compressors from the engine's plan, the rounds of a compressor
+from itself, and what shares a collective by the rule of `hvdcomp.fusion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvdcomp.collectives import TensorInfo, dtype_bytes
+from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import Compressor
+from hvdcomp.engine import Engine
+
+
+class Collective(NamedTuple):
+    """One fused collective: its kind, "allreduce" or "allgather", and the bytes that each rank hands to it."""
+
+    kind: str
+    bytes: float
+
+
+Round = tuple[Collective, ...]
+"""Collectives that are started together. The next round needs their answers."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank hands to the collectives in one step.
+
+    Attributes:
+        rounds: in order.
+        overlapped: whether Horovod carries it itself, in buckets and during the backward pass, because it takes no
+            more than casts. Everything else is exchanged after the backward pass.
+        dense_bytes: of the gradients themselves.
+    """
+
+    rounds: tuple[Round, ...]
+    overlapped: bool
+    dense_bytes: float
+
+    @property
+    def bytes(self) -> float:
+        """Of all collectives together."""
+        return sum(collective.bytes for one in self.rounds for collective in one)
+
+    @property
+    def compression_factor(self) -> float:
+        """Dense bytes / bytes handed to the collectives."""
+        return self.dense_bytes / self.bytes
+
+
+def exchange_of(
+    compressor: Compressor, tensors: Sequence[TensorInfo], min_numel: int = 1024, min_ndim: int = 2
+) -> Exchange:
+    """The exchange of one step of a model.
+
+    Left out are a flag of four bytes and at most seven bytes of padding in the first round of a step, and the eight
+    bytes a tensor that Horovod allreduces during the backward pass to keep ranks in step.
+
+    Args:
+        compressor: what the user asks for; each tensor gets what the engine chooses for it.
+        tensors: all that have a gradient.
+        min_numel, min_ndim: as for `hvdcomp.engine.Engine`.
+
+    Raises:
+        ValueError: if there is nothing to exchange.
+    """
+    tensors = [tensor for tensor in tensors if tensor.size]
+    if not tensors:
+        raise ValueError("there are no tensors with elements, so there is nothing to exchange")
+    engine = Engine(LoopbackCommunicator(), tensors, compressor, min_numel=min_numel, min_ndim=min_ndim)
+    rounds: list[dict[tuple[str, str], float]] = []
+    for name, chosen in engine.plan.items():
+        tensor = engine.tensors[name]
+        for number, payload in enumerate(chosen.payloads(tensor.shape, tensor.dtype)):
+            if number == len(rounds):
+                rounds.append({})
+            key = (payload.kind, payload.group)
+            rounds[number][key] = rounds[number].get(key, 0) + payload.bytes
+    return Exchange(
+        rounds=tuple(tuple(Collective(kind, size) for (kind, _), size in one.items()) for one in rounds),
+        overlapped=engine.only_casts,
+        dense_bytes=sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors),
+    )

@@ -1,0 +1,159 @@
+"""Reading JSON objects field by field, with errors that name the file, the field and what it may hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_REQUIRED: Any = object()
+
+
+class CalibrationError(ValueError):
+    """A calibration that is not there, cannot be read, or holds something wrong."""
+
+
+class Fields:
+    """One JSON object. Every method raises CalibrationError for a value that is missing or wrong.
+
+    Args:
+        data: the object.
+        file: named in errors.
+        path: where in the file it stands, as in models.resnet50; empty for the whole file.
+    """
+
+    def __init__(self, data: Any, file: str, path: str) -> None:
+        self._file = file
+        self._path = path
+        self._read: set[str] = set()
+        if not isinstance(data, dict):
+            raise self.error(f"must be a JSON object, not {_short(data)}")
+        self._data: dict[str, Any] = data
+
+    def error(self, what: str, name: str | None = None) -> CalibrationError:
+        """An error about this object, or a field of it."""
+        place = self._place(name)
+        return CalibrationError(f"{self._file}: {place} {what}" if place else f"{self._file} {what}")
+
+    def _place(self, name: str | None) -> str:
+        return ".".join(part for part in (self._path, name) if part)
+
+    def names(self) -> list[str]:
+        """The fields that there are."""
+        return list(self._data)
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there and not null."""
+        self._read.add(name)
+        return self._data.get(name) is not None
+
+    def finish(self) -> None:
+        """Raises CalibrationError for a field that nobody asked for: it is likely misspelt."""
+        unknown = [name for name in self._data if name not in self._read]
+        if unknown:
+            known = ", ".join(sorted(self._read))
+            raise self.error(f"is not a field that is known here; there are: {known}", unknown[0])
+
+    def text(self, name: str, default: str = _REQUIRED) -> str:
+        """A text."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.error(f"must be a text, not {_short(value)}", name)
+        return value
+
+    def truth(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(f"must be true or false, not {_short(value)}", name)
+        return value
+
+    def number(
+        self, name: str, default: float = _REQUIRED, *, lowest: float | None = None, above: float | None = None
+    ) -> float:
+        """A finite number, at least `lowest` or more than `above`."""
+        return self._number(self._get(name, default), name, lowest, above)
+
+    def whole(self, name: str, *, lowest: int) -> int:
+        """A whole number, at least `lowest`."""
+        value = self.number(name, lowest=lowest)
+        if value != int(value):
+            raise self.error(f"must be a whole number, not {_short(value)}", name)
+        return int(value)
+
+    def pairs(
+        self, name: str, what: str, *, second_rises: bool = False, lowest_second: float = 0
+    ) -> tuple[tuple[float, float], ...]:
+        """A list of pairs whose first numbers rise from above 0; empty if the field is not there.
+
+        Args:
+            what: the pair, in words.
+            second_rises: whether the second numbers must not fall.
+            lowest_second: what they must be at least.
+        """
+        rows = self._list(name)
+        found: list[tuple[float, float]] = []
+        for row in rows:
+            if not isinstance(row, list) or len(row) != 2:
+                raise self.error(f"must hold pairs of {what}, not {_short(row)}", name)
+            first, second = self._number(row[0], name, None, 0), self._number(row[1], name, lowest_second, None)
+            if found and (first <= found[-1][0] or (second_rises and second < found[-1][1])):
+                raise self.error(f"must rise from pair to pair ({what}), but {row} follows {list(found[-1])}", name)
+            found.append((first, second))
+        return tuple(found)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The dimensions of a tensor."""
+        value = self._get(name, _REQUIRED)
+        if not isinstance(value, list) or not all(
+            isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
+        ):
+            raise self.error(f"must be a list of whole numbers from 0, not {_short(value)}", name)
+        return tuple(value)
+
+    def texts(self) -> dict[str, str]:
+        """The whole object, as texts by name."""
+        return {name: self.text(name) for name in self._data}
+
+    def list_of_texts(self, name: str) -> list[str]:
+        """A list of texts; empty if the field is not there."""
+        values = self._list(name)
+        if not all(isinstance(value, str) for value in values):
+            raise self.error(f"must hold texts, not {_short(values)}", name)
+        return values
+
+    def section(self, name: str, optional: bool = False) -> Fields:
+        """An object in this one; an empty one if it is optional and not there."""
+        return Fields(self._get(name, {} if optional else _REQUIRED), self._file, self._place(name))
+
+    def sections(self, name: str) -> list[Fields]:
+        """A list of objects."""
+        path = self._place(name)
+        return [Fields(value, self._file, f"{path}[{place}]") for place, value in enumerate(self._list(name))]
+
+    def _get(self, name: str, default: Any) -> Any:
+        self._read.add(name)
+        if self._data.get(name) is None:
+            if default is _REQUIRED:
+                raise self.error("is missing", name)
+            return default
+        return self._data[name]
+
+    def _list(self, name: str) -> list[Any]:
+        value = self._get(name, [])
+        if not isinstance(value, list):
+            raise self.error(f"must be a list, not {_short(value)}", name)
+        return value
+
+    def _number(self, value: Any, name: str, lowest: float | None, above: float | None) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(f"must be a finite number, not {_short(value)}", name)
+        if lowest is not None and value < lowest:
+            raise self.error(f"is {value}, and must be at least {lowest:g}", name)
+        if above is not None and value <= above:
+            raise self.error(f"is {value}, and must be more than {above:g}", name)
+        return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,174 @@
+"""What the network costs: latency and transfer time of collectives, from few measured numbers.
+
+Each algorithm is told by two things: how many messages follow one another, and how many bytes pass the busiest link
+of a rank. All functions take numbers or NumPy arrays that broadcast against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Array = Any  # a number or a NumPy array of float64
+
+
+class Traffic(NamedTuple):
+    """Of one rank in one collective: messages that follow one another, and bytes over its busiest link."""
+
+    messages: Array
+    bytes: Array
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Time of a collective, in s: waiting for messages to arrive, and moving bytes."""
+
+    latency: Array
+    transfer: Array
+
+    @property
+    def total(self) -> Array:
+        """Both together."""
+        return self.latency + self.transfer
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.latency + other.latency, self.transfer + other.transfer)
+
+    def __mul__(self, factor: Array) -> Seconds:
+        return Seconds(self.latency * factor, self.transfer * factor)
+
+
+def _ring_allreduce(size: Array, ranks: Array) -> Traffic:
+    return Traffic(2 * (ranks - 1), 2 * size * (ranks - 1) / ranks)
+
+
+def _tree_allreduce(size: Array, ranks: Array) -> Traffic:
+    return Traffic(2 * np.log2(ranks), 2 * size * np.log2(ranks))
+
+
+def _parameter_server(size: Array, ranks: Array) -> Traffic:
+    return Traffic(2.0 * (ranks > 1), 2 * size * (ranks - 1))
+
+
+def _direct_allgather(size: Array, ranks: Array) -> Traffic:
+    return Traffic(2.0 * (ranks > 1), size * (ranks - 1))
+
+
+def _ring_allgather(size: Array, ranks: Array) -> Traffic:
+    return Traffic(ranks - 1, size * (ranks - 1))
+
+
+ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
+    "allreduce": {"ring": _ring_allreduce, "tree": _tree_allreduce, "parameter_server": _parameter_server},
+    "allgather": {"direct": _direct_allgather, "ring": _ring_allgather},
+}
+"""Traffic of `bytes` handed over by each of `ranks`, by kind of collective and algorithm.
+
+Allreduce: Agarwal et al. 2022, table 1 and equation 1. Allgather, direct: the same, appendix B. Allgather, ring: the
+bandwidth term is that of direct, and there are as many messages as other ranks (Thakur et al. 2005, section 4.1).
+"""
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What one kind of collective costs on one network.
+
+    Attributes:
+        algorithm: a key of `ALGORITHMS[kind]`.
+        latency_s: alpha, seconds a message.
+        bytes_per_s: bandwidth of a rank's link, for messages beyond the table.
+        transfer: optional table of (bytes over the link, seconds), both rising, without latency. Between its entries
+            and from (0, 0) to the first the time is interpolated; beyond the last it goes on at `bytes_per_s`.
+        incast: optional table of (ranks, factor), for collectives whose senders all reach one receiver at once: by
+            how much more than the bandwidth says a transfer takes. Between entries it is interpolated.
+    """
+
+    algorithm: str
+    latency_s: float
+    bytes_per_s: float
+    transfer: tuple[tuple[float, float], ...] = ()
+    incast: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, kind: str, size: ArrayLike, ranks: ArrayLike, speed: ArrayLike = 1.0) -> Seconds:
+        """Time of one collective.
+
+        Args:
+            kind: "allreduce" or "allgather".
+            size: bytes that each rank hands over.
+            ranks: how many there are; one exchanges nothing and takes no time.
+            speed: by how many times the link is faster than `bytes_per_s` and the table say.
+        """
+        ranks = np.asarray(ranks, float)
+        traffic = ALGORITHMS[kind][self.algorithm](np.asarray(size, float), ranks)
+        transfer = self._transfer_s(traffic.bytes) * self._incast(ranks) / np.asarray(speed, float)
+        return Seconds(self.latency_s * traffic.messages, transfer)
+
+    def _transfer_s(self, size: Array) -> Array:
+        if not self.transfer:
+            return size / self.bytes_per_s
+        sizes, seconds = zip((0.0, 0.0), *self.transfer, strict=True)
+        beyond = np.maximum(size - sizes[-1], 0) / self.bytes_per_s
+        return np.interp(size, sizes, seconds) + beyond
+
+    def _incast(self, ranks: Array) -> Array:
+        if not self.incast:
+            return 1.0
+        places, factors = zip(*self.incast, strict=True)
+        return np.interp(ranks, places, factors)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The fast link between the ranks of one node, for collectives in two stages.
+
+    Attributes:
+        ranks_per_node: how many share a node and its link to other nodes.
+        allreduce, allgather: costs within a node.
+    """
+
+    ranks_per_node: int
+    allreduce: CollectiveCost
+    allgather: CollectiveCost
+
+
+@dataclass(frozen=True)
+class Network:
+    """What collectives cost between ranks.
+
+    Attributes:
+        allreduce, allgather: costs between ranks, or between nodes if there is an inner link.
+        inner: None if ranks exchange without regard to nodes (a ring through all ranks needs no more: one of its
+            links leaves each node).
+    """
+
+    allreduce: CollectiveCost
+    allgather: CollectiveCost
+    inner: Inner | None = None
+
+    def seconds(self, kind: str, size: ArrayLike, ranks: ArrayLike, bytes_per_s: ArrayLike | None = None) -> Seconds:
+        """Time of one collective.
+
+        With an inner link: an allreduce within each node and one between nodes, each of all bytes; an allgather
+        between nodes of what each node's ranks hand over, and one within nodes of what that brought. Nodes are full
+        but for the last.
+
+        Args:
+            kind: "allreduce" or "allgather".
+            size: bytes that each rank hands over.
+            ranks: how many there are.
+            bytes_per_s: the bandwidth of allreduce if another than measured; that of allgather changes in proportion.
+        """
+        speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
+        outer: CollectiveCost = getattr(self, kind)
+        if self.inner is None:
+            return outer.seconds(kind, size, ranks, speed)
+        local = np.minimum(ranks, self.inner.ranks_per_node)
+        nodes = np.ceil(np.asarray(ranks, float) / self.inner.ranks_per_node)
+        if kind == "allreduce":
+            return outer.seconds(kind, size, nodes, speed) + self.inner.allreduce.seconds(kind, size, local)
+        size = np.asarray(size, float)
+        return outer.seconds(kind, size * local, nodes, speed) + self.inner.allgather.seconds(kind, size * nodes, local)

@@ -1,0 +1,70 @@
+"""Draws a sweep: time of a step by method, and below it the compression that would be needed. Needs matplotlib."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from hvdcomp.perfmodel.advice import DENSE
+from hvdcomp.perfmodel.sweep import AXES, Sweep
+
+# Okabe and Ito's palette less its yellow; dense is black.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+_LINES = ("solid", "dashed", "dotted", "dashdot")
+
+
+def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
+    """Writes a PNG.
+
+    Args:
+        swept: what to draw.
+        title: above it.
+        marked: where on the axis the setting itself lies; None if nowhere.
+        file: to write.
+    """
+    figure = Figure(figsize=(8, 6.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    others = [spec for spec in swept.step_s if spec != DENSE]
+    for number, spec in enumerate(others):
+        style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
+        above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
+    above.plot(swept.values, 1e3 * swept.step_s[DENSE], label=DENSE, color="black", linewidth=2.2)
+    above.set_ylabel("time of a step (ms)")
+    above.set_yscale("log")
+    above.set_title(title, fontsize=10)
+    below.plot(swept.values, swept.least_factor, color="black")
+    below.set_ylabel("least factor for\n95 % of linear scaling")
+    below.set_yscale("log")
+    below.set_xlabel(AXES[swept.axis].label)
+    for axes in (above, below):
+        axes.set_xscale("log")
+        axes.grid(alpha=0.3)
+        _plain_ticks(axes)
+        if marked is not None and swept.values[0] <= marked <= swept.values[-1]:
+            axes.axvline(marked, color="0.5", linestyle=":", linewidth=1)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(file, dpi=90)
+
+
+def _plain_ticks(axes: Axes) -> None:
+    """Labels more than powers of ten where the axis is short: it may have none."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        digits = (2, 3, 5, 7) if high < 10 * low else (2, 5) if high < 1000 * low else ()
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(FuncFormatter(partial(_if_it_begins_with, digits)))
+
+
+def _if_it_begins_with(digits: tuple[int, ...], value: float, _position: int | None) -> str:
+    return f"{value:g}" if _leading_digit(value) in digits else ""
+
+
+def _leading_digit(value: float) -> int:
+    return round(value / 10 ** np.floor(np.log10(value))) if value > 0 else 0

@@ -1,0 +1,162 @@
+"""The model itself: how long a step takes, from what is exchanged, what network and computer cost, and a schedule.
+
+Everything in a `Setting` may be an array; a sweep over thousands of settings is one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from hvdcomp.perfmodel.compute import Compute, EncodeTime
+from hvdcomp.perfmodel.exchanges import Exchange
+from hvdcomp.perfmodel.network import Network, Seconds
+from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
+
+Array = Any
+
+LIMITS = ("compute", "encode", "network", "latency")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where training would run: numbers, or arrays that broadcast against each other.
+
+    Attributes:
+        world_size: number of ranks, 1 or more.
+        bytes_per_s: bandwidth of a rank's (or node's) link; None for the calibration's.
+        batch_size: of one rank; None for the calibration's.
+        compute_speed: by how many times the computer is faster than calibrated, encoding included.
+        encode_speed: by how many times encoding and decoding are faster in addition.
+        payload: by how much what is sent after the backward pass is multiplied.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    world_size: ArrayLike
+    bytes_per_s: ArrayLike | None = None
+    batch_size: ArrayLike | None = None
+    compute_speed: ArrayLike = 1.0
+    encode_speed: ArrayLike = 1.0
+    payload: ArrayLike = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("world_size", 1), ("batch_size", 1)):
+            value = getattr(self, name)
+            if value is not None and not np.all(np.asarray(value) >= least):
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        for name in ("bytes_per_s", "compute_speed", "encode_speed", "payload"):
+            value = getattr(self, name)
+            if value is not None and not np.all((np.asarray(value) > 0) & np.isfinite(value)):
+                raise ValueError(f"{name} must be positive and finite, not {value}")
+
+    @property
+    def exchanges(self) -> Array:
+        """Where there is somebody to exchange with."""
+        return np.asarray(self.world_size) > 1
+
+
+def predict(
+    network: Network,
+    compute: Compute,
+    exchange: Exchange,
+    bucket_bytes: float,
+    setting: Setting,
+    encode: EncodeTime | None = None,
+) -> Parts:
+    """The parts of a step's time, in s.
+
+    Args:
+        network, compute: of the machine and model.
+        exchange: what a method sends.
+        bucket_bytes: how much is sent at a time during the backward pass.
+        setting: where it would run.
+        encode: what encoding and decoding take; None for nothing. What an overlapped method spends on it stands
+            before its communication and is not hidden either.
+    """
+    step, backward = passes(compute, setting)
+    spent = encode_s(encode, setting)
+    cost_of = _cost_of(network, setting)
+    if exchange.overlapped:
+        buckets = cut(exchange.bytes, bucket_bytes)
+        parts = overlapped(step, backward, compute.gamma, buckets, cost_of, setting.world_size)
+        return parts._replace(encode=parts.encode + spent)
+    return sequential(step, spent, exchange, cost_of, setting.payload)
+
+
+def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
+    """Seconds of a step without communication, and of the backward pass in it."""
+    share = compute.share(setting.batch_size) / np.asarray(setting.compute_speed, float)
+    return ((compute.forward_s or 0.0) + compute.backward_s) * share, compute.backward_s * share
+
+
+def encode_s(encode: EncodeTime | None, setting: Setting) -> Array:
+    """Seconds of encoding and decoding; none where there is nobody to exchange with."""
+    if encode is None:
+        return 0.0
+    faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
+    return np.where(setting.exchanges, encode.seconds(setting.world_size) / faster, 0.0)
+
+
+def limited_by(parts: Parts) -> Array:
+    """The largest of the four parts of a step's time, by its name in `LIMITS`.
+
+    The passes are left out where they end before the communication that was to hide behind them.
+    """
+    compute = np.where(parts.waits, 0.0, parts.compute)
+    every = np.broadcast_arrays(compute, parts.encode, parts.transfer, parts.latency)
+    return np.array(LIMITS)[np.argmax(every, axis=0)]
+
+
+def least_compression_factor(
+    network: Network,
+    compute: Compute,
+    dense: Exchange,
+    bucket_bytes: float,
+    setting: Setting,
+    efficiency: float = 0.95,
+) -> Array:
+    """By how much an ideal compressor would have to compress, for a step to be nearly as fast as on one rank.
+
+    An ideal compressor costs nothing and shrinks every bucket of the dense exchange during the backward pass.
+    What it can reach at best is a step whose communication is all hidden: the backward pass slowed by gamma. That is
+    taken as linear scaling here, since gamma alone can be more than the missing share.
+
+    Args:
+        network, compute, dense, bucket_bytes, setting: as for `predict`; `dense` is the uncompressed exchange.
+        efficiency: share of linear scaling that is to be reached, 0 < efficiency < 1.
+
+    Returns:
+        The factor, 1 where no compression is needed, NaN where latency alone is too much for any factor.
+    """
+    if not 0 < efficiency < 1:
+        raise ValueError(f"efficiency must be between 0 and 1, not {efficiency}")
+    step, backward = passes(compute, setting)
+    buckets = cut(dense.bytes, bucket_bytes)
+    cost_of = _cost_of(network, setting)
+
+    def seconds(factor: Array) -> Array:
+        smaller = Buckets(buckets.number, buckets.size / factor, buckets.last / factor)
+        return overlapped(step, backward, compute.gamma, smaller, cost_of, setting.world_size).total
+
+    slowed = np.where(setting.exchanges, compute.gamma, 1.0) * backward
+    allowed = (step - backward + slowed) / efficiency
+    shape = np.broadcast(seconds(1.0), allowed).shape
+    low, high = np.zeros(shape), np.full(shape, np.log(1e9))
+    for _ in range(60):  # halves an interval of logarithms: far below what can be told apart
+        middle = (low + high) / 2
+        enough = seconds(np.exp(middle)) <= allowed
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    reached = np.where(seconds(1.0) <= allowed, 1.0, np.exp(high))
+    return np.where(seconds(1e9) <= allowed, reached, np.nan)
+
+
+def _cost_of(network: Network, setting: Setting) -> Any:
+    def cost_of(kind: str, size: Array) -> Seconds:
+        return network.seconds(kind, size, setting.world_size, setting.bytes_per_s)
+
+    return cost_of

@@ -1,0 +1,113 @@
+"""What if: one quantity of the setting varied over a range, all methods at once.
+
+Serves the questions of Agarwal et al. 2022: bandwidth (figures 3 and 19), faster computers (figure 20), faster encoding
+at the price of more bytes (figure 21), batch size (figure 9), world size (figures 6 to 8), and with each of them the
+compression that an ideal method would need (figures 12 and 18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.perfmodel.advice import Adviser
+from hvdcomp.perfmodel.predict import Setting
+
+GBPS = 1.25e8
+"""Bytes per second of one gigabit per second."""
+_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A quantity that can be varied.
+
+    Attributes:
+        label: its name and unit on a plot.
+        whole: whether only whole numbers make sense.
+        apply: a setting with other values of it.
+    """
+
+    label: str
+    whole: bool
+    apply: Callable[[Setting, Any], Setting]
+
+
+AXES: dict[str, Axis] = {
+    "bandwidth": Axis("bandwidth (Gb/s)", False, lambda setting, x: replace(setting, bytes_per_s=x * GBPS)),
+    "world_size": Axis("world size (ranks)", True, lambda setting, x: replace(setting, world_size=x)),
+    "batch": Axis("batch size of a rank", True, lambda setting, x: replace(setting, batch_size=x)),
+    "compute": Axis("times faster computing", False, lambda setting, x: replace(setting, compute_speed=x)),
+    "encode": Axis("times faster encoding", False, lambda setting, x: replace(setting, encode_speed=x)),
+}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Predictions along one axis.
+
+    Attributes:
+        axis: a key of `AXES`.
+        values: (points,), rising.
+        step_s: by method, (points,).
+        least_factor: (points,), see `least_compression_factor`; NaN where no factor is enough.
+    """
+
+    axis: str
+    values: np.ndarray
+    step_s: dict[str, np.ndarray]
+    least_factor: np.ndarray
+
+
+def parse_axis(text: str) -> tuple[str, np.ndarray]:
+    """The axis and values of a text such as `bandwidth=0.1..100` (evenly on a logarithmic scale) or `batch=16,32,64`.
+
+    Raises:
+        ValueError: for an unknown axis or something that is no range of positive numbers.
+    """
+    name, equals, rest = (part.strip() for part in text.partition("="))
+    if name not in AXES or not equals:
+        raise ValueError(f"{text!r} does not name what to vary; write one of: {', '.join(AXES)}, as in bandwidth=1..30")
+    low, dots, high = rest.partition("..")
+    try:
+        numbers = [float(low), float(high)] if dots else sorted({float(part) for part in rest.split(",")})
+    except ValueError:
+        numbers = []
+    if len(numbers) < 2 or not numbers[0] > 0 or not numbers[0] < numbers[-1] or not np.all(np.isfinite(numbers)):
+        raise ValueError(f"{text!r} is no range; write {name}=LOW..HIGH with 0 < LOW < HIGH, or values: {name}=1,2,4")
+    values = np.geomspace(numbers[0], numbers[1], _POINTS) if dots else np.array(numbers)
+    if AXES[name].whole:
+        if any(number != int(number) for number in numbers):
+            raise ValueError(f"{text!r}: {name} is a whole number")
+        values = np.unique(np.round(values))
+    return name, values
+
+
+def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, growth: float | None = None) -> Sweep:
+    """Predicts every method of an adviser along one axis.
+
+    Args:
+        adviser: whose model and methods.
+        setting: all else, of numbers.
+        axis: a key of `AXES`.
+        values: of it, (points,).
+        growth: for axis "encode": a compressor that encodes k times faster sends `growth` k times more. None: no more.
+
+    Raises:
+        ValueError: for `growth` with another axis, or values out of range.
+    """
+    varied = AXES[axis].apply(setting, values)
+    if growth is not None:
+        if axis != "encode":
+            raise ValueError(f"growth belongs to a sweep over encode, not {axis}")
+        varied = replace(varied, payload=growth * values)
+    shape = np.shape(values)
+    return Sweep(
+        axis,
+        values,
+        {spec: np.broadcast_to(adviser.step_s(spec, varied), shape) for spec in adviser.exchanges},
+        np.broadcast_to(adviser.least_factor(varied), shape),
+    )

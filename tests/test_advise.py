@@ -1,0 +1,315 @@
+"""`hvdcomp advise`: the table, the JSON, plots, and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hvdcomp.cli import main
+from hvdcomp.collectives import TensorInfo
+from hvdcomp.perfmodel import (
+    Adviser,
+    Calibration,
+    CollectiveCost,
+    Compute,
+    EncodeTime,
+    ModelFacts,
+    Network,
+    Setting,
+    load,
+    save,
+)
+from hvdcomp.perfmodel.sweep import GBPS, parse_axis, sweep
+
+PRESET = ["--model", "resnet50"]
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run(*arguments: str | Path, width: int = 80) -> Result:
+    return CliRunner().invoke(main, ["advise", *map(str, arguments)], env={"COLUMNS": str(width)})
+
+
+def as_json(*arguments: str | Path) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def error(*arguments: str | Path) -> str:
+    result = run(*arguments)
+    assert result.exit_code != 0
+    assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+    return " ".join(result.output.split())
+
+
+# JSON ---------------------------------------------------------------------------------------------------------------
+
+
+def test_json_holds_what_the_model_says() -> None:
+    report = as_json(*PRESET)
+    adviser = Adviser(load("v100-p3.8xlarge"), "resnet50")
+    assert list(report["methods"]) == list(adviser.exchanges)
+    assert (report["world_size"], report["batch_size"], report["bandwidth_gbps"]) == (64, 64, 10)
+    for spec, row in report["methods"].items():
+        assert row["step_ms"] == pytest.approx(1e3 * adviser.step_s(spec, Setting(64)))
+        parts = sum(row[f"{part}_ms"] for part in ("compute", "encode", "network", "latency"))
+        assert parts == pytest.approx(row["step_ms"])
+        assert row["bytes_sent"] == adviser.exchanges[spec].bytes
+        assert row["speedup_over_dense"] == pytest.approx(report["methods"]["none"]["step_ms"] / row["step_ms"])
+        assert row["limited_by"] in ("compute", "encode", "network", "latency")
+    assert report["winner"] == "none"
+    assert 8 < report["methods"]["powersgd:rank=4"]["wins_below_gbps"] < 10
+    assert report["methods"]["signsgd"]["wins_below_gbps"] is None
+    assert report["methods"]["signsgd"]["wins_in_gbps"] == []
+    assert 4 < report["least_compression_factor"] < 6.5
+
+
+def test_bandwidth_decides_the_winner() -> None:
+    slow, fast = (as_json(*PRESET, "--bandwidth", gbps) for gbps in ("5", "20"))
+    assert (slow["winner"], fast["winner"]) == ("powersgd:rank=4", "none")
+    assert slow["gain_over_dense_percent"] == pytest.approx(
+        100 * (slow["methods"]["none"]["step_ms"] / slow["methods"]["powersgd:rank=4"]["step_ms"] - 1)
+    )
+    assert fast["gain_over_dense_percent"] == 0
+    best, second = sorted(row["step_ms"] for row in fast["methods"].values())[:2]
+    assert fast["lead_percent"] == pytest.approx(100 * (second / best - 1))
+
+
+def test_batch_and_world_size_are_obeyed() -> None:
+    small = as_json(*PRESET, "--batch", "16", "--world-size", "96")
+    assert small["batch_size"] == 16
+    assert small["one_rank_ms"] == pytest.approx(122 / 4)
+    assert small["winner"] == "powersgd:rank=4"
+
+
+def test_only_the_named_compressors_and_their_baselines() -> None:
+    report = as_json(*PRESET, "--compressor", "signsgd", "--compressor", "powersgd:rank=8")
+    assert list(report["methods"]) == ["none", "fp16", "signsgd", "powersgd:rank=8"]
+
+
+def test_one_rank_has_no_winner() -> None:
+    report = as_json(*PRESET, "--world-size", "1")
+    assert report["winner"] is report["runner_up"] is report["lead_percent"] is None
+    assert {row["step_ms"] for row in report["methods"].values()} == {122.0}
+    assert "nobody to exchange with" in run(*PRESET, "--world-size", "1").stdout
+
+
+def test_estimates_are_said(tmp_path: Path) -> None:
+    report = as_json("--model", "bert-base")
+    assert any("backward_s is estimated" in note for note in report["notes"])
+    assert report["methods"]["powersgd:rank=4"]["estimated"]
+    assert not any("estimated" in note for note in as_json(*PRESET)["notes"])
+    assert "estimated, not published" in run("--model", "bert-base").stdout
+
+
+# Where a method wins --------------------------------------------------------------------------------------------------
+
+
+def calibrated(**changes: Any) -> Calibration:
+    """One that is easy to reckon with: dense takes 100 ms + 800 ms / (Gb/s) on 2 ranks, in one bucket."""
+    encode = {"randomk:ratio=0.01": EncodeTime(0.08), "signsgd": EncodeTime(0.0), "topk:ratio=0.01": EncodeTime(9.0)}
+    settings: dict[str, Any] = {"backward_s": 0.1, "forward_s": 0.0, "encode": encode, **changes}
+    model = ModelFacts((TensorInfo("w", (5000, 5000)),), Compute(**settings), bucket_bytes=1e9)
+    network = Network(CollectiveCost("ring", 0.0, GBPS), CollectiveCost("direct", 0.0, GBPS))
+    return Calibration("test", network, {"m": model})
+
+
+def test_crossings_are_where_the_times_are_equal() -> None:
+    """100 + 800 / x = 100 + 80 + 8 / x at x = 792 / 80."""
+    adviser = Adviser(calibrated())
+    ((low, high),) = adviser.wins("randomk:ratio=0.01", Setting(2))
+    assert low is None
+    assert high is not None
+    assert high / GBPS == pytest.approx(792 / 80, rel=1e-6)
+
+
+def test_a_method_may_win_always_or_never() -> None:
+    adviser = Adviser(calibrated())
+    assert adviser.wins("signsgd", Setting(2)) == ((None, None),)
+    assert adviser.wins("signsgd", Setting(200)) == ()  # gathers more than an allreduce moves
+
+
+def test_a_method_may_win_only_above_a_bandwidth() -> None:
+    """Dense is slowed by gamma; a free encoder then wins where the network is no matter."""
+    adviser = Adviser(calibrated(gamma=1.1))
+    ((low, high),) = adviser.wins("signsgd", Setting(200))
+    assert high is None
+    assert low is not None
+    methods = adviser.advise(Setting(200)).methods
+    assert methods["signsgd"].wins_below is None
+    assert adviser.step_s("signsgd", Setting(200, low * 1.01)) < adviser.step_s("none", Setting(200, low * 1.01))
+    assert adviser.step_s("signsgd", Setting(200, low / 1.01)) > adviser.step_s("none", Setting(200, low / 1.01))
+
+
+def test_a_calibration_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    save(calibrated(), file)
+    report = as_json("--calibration", file, "--world-size", "2", "--bandwidth", "8")  # its only model need not be named
+    assert report["methods"]["none"]["step_ms"] == pytest.approx(200)
+    assert report["methods"]["randomk:ratio=0.01"]["step_ms"] == pytest.approx(181)
+    assert report["forward_included"]
+    assert not report["within_noise"]
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table(width: int) -> None:
+    result = run(*PRESET, width=width)
+    assert result.exit_code == 0
+    assert all(len(line) <= width for line in result.stdout.splitlines()[:20])
+    for spec in load("v100-p3.8xlarge").models["resnet50"].compute.encode:
+        assert spec in result.stdout
+    words = " ".join(result.stdout.split())
+    assert "Fastest: none" in words
+    assert "compression does not pay here" in words
+    assert "uncertainty of 13.7%" in words
+    assert "would have to compress 6.1 times" in words
+
+
+def test_words_for_other_outcomes(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    save(calibrated(gamma=1.1), file)
+    words = " ".join(run("--calibration", file, "--world-size", "200", "--bandwidth", "100000").stdout.split())
+    assert "above" in words
+    assert "95% of linear scaling is reached" in words
+    assert "Fastest: signsgd" in words
+    assert "faster than dense" in words
+
+
+# Sweeps ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        ("bandwidth=0.1..100", 200),
+        ("world_size=2..64", 63),
+        ("batch=16,32", 2),
+        ("compute=1..4", 200),
+        ("encode=1,2", 2),
+    ],
+)
+def test_sweeps_are_drawn_and_written(text: str, points: int, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "sweep.png"
+    result = run(*PRESET, "--sweep", text, "--output", file, "--json")
+    assert result.exit_code == 0, result.output
+    assert file.read_bytes().startswith(b"\x89PNG")
+    swept = json.loads(result.stdout)["sweep"]
+    assert swept["axis"] == text.partition("=")[0]
+    assert len(swept["values"]) <= points
+    assert len(swept["values"]) > 1
+    assert all(len(times) == len(swept["values"]) for times in swept["step_ms"].values())
+    assert len(swept["least_compression_factor"]) == len(swept["values"])
+
+
+def test_a_sweep_is_each_setting_in_turn() -> None:
+    adviser = Adviser(load("v100-p3.8xlarge"), "resnet50")
+    values = np.array([1.0, 2.0, 4.0])
+    settings = {
+        "bandwidth": lambda x: Setting(64, x * GBPS),
+        "world_size": lambda x: Setting(x),
+        "batch": lambda x: Setting(64, batch_size=x),
+        "compute": lambda x: Setting(64, compute_speed=x),
+        "encode": lambda x: Setting(64, encode_speed=x, payload=3 * x),
+    }
+    for axis, setting in settings.items():
+        swept = sweep(adviser, Setting(64), axis, values, 3 if axis == "encode" else None)
+        for spec, times in swept.step_s.items():
+            assert times.tolist() == pytest.approx([float(adviser.step_s(spec, setting(x))) for x in values])
+        assert swept.least_factor.tolist() == pytest.approx(
+            [float(adviser.least_factor(setting(x))) for x in values], nan_ok=True
+        )
+
+
+def test_ranges() -> None:
+    name, values = parse_axis("bandwidth = 1 .. 100")
+    assert (name, values[0], values[-1], len(values)) == ("bandwidth", 1, 100, 200)
+    assert np.ptp(np.diff(np.log(values))) < 1e-9
+    name, values = parse_axis("world_size=1..8")
+    assert values.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert parse_axis("batch=64,16,16")[1].tolist() == [16, 64]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("speed=1..2", "bandwidth", "bandwidth=1", "bandwidth=2..1", "bandwidth=0..1", "bandwidth=a..b"),
+        *("batch=1.5..3", "bandwidth=1..inf", "bandwidth=nan..2", "world_size=", "encode=1,-2"),
+    ],
+)
+def test_wrong_ranges_are_refused(text: str) -> None:
+    assert f"'{text}'" in error(*PRESET, "--sweep", text)
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from hvdcomp.cli import main\n"
+        f"main(['advise', '--model', 'resnet50', '--sweep', 'batch=1..9', '--output', {str(tmp_path / 'x.png')!r}])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "pip install 'hvdcomp[train]'" in result.stderr
+    assert "Fastest: none" in result.stdout
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def test_errors(tmp_path: Path) -> None:
+    assert "models resnet50, resnet101, bert-base, and no model was named" in error()
+    assert "resnet50, resnet101, bert-base, and 'vgg16' is not in it" in error("--model", "vgg16")
+    assert "'a100' is neither a file nor a preset; the presets are: v100" in error("--calibration", "a100")
+    unknown = error(*PRESET, "--compressor", "natural")
+    assert "no encode time of 'natural' for resnet50; it has: powersgd:rank=4" in unknown
+    assert "unknown compressor 'foo'" in error(*PRESET, "--compressor", "foo")
+    assert "does not say which batch size" in error("--model", "bert-base", "--batch", "8")
+    assert "belong to --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
+    assert "growth belongs to a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
+    assert "bytes_per_s must be positive" in error(*PRESET, "--bandwidth", "nan")
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{")
+    assert "is not JSON" in error("--calibration", wrong)
+    missing = tmp_path / "no" / "x.png"
+    pytest.importorskip("matplotlib")
+    assert "cannot be written: No such file" in error(*PRESET, "--sweep", "batch=1..2", "--output", missing)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--world-size", "0"), ("--batch", "0"), ("--bandwidth", "0")])
+def test_numbers_out_of_range(option: str, value: str) -> None:
+    assert f"Invalid value for '{option}'" in error(*PRESET, option, value)
+
+
+# Weight and documentation ---------------------------------------------------------------------------------------------
+
+
+def test_the_model_needs_no_framework() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'tensorflow', 'horovod', 'mpi4py', 'matplotlib']))\n"
+        "from hvdcomp.cli import main; main(['advise', '--model', 'resnet50', '--world-size', '8'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "Fastest" in result.stdout
+
+
+def test_the_figure_of_the_manual_is_what_its_command_makes(tmp_path: Path) -> None:
+    stored = json.loads((DOCS / "performance-model" / "bandwidth.json").read_text())
+    pytest.importorskip("matplotlib")
+    made = as_json(*PRESET, "--sweep", "bandwidth=1..30", "--output", tmp_path / "x.png")
+    assert made["sweep"]["values"] == pytest.approx(stored["sweep"]["values"])
+    for spec, times in stored["sweep"]["step_ms"].items():
+        assert made["sweep"]["step_ms"][spec] == pytest.approx(times, rel=1e-4)
+    assert {spec: row["limited_by"] for spec, row in made["methods"].items()} == {
+        spec: row["limited_by"] for spec, row in stored["methods"].items()
+    }
