@@ -1,0 +1,262 @@
+"""Measures the time of a training step with several compressions, on every rank of a Horovod run.
+
+    python -m benchmarks.cluster run --hosts 4 --rate 100mbit -- \\
+        python benchmarks/cluster/steps_worker.py --model mlp --method none --method topk:ratio=0.01 --output steps.json
+
+Each method trains a model of its own. They take turns in blocks of a few steps, in an order that rotates, so that
+whatever else the machine does falls on all alike and blocks of the same round can be compared with each other. So
+does the same training without any communication. The time of a step is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdcomp.errors import SpecError
+from hvdcomp.spec import parse_compressor
+from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
+
+STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
+COMPUTE = "compute"  # training alone: no gradient leaves the rank
+
+_CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
+_TOKENS, _LENGTH = 100, 64  # characters of a text
+# After others had their turn: a new method under a known tensor name costs Horovod a negotiation.
+_SETTLING_STEPS = 2
+
+
+@dataclass
+class Times:
+    """What was measured of one method.
+
+    Attributes:
+        step_ms: of each round, the times of its steps in milliseconds, of the slowest rank.
+        bytes_per_step: that one rank hands to the collectives.
+        encode_ms, communicate_ms, decode_ms: rank 0's own, means per step, where hvdcomp's engine does the work.
+    """
+
+    method: str
+    step_ms: list[list[float]] = field(default_factory=list)
+    bytes_per_step: float = 0.0
+    dense_bytes: int = 0
+    encode_ms: float | None = None
+    communicate_ms: float | None = None
+    decode_ms: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, with the median and the quartiles of all steps."""
+        steps = [time for block in self.step_ms for time in block]
+        low, middle, high = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
+        return {**vars(self), "median_ms": middle, "quartiles_ms": [low, high]}
+
+
+class Training:
+    """A model trained with one method on one batch of random data, a block of steps at a time."""
+
+    def __init__(self, method: str, model_name: str, batch_size: int, seed: int) -> None:
+        import horovod.torch as hvd
+        import torch
+
+        from hvdcomp.train.models import build_model
+
+        torch.manual_seed(seed)  # the same weights on all ranks and for all methods
+        text = model_name in TEXT_MODELS
+        self.model = build_model(model_name, channels=_CHANNELS, size=_SIZE, classes=_TOKENS if text else _CLASSES)
+        own = torch.Generator().manual_seed(seed + 1 + hvd.rank())
+        if text:
+            self.inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
+            self.labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=own)
+        else:
+            self.inputs = torch.randn((batch_size, _CHANNELS, _SIZE, _SIZE), generator=own)
+            self.labels = torch.randint(_CLASSES, (batch_size,), generator=own)
+        self.numel = sum(parameter.numel() for parameter in self.model.parameters())
+        self.times = Times(method, dense_bytes=4 * self.numel)
+        self.ledger: Any = None
+        self.optimizer = self._optimizer(method, seed)
+        self._counted = 0
+
+    def _optimizer(self, method: str, seed: int) -> Any:
+        import horovod.torch as hvd
+        import torch
+
+        import hvdcomp
+
+        plain = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        if method == COMPUTE:
+            return plain
+        compression: Any
+        if method in STOCK:
+            compression = hvd.Compression.none if method == "none" else hvd.Compression.fp16
+            self.times.bytes_per_step = self.numel * (4 if method == "none" else 2)
+        else:
+            compression = hvdcomp.Compression.from_spec(
+                method, named_parameters=self.model.named_parameters(), seed=seed
+            )
+            self.ledger = compression.ledger
+        return hvd.DistributedOptimizer(
+            plain, named_parameters=self.model.named_parameters(), compression=compression
+        )
+
+    def block(self, steps: int) -> None:
+        """Makes the steps of one round, in step with all other ranks, and adds their times."""
+        import horovod.torch as hvd
+        import torch
+
+        hvd.barrier()
+        for _ in range(_SETTLING_STEPS):
+            self._step()
+        before = self._costs()
+        mine = torch.tensor([self._step() for _ in range(steps)], dtype=torch.float64)
+        after = self._costs()
+        slowest = hvd.allreduce(mine, op=hvd.Max, name="steps.times")
+        self.times.step_ms.append((1000 * slowest).tolist())
+        if self.ledger is not None:
+            self._add_costs(before, after, steps)
+
+    def forget(self) -> None:
+        """Drops what was measured so far."""
+        self.times.step_ms = []
+        self._counted = 0
+
+    def _step(self) -> float:
+        from torch.nn.functional import cross_entropy
+
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(self.inputs).flatten(0, -2), self.labels).backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+    def _costs(self) -> dict[str, float | None]:
+        return {} if self.ledger is None else dict(vars(self.ledger.totals))
+
+    def _add_costs(self, before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
+        """Enters the means per step over all rounds that count."""
+        total = self._counted + steps
+        for key, name, unit in (
+            ("bytes_sent", "bytes_per_step", 1),
+            ("encode_seconds", "encode_ms", 1000),
+            ("communicate_seconds", "communicate_ms", 1000),
+            ("decode_seconds", "decode_ms", 1000),
+        ):
+            if after[key] is None:
+                continue
+            grown = unit * (after[key] - (before[key] or 0))
+            past = self._counted * (getattr(self.times, name) or 0.0)
+            setattr(self.times, name, (past + grown) / total)
+        self._counted = total
+
+
+def measure(
+    model: str, methods: list[str], *, batch_size: int, rounds: int, steps: int, seed: int, show: Any
+) -> list[Training]:
+    """Trains with all methods in turns; returns the trainings with their times.
+
+    Args:
+        rounds: blocks of each method that count; one more goes before as a warm-up.
+        steps: of a block, that count.
+        show: called on every rank with the number of the round, from 0 for the warm-up.
+    """
+    trainings = [Training(method, model, batch_size, seed) for method in (COMPUTE, *methods)]
+    for number in range(rounds + 1):
+        show(number)
+        first = number % len(trainings)
+        for training in trainings[first:] + trainings[:first]:
+            training.block(steps)
+            if number == 0:
+                training.forget()
+    return trainings
+
+
+def check_method(method: str) -> None:
+    """Sees that a method can be measured.
+
+    Raises:
+        SpecError: for what is neither in STOCK nor the spec of a compressor.
+    """
+    if method in STOCK:
+        return
+    try:
+        parse_compressor(method)
+    except SpecError as error:
+        raise SpecError(f"{error}; or one of Horovod's own: {', '.join(STOCK)}") from None
+
+
+@click.command()
+@click.option("--model", type=click.Choice(MODELS), default="mlp", show_default=True)
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    metavar="SPEC",
+    default=("none", "hvd.fp16", "topk:ratio=0.01", "powersgd:rank=4"),
+    show_default=True,
+    help="'none' and 'hvd.fp16' are Horovod's own; others are compressors of hvdcomp. Repeat.",
+)
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Blocks of each method.")
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps of a block.")
+@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Of each rank.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--rate", help="Of the links, to be noted in the file.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="The JSON file that rank 0 writes.")
+def main(methods: tuple[str, ...], rate: str | None, output: Path, **options: Any) -> None:
+    """Measures the time of a training step with several compressions. To be run under Horovod."""
+    try:
+        for method in methods:
+            check_method(method)
+    except SpecError as error:
+        raise click.UsageError(str(error)) from None
+    if len(set(methods)) < len(methods):
+        raise click.UsageError("a method is given twice")
+
+    import horovod.torch as hvd
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hvdcomp.train import environment
+
+    environment.prepare_mpi()
+    hvd.init()
+    environment.use_threads(hvd.local_size())
+    if hvd.size() < 2:
+        raise click.UsageError("steps are measured on two ranks or more; start this under Horovod")
+    console = Console(highlight=False, soft_wrap=True, quiet=hvd.rank() != 0)
+    with Progress(console=console, disable=hvd.rank() != 0, transient=True) as progress:
+        task = progress.add_task(f"{options['model']}, {len(methods)} methods", total=options["rounds"] + 1)
+        try:
+            trainings = measure(
+                methods=list(methods), show=lambda number: progress.update(task, completed=number), **options
+            )
+        except (SetupError, SpecError) as error:
+            raise click.ClickException(str(error)) from None
+    if hvd.rank() != 0:
+        return
+    compute, *others = (training.times.as_json() for training in trainings)
+    result = {
+        **options,
+        "ranks": hvd.size(),
+        "ranks_per_host": hvd.local_size(),
+        "rate": rate,
+        "controller": environment.controller(hvd),
+        "parameters": trainings[0].numel,
+        "versions": environment.versions(),
+        COMPUTE: {key: compute[key] for key in ("step_ms", "median_ms", "quartiles_ms")},
+        "methods": others,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"{'compute only':24} {compute['median_ms']:9.1f} ms")
+    for one in others:
+        console.print(f"{one['method']:24} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
+    console.print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The emulated cluster: real namespaces, real Horovod between them, and nothing left behind however a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.cluster import Cluster, ClusterError, namespaces, parse_rate, records
+from benchmarks.cluster.rates import bucket_bytes
+from benchmarks.cluster.throughput import measure
+
+ROOT = Path(__file__).parents[1]
+MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
+
+
+def _why_not() -> str | None:
+    """Why no cluster can be made here."""
+    if os.geteuid() != 0:
+        return "the emulated cluster needs root"
+    if MISSING:
+        return f"the emulated cluster needs {', '.join(MISSING)} (sudo scripts/install-system-packages)"
+    try:
+        with Cluster(2, "100mbit"):
+            return None
+    except ClusterError as error:
+        return f"no emulated cluster can be made here: {error}"
+
+
+@pytest.fixture(scope="module")
+def machine() -> None:
+    """Skips where no cluster can be made."""
+    reason = _why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _namespaces() -> set[str]:
+    return set(subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split("\n"))
+
+
+def _everything() -> set[str]:
+    """All that a cluster could leave behind on this machine."""
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    etc = Path("/etc/netns")
+    files = {etc, *etc.iterdir()} if etc.exists() else set()
+    names = {line.split(":")[1] for line in links.splitlines()}
+    return {*_namespaces(), *names, *map(str, files), *records.names()}
+
+
+@pytest.fixture
+def clean(machine: None) -> Iterator[None]:
+    """Sees that a test leaves the machine as it was."""
+    if records.read(records.STANDING) is not None:
+        pytest.skip("a cluster is up on this machine; remove it: python -m benchmarks.cluster down")
+    before = _everything()
+    yield
+    assert _everything() == before
+
+
+def _command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.cluster", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def _finished(*arguments: str) -> tuple[int, str]:
+    with _command(*arguments) as process:
+        output, _ = process.communicate(timeout=120)
+    return process.returncode, output
+
+
+# Rates and refusals: no root needed
+
+
+@given(st.integers(1, 99), st.sampled_from([("mbit", 10**6), ("gbit", 10**9)]))
+def test_rates_are_read_as_tc_reads_them(number: int, unit: tuple[str, int]) -> None:
+    assert parse_rate(f"{number}{unit[0]}") == number * unit[1]
+    assert parse_rate(f"{number}.5{unit[0]}".upper()) == number * unit[1] + unit[1] // 2
+
+
+@pytest.mark.parametrize("rate", ["", "100", "fast", "100mbps", "-1mbit", "1 gbit/s", "100kbit", "101gbit", "0mbit"])
+def test_other_rates_are_refused_with_their_value(rate: str) -> None:
+    with pytest.raises(ClusterError, match="rate"):
+        parse_rate(rate)
+
+
+def test_the_bucket_holds_a_frame_and_little_time() -> None:
+    for rate in ("1mbit", "100mbit", "1gbit", "10gbit"):
+        size = bucket_bytes(parse_rate(rate))
+        assert size > 2 * 1514
+        assert size <= max(3200, parse_rate(rate) / 8 * 0.00025)
+
+
+def test_without_root_or_programs_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ClusterError, match="needs root: run it with sudo"):
+        Cluster(2, "1gbit")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ClusterError, match=r"'ip', of the package iproute2.*install-system-packages"):
+        Cluster(2, "1gbit")
+
+
+def test_namespaces_tell_whose_they_are() -> None:
+    assert records.name_in("hvdcomp-p12n1-host3") == "p12n1"
+    assert records.name_in("hvdcomp-standing-switch") == "standing"
+    assert records.name_in("somebody-else") is None
+
+
+@pytest.mark.parametrize("hosts", [0, 1, 65])
+def test_wrong_numbers_of_hosts_are_refused(hosts: int) -> None:
+    with pytest.raises(ClusterError, match=f"cluster of {hosts} host"):
+        Cluster(hosts, "1gbit")
+
+
+# On real namespaces
+
+
+def test_wrong_numbers_of_ranks_are_refused(clean: None) -> None:
+    with Cluster(2, "1gbit") as cluster, pytest.raises(ClusterError, match="3 ranks on 2 hosts"):
+        cluster.run(["true"], ranks=3)
+    with pytest.raises(ClusterError, match="within its `with` block"):
+        cluster.run(["true"])
+
+
+def test_up_status_run_down(clean: None) -> None:
+    before = _namespaces()
+    assert _finished("up", "--hosts", "2", "--rate", "1gbit")[0] == 0
+    try:
+        added = {line.split()[0] for line in _namespaces() - before if line}
+        assert added == {f"hvdcomp-standing-{part}" for part in ("host0", "host1", "switch")}
+        code, said = _finished("status")
+        assert code == 0
+        assert "standing" in said
+        assert "1gbit" in said
+        code, said = _finished("up", "--hosts", "2", "--rate", "1gbit")
+        assert code == 1
+        assert "is up already" in said
+        code, said = _finished("run", "--", "sh", "-c", "echo $(hostname) rank $HOROVOD_RANK of $HOROVOD_SIZE")
+        assert code == 0
+        assert {"host0 rank 0 of 2", "host1 rank 1 of 2"} <= set(said.splitlines())
+    finally:
+        code, said = _finished("down")
+    assert code == 0
+    assert "removed 2 hosts" in said
+    code, said = _finished("run", "--", "true")
+    assert code == 1
+    assert "no cluster is up" in said
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(clean: None) -> None:
+    start = time.monotonic()
+    code, _ = _finished(
+        *("run", "--hosts", "2", "--rate", "1gbit", "--"),
+        *("sh", "-c", 'if [ "$HOROVOD_RANK" = 1 ]; then exit 7; fi; exec sleep 100'),
+    )
+    assert code == 7
+    assert time.monotonic() - start < 60  # the other rank was ended
+
+
+def test_output_comes_line_by_line_and_a_timeout_ends_all_ranks(clean: None) -> None:
+    lines: list[tuple[float, str]] = []
+    with Cluster(2, "1gbit") as cluster:
+        with pytest.raises(subprocess.TimeoutExpired):
+            cluster.run(
+                ["sh", "-c", "echo $WORD; exec sleep 100"],
+                env={"WORD": "hello"},
+                output=lambda line: lines.append((time.monotonic(), line)),
+                timeout=5,
+            )
+        ended = time.monotonic()
+        assert [line for _, line in lines] == ["hello\n", "hello\n"]
+        assert all(when < ended - 2 for when, _ in lines)
+        assert not namespaces._processes(cluster.name)
+
+
+def _running(process: subprocess.Popen[str]) -> None:
+    """Waits until both ranks of a run say that they are there."""
+    assert process.stdout is not None
+    seen = 0
+    while seen < 2:
+        line = process.stdout.readline()
+        assert line, "the run ended too early"
+        seen += line == "ready\n"
+
+
+def _runs(process: int) -> bool:
+    """Whether a process still runs; what nobody asked for its exit code yet (a zombie) does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+WAIT = ("run", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", "echo ready; exec sleep 300")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_cleans_up(clean: None, number: signal.Signals) -> None:
+    # Where the tests run in the background of a shell, SIGINT is ignored, and that is inherited.
+    with _command(*WAIT, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)) as process:
+        _running(process)
+        assert any("hvdcomp-p" in name for name in _namespaces())
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+
+
+def test_an_interrupted_set_up_cleans_up(clean: None) -> None:
+    before = _namespaces()
+    with _command("run", "--hosts", "40", "--rate", "1gbit", "--", "true") as process:
+        while _namespaces() == before:
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143
+
+
+def test_an_error_in_the_middle_of_set_up_cleans_up(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape: Callable[..., None] = namespaces._shape
+    calls: list[str] = []
+
+    def fails_at_last(where: str, interface: str, rate: str) -> None:
+        calls.append(where)
+        if len(calls) == 3:
+            raise ClusterError("no more")
+        shape(where, interface, rate)
+
+    monkeypatch.setattr(namespaces, "_shape", fails_at_last)
+    with pytest.raises(ClusterError, match="no more"), Cluster(2, "1gbit"):
+        pytest.fail("the block was entered")
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("next_command", [("down",), ("run", "--hosts", "2", "--rate", "1gbit", "--", "true")])
+def test_what_a_killed_run_left_is_removed(clean: None, next_command: tuple[str, ...]) -> None:
+    with _command(*WAIT) as process:
+        _running(process)
+        process.kill()
+    (name,) = (name for name in records.names() if name.startswith(f"p{process.pid}n"))
+    assert namespaces.existing(name)
+    ranks = namespaces._processes(name)
+    assert len(ranks) >= 2
+    assert all(map(_runs, ranks))
+    assert "left by a killed process" in " ".join(_finished("status")[1].replace("│", " ").split())
+    assert _finished(*next_command)[0] == 0
+    assert not any(map(_runs, ranks))
+
+
+def test_a_cluster_in_use_is_not_taken_from_its_user(clean: None) -> None:
+    with Cluster(2, "1gbit", standing=True) as cluster:
+        code, said = _finished("down")
+        assert code == 1
+        assert f"in use by process {os.getpid()}" in said
+        cluster.remove()
+
+
+def test_a_running_cluster_is_no_leftover(clean: None) -> None:
+    with Cluster(2, "1gbit") as cluster:
+        assert _finished("down")[0] == 0
+        assert len(namespaces.existing(cluster.name)) == 3
+        with Cluster(2, "100mbit") as other:  # a second one beside it
+            assert len(namespaces.existing(other.name)) == 3
+
+
+ALLREDUCE = """
+import socket
+import horovod.torch as hvd
+import torch
+hvd.init()
+total = hvd.allreduce(torch.tensor([1.0, 10.0]) * (hvd.rank() + 1), op=hvd.Sum, name="x").tolist()
+print("RESULT", hvd.rank(), hvd.size(), hvd.local_size(), socket.gethostname(), total, flush=True)
+"""
+
+
+def test_horovod_runs_between_hosts(clean: None) -> None:
+    pytest.importorskip("horovod.torch")
+    lines: list[str] = []
+    with Cluster(2, "1gbit") as cluster:
+        assert cluster.run([sys.executable, "-c", ALLREDUCE], output=lines.append, timeout=120) == 0, "".join(lines)
+    results = sorted(line for line in lines if line.startswith("RESULT"))
+    assert results == ["RESULT 0 2 1 host0 [3.0, 30.0]\n", "RESULT 1 2 1 host1 [3.0, 30.0]\n"]
+
+
+def test_links_carry_what_their_rate_says(clean: None) -> None:
+    with Cluster(2, "100mbit") as cluster:
+        bits = measure(cluster, seconds=2)
+    assert 50e6 < bits < 102e6
+
+
+@pytest.mark.slow
+def test_dense_steps_take_the_time_that_their_bytes_need(clean: None, tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    file = tmp_path / "steps.json"
+    worker = str(ROOT / "benchmarks" / "cluster" / "steps_worker.py")
+    methods = [word for method in ("none", "hvd.fp16", "topk:ratio=0.01") for word in ("--method", method)]
+    lines: list[str] = []
+    with Cluster(2, "100mbit") as cluster:
+        command = [sys.executable, worker, "--model", "mlp", "--rounds", "3", "--steps", "3", *methods]
+        code = cluster.run([*command, "--output", str(file)], output=lines.append, timeout=300)
+    assert code == 0, "".join(lines)
+    measured = json.loads(file.read_text())
+    none, fp16, topk = measured["methods"]
+    assert [one["method"] for one in measured["methods"]] == ["none", "hvd.fp16", "topk:ratio=0.01"]
+    assert all([len(block) for block in one["step_ms"]] == [3, 3, 3] for one in measured["methods"])
+    assert none["bytes_per_step"] == 2 * fp16["bytes_per_step"] == 4 * measured["parameters"]
+    assert 0 < topk["bytes_per_step"] < none["bytes_per_step"] / 25
+    assert topk["encode_ms"] > 0
+    # A ring of two sends the gradient once; the link's own time cannot be undercut, whatever else the machine does.
+    link_ms = 8000 * none["bytes_per_step"] / 100e6
+    assert none["median_ms"] > 0.95 * link_ms
+    assert fp16["median_ms"] > 0.95 * link_ms / 2
+    assert topk["median_ms"] < none["median_ms"]
+
+
+def test_an_unknown_method_is_refused_before_anything_starts() -> None:
+    pytest.importorskip("torch")
+    from click.testing import CliRunner
+
+    from benchmarks.cluster.steps_worker import main
+
+    result = CliRunner().invoke(main, ["--method", "topkk", "--output", "x.json"])
+    assert result.exit_code == 2
+    assert "topkk" in result.output
+    assert "hvd.fp16" in result.output
