@@ -26,7 +26,7 @@ from hvdcomp.decision_log import DecisionLog
 from hvdcomp.engine import Engine
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.gains import LevelProbe, TwoLevels
-from hvdcomp.levels import batch_of, levelled_tensors, plan_of
+from hvdcomp.levels import Plans, batch_of, levelled_tensors
 from hvdcomp.policies.base import LearningRates, Policy, Statistic, Statistics, Timing
 from hvdcomp.policies.decisions import BatchSize, Decision, Joint, MultiLevel, Probe, decision_to_json
 from hvdcomp.progress import Progress
@@ -67,6 +67,7 @@ class Coordinator:
         self.names = levelled_tensors(engine)
         self.progress = Progress(steps_per_epoch)
         self._engine = engine
+        self._plans = Plans(engine, self.names)
         self._like = like
         self._log = log
         self._decides = engine.communicator.rank == 0
@@ -203,13 +204,14 @@ class Coordinator:
         """Gains and times of the step that ends, where they are wanted."""
         if not isinstance(self._stage, TwoLevels) or not self._decides:
             return {}
+        told: dict[str, Any] = {}
+        if self.policy.lag:
+            told["gains"] = self._stage.gains()  # first, because it waits for the device: then times are known too
         now = time.perf_counter()
         seconds = float("nan") if self._clock is None else now - self._clock
         self._clock = now
         samples = self._engine.communicator.size * self.batch_size.accumulation
-        told: dict[str, Any] = {"timing": Timing(samples, seconds, self._stage.seconds())}
-        if self.policy.lag:
-            told["gains"] = self._stage.gains()
+        told["timing"] = Timing(samples, seconds, self._stage.seconds())
         return told
 
     def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
@@ -283,17 +285,18 @@ class Coordinator:
     def _put_in_force(self, decision: Decision) -> None:
         self.decision = decision
         self.batch_size = batch_of(decision)
-        self._engine.set_plan(plan_of(decision, self._engine, self.names))
+        self._engine.set_plan(self._plans.of(decision))
         self._set_stage(decision)
 
     def _set_stage(self, decision: Decision) -> None:
         self._stage = None
         if isinstance(decision, MultiLevel):
             decide = self._decide_in_step if self._told_in_step else None
-            self._stage = TwoLevels(self._engine, self.names, decision, self._decides, decide)
+            self._stage = TwoLevels(self._plans, decision, self._decides, decide)
         elif isinstance(decision, Probe) and self._decides:
-            self._stage = LevelProbe(self._engine, self.names, decision)
-        self._engine.stage = self._stage
+            self._stage = LevelProbe(self._plans, decision)
+        self._engine.stage = None if self._stage is None else self._stage.stage
+        self._engine.witness = self._stage.witness if isinstance(self._stage, TwoLevels) else None
 
     # What outlives a restart.
 
@@ -347,7 +350,7 @@ class Coordinator:
         heard = self.policy.decision(self.state)
         assert isinstance(heard, MultiLevel)
         # Rank 0 knows more than what was heard, but the ranks compare their plans when the step begins.
-        self._engine.set_plan(plan_of(dataclasses.replace(heard, send=None), self._engine, self.names))
+        self._engine.set_plan(self._plans.of(dataclasses.replace(heard, send=None)))
         self._set_stage(self.policy.decision(self._latest))
 
     def _decide_in_step(self) -> MultiLevel:
@@ -360,7 +363,7 @@ class Coordinator:
         self._hear()
         self.decision = self.policy.decision(self.state)
         assert isinstance(self.decision, MultiLevel)
-        self._engine.set_plan(plan_of(self.decision, self._engine, self.names))
+        self._engine.set_plan(self._plans.of(self.decision))
         self._engine.begin()
         self._compare_plans()
         return self.decision

@@ -26,7 +26,6 @@ from hvdcomp.collectives import (
     dtype_bytes,
 )
 from hvdcomp.communicators import Communicator
-from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, Level, NoCompression
 from hvdcomp.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.ledger import Cost, Ledger, StepCost
@@ -34,6 +33,7 @@ from hvdcomp.memory import Memory, NoMemory
 
 Plan = Mapping[str, Compressor]
 Stage = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array]]
+SentWitness = Callable[[ModuleType, Mapping[str, tuple[Array, Array | SparseVector]]], None]
 
 
 @dataclass
@@ -83,6 +83,8 @@ class Engine:
         plan: the compressor of each tensor in the step that is under way.
         stage: called in each step with x of every tensor, by name, before they are compressed. It may look at them,
             may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some.
+        witness: called in each step with x and C(x) of every tensor, by name, as soon as all are known and before
+            memories are updated. It may look at them, not change or keep them.
         poison: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
     """
 
@@ -118,6 +120,7 @@ class Engine:
         self._digest: int | None = None  # of the plan; None if not computed yet
         self.level: Level | str | None = None
         self.stage: Stage | None = None
+        self.witness: SentWitness | None = None
         self.poison: Array | None = None
 
     def plan_for(self, compressor: Compressor) -> Plan:
@@ -210,6 +213,8 @@ class Engine:
         for task in tasks:
             self._open(xp, task, replaced.get(task.name, task.x))
         poison, rounds, overhead = self._run(xp, tasks)
+        if self.witness is not None:
+            self.witness(xp, {task.name: (task.x, task.outcome.sent) for task in tasks if task.outcome is not None})
         results = {task.name: self._finish(xp, task, poison) for task in tasks}
         self._drop_flushed(xp, tasks, poison)
         self._enter(xp, tasks, rounds, overhead)
@@ -221,14 +226,13 @@ class Engine:
         """C(x) of one tensor as if this rank were the only one that sends; sends and changes nothing."""
         context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
         generator = compressor.exchange(xp, x, self._prepare(xp, name, x, compressor, context), context)
-        alone = LoopbackCommunicator()
-        answer = None
+        answer: Any = None
         while True:
             try:
                 request = generator.send(answer)
             except StopIteration as stop:
                 return stop.value.sent
-            ((answer,), _) = exchange(xp, alone, [request], "hvdcomp.preview")
+            answer = request.array if isinstance(request, AllReduce) else [request.parts]
 
     def _prepare(
         self, xp: ModuleType, name: str, x: Array, compressor: Compressor, context: Context

@@ -1,121 +1,166 @@
-"""Measures, between memory and compression, how much of the gradients compression would keep.
+"""Measures how much of the gradients compression keeps, or would keep.
 
-Both classes are stages of the engine (`Engine.stage`): they see x = g + r of every tensor. What they compress for
-measuring is not sent; `Engine.preview` compresses as if the rank were alone, so that no other rank has to join in.
+Both classes look at x = g + r of every tensor as stages of the engine, between memory and compression. `TwoLevels` is
+its witness as well: where C(x) follows from this rank's x alone, what is really sent shows its gain, and nothing is
+compressed to learn it. Everything else is compressed for measuring only, by `Engine.preview`: as if the rank were
+alone, so that no other rank has to join in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array, dtype_bytes
-from hvdcomp.engine import Engine
-from hvdcomp.levels import plan_at_factor
+from hvdcomp.collectives import Array, SparseVector, dtype_bytes
+from hvdcomp.engine import Plan
+from hvdcomp.levels import Plans
 from hvdcomp.policies.base import Gains
 from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
-from hvdcomp.statistics import densified, error_energy
+from hvdcomp.statistics import densified, error_energy, error_terms
+
+Sent = dict[str, Array | SparseVector]  # C(x) by tensor name
 
 
 class TwoLevels:
     """The two compressions of GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
     Args:
-        engine: whose tensors are measured.
-        names: of the tensors that are compressed.
+        plans: of the tensors that are compressed.
         decision: to which factors, and what is sent.
         measuring: whether this rank is to learn the gains.
         decide: called when the gains are known, if the decision leaves open what is sent; returns the one that says.
+            Without it the gains are known when the step ends.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        names: tuple[str, ...],
-        decision: MultiLevel,
-        measuring: bool,
-        decide: Callable[[], MultiLevel] | None,
+        self, plans: Plans, decision: MultiLevel, measuring: bool, decide: Callable[[], MultiLevel] | None
     ) -> None:
-        self._engine = engine
-        self._names = names
+        self._plans = plans
+        self._engine = plans.engine
         self._decision = decision
         self._measuring = measuring
         self._decide = decide
-        self._minimum = plan_at_factor(engine, names, decision.minimum)
-        self._candidate = decision.candidate and plan_at_factor(engine, names, decision.candidate)
-        self._energies: list[Array] = []  # one vector (3,) for each tensor: of x, and of what each compression loses
-        self._marks: list[tuple[Any, Any, Any]] = []  # before, between and after the two compressions
-        self._sends_twice_compressed = False
+        self._candidate = decision.candidate and plans.at_factor(decision.candidate)
+        self._norms: list[Array] = []  # of some arrays of each tensor, (arrays,)
+        self._weights: list[list[float]] = []  # of each array's energy in those of x, and of what each level loses
+        self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
+        self._first: Sent = {}  # what the stage has compressed once, for the witness
 
-    def __call__(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        self._energies, self._marks = [], []
-        compressed = [name for name in self._names if name in inputs]
-        kept = {name: self._measure(xp, name, inputs[name]) for name in compressed if self._measuring}
-        decision = self._decision if self._decide is None else self._decide()
-        self._sends_twice_compressed = decision.send == "candidate"
-        if not self._sends_twice_compressed:
+    def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """The engine's `stage`."""
+        self._norms, self._weights, self._span = [], [], None
+        xs = {name: inputs[name] for name in self._plans.names if name in inputs}
+        first: Sent = {}
+        decision = self._decision
+        if self._decide is not None:
+            marks = self._measure(xp, xs, first, {}) if self._measuring and xs else None
+            decision = self._decide()
+            if marks is not None:
+                start, between, end = marks
+                self._span = (between if decision.send == "candidate" else start, end)
+        if decision.send != "candidate":
             return {}
-        if decision.minimum != self._decision.minimum:  # rank 0 has found another one meanwhile
-            self._minimum = plan_at_factor(self._engine, self._names, decision.minimum)
-        # What is sent is compressed twice: the first time is part of it on every rank.
-        return kept or {name: self._first(xp, name, inputs[name]) for name in compressed}
+        # What is sent is compressed twice: the first time is part of it on every rank. If it was decided just now, rank
+        # 0 may have found another minimum, of which only this decision tells.
+        self._compress(xp, xs, self._plans.at_factor(decision.minimum), first)
+        self._first = first
+        return {name: densified(xp, x, first[name]) for name, x in xs.items()}
 
-    def _first(self, xp: ModuleType, name: str, x: Array) -> Array:
-        return densified(xp, x, self._engine.preview(xp, name, x, self._minimum[name]))
+    def witness(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
+        """The engine's `witness`."""
+        first, self._first = self._first, {}
+        xs = {name: sent[name][0] for name in self._plans.names if name in sent}
+        if not self._measuring or self._decide is not None or not xs:
+            return
+        own = {name: sent[name][1] for name in xs if self._engine.plan[name].sent_is_own}
+        if self._decision.send == "minimum":
+            first = own
+        start, _, end = self._measure(xp, xs, first, own if self._decision.send == "candidate" else {})
+        self._span = (start, end)
 
-    def _measure(self, xp: ModuleType, name: str, x: Array) -> Array:
-        """Notes the energies of one tensor; returns what the first compression keeps."""
-        start = xp.mark(x)
-        sent = self._engine.preview(xp, name, x, self._minimum[name])
-        first = densified(xp, x, sent)
-        between = xp.mark(x)
-        energy = xp.norm([x]) ** 2
-        lost = lost_twice = error_energy(xp, x, energy, sent)
-        if self._candidate:
-            again = self._engine.preview(xp, name, first, self._candidate[name])
-            lost_twice = error_energy(xp, x, energy, again)
-        self._energies.append(xp.stack([energy, lost, lost_twice]))
-        self._marks.append((start, between, xp.mark(x)))
-        return first
+    def _compress(self, xp: ModuleType, xs: Mapping[str, Array], plan: Plan, kept: Sent) -> None:
+        """Adds to `kept` what compression keeps of the tensors of which that is not known."""
+        for name, x in xs.items():
+            if name not in kept:
+                kept[name] = self._engine.preview(xp, name, x, plan[name])
+
+    def _measure(self, xp: ModuleType, xs: Mapping[str, Array], first: Sent, second: Sent) -> tuple[Any, Any, Any]:
+        """Notes what both compressions lose.
+
+        Args:
+            xs: x by tensor name, at least one.
+            first: what the first compression keeps, of the tensors where that is known; the others are added.
+            second: what is kept after both, of the tensors where that is known.
+
+        Returns:
+            Marks before, between and after the two compressions.
+        """
+        like = next(iter(xs.values()))
+        start = xp.mark(like)
+        self._compress(xp, xs, self._plans.at_factor(self._decision.minimum), first)
+        between = xp.mark(like)
+        for name, x in xs.items():
+            sums = [[(1.0, x)], error_terms(xp, x, first[name])]
+            if self._candidate:
+                twice = second.get(name)
+                if twice is None:
+                    twice = self._engine.preview(xp, name, densified(xp, x, first[name]), self._candidate[name])
+                sums.append(error_terms(xp, x, twice))
+            self._note(xp, sums)
+        return start, between, xp.mark(like)
+
+    def _note(self, xp: ModuleType, sums: list[list[tuple[float, Array]]]) -> None:
+        """Takes the norms of all arrays of one tensor's sums, of each array once."""
+        rows: dict[int, tuple[Array, list[float]]] = {}
+        for place, terms in enumerate(sums):
+            for weight, array in terms:
+                _, weights = rows.setdefault(id(array), (array, [0.0] * len(sums)))
+                weights[place] += weight
+        self._norms.append(xp.norms([array for array, _ in rows.values()]))
+        self._weights += [weights for _, weights in rows.values()]
 
     def gains(self) -> Gains:
         """The gains of the whole model in the last step; 1.0 if there was nothing to compress. Waits for the device."""
-        energy, lost, lost_twice = _sums(self._energies) or [0.0, 0.0, 0.0]
-        candidate = error_gain(energy, lost_twice) if self._candidate else None
-        return Gains(error_gain(energy, lost), candidate, self._engine.communicator.size)
+        energies = [0.0] * (3 if self._candidate else 2)
+        if self._norms:
+            xp = arrays_for(self._norms[0])
+            for norm, weights in zip(xp.to_list(xp.concatenate(self._norms)), self._weights, strict=True):
+                for place, weight in enumerate(weights):
+                    if weight:  # 0 times an infinity would be NaN
+                        energies[place] += weight * norm * norm
+        energy, *lost = energies
+        first, *second = (error_gain(energy, each) for each in lost)
+        return Gains(first, second[0] if second else None, self._engine.communicator.size)
 
     def seconds(self) -> float:
-        """What the last step spent only to learn gains."""
-        if not self._energies:
+        """What the last step spent only to learn gains; 0.0 where the device has not come that far yet."""
+        if self._span is None:
             return 0.0
-        xp = arrays_for(self._energies[0])
-        # What is compressed twice and sent needs the first compression anyway.
-        spans = [(between if self._sends_twice_compressed else start, end) for start, between, end in self._marks]
-        return sum(xp.seconds_between(start, end) or 0.0 for start, end in spans)
+        return arrays_for(self._norms[0]).seconds_between(*self._span) or 0.0
 
 
 class LevelProbe:
     """Measures, in some steps, what each of several compression factors would keep of each tensor.
 
     Args:
-        engine: whose tensors are measured.
-        names: of the tensors that are compressed.
+        plans: of the tensors that are compressed.
         probe: what to measure, and how often.
     """
 
-    def __init__(self, engine: Engine, names: tuple[str, ...], probe: Probe) -> None:
-        self._engine = engine
+    def __init__(self, plans: Plans, probe: Probe) -> None:
+        self._engine = plans.engine
         self._every = probe.every
-        self._plans = {factor: plan_at_factor(engine, names, factor) for factor in probe.factors}
-        self._names = names
+        self._plans = {factor: plans.at_factor(factor) for factor in probe.factors}
+        self._names = plans.names
         self._steps = 0
         self._energies: dict[str, dict[float, Array]] = {}  # (2,): of x, and of what compression loses
 
-    def __call__(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """The engine's `stage`."""
         if self._steps % self._every == 0:
             for name in self._names:
                 if name in inputs:
@@ -150,7 +195,7 @@ class LevelProbe:
     def gains(self) -> dict[str, dict[float, float]]:
         """By tensor name and factor; NaN for a tensor of zeros, of which nothing is known. Waits for the device."""
         sums = {
-            name: {factor: _sums([both]) for factor, both in by_factor.items()}
+            name: {factor: arrays_for(both).to_list(both) for factor, both in by_factor.items()}
             for name, by_factor in self._energies.items()
         }
         return {
@@ -174,10 +219,3 @@ class LevelProbe:
             }
             for name in self._names
         }
-
-
-def _sums(vectors: Sequence[Array]) -> list[float]:
-    """The sum of vectors, as numbers. Waits for the device."""
-    if not vectors:
-        return []
-    return arrays_for(vectors[0]).to_list(sum(vectors[1:], start=vectors[0]))

@@ -20,34 +20,45 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
     )
 
 
-def plan_of(decision: Decision, engine: Engine, names: tuple[str, ...]) -> Plan:
-    """The plan that a decision asks for; tensors other than `names` are sent as they are without a policy."""
-    if isinstance(decision, Joint):
-        return plan_of(decision.levels, engine, names)
-    if isinstance(decision, Levels):
-        chosen = {name: engine.compressor.at_level(level) for name, level in decision.levels.items()}
-    elif isinstance(decision, Factors):
-        chosen = {name: at_factor(engine, name, factor) for name, factor in decision.factors.items()}
-    elif isinstance(decision, Probe):
-        return plan_at_factor(engine, names, decision.send)
-    elif isinstance(decision, MultiLevel):
-        # Before it is known what is sent, the plan only says which memory goes with it.
-        return plan_at_factor(engine, names, decision.minimum if decision.sent is None else decision.sent)
-    else:
-        chosen = {}
-    return with_compressors(engine, chosen)
+class Plans:
+    """The plans that decisions ask for; each compression factor's is made once.
 
+    Args:
+        engine: whose plans they are.
+        names: of the tensors whose level is decided. All others are sent as they are without a policy.
+    """
 
-def plan_at_factor(engine: Engine, names: tuple[str, ...], factor: float) -> Plan:
-    """The plan that compresses all of `names` to one factor."""
-    return with_compressors(engine, {name: at_factor(engine, name, factor) for name in names})
+    def __init__(self, engine: Engine, names: tuple[str, ...]) -> None:
+        self.engine = engine
+        self.names = names
+        self._own = engine.plan_for(engine.compressor)
+        self._at_factors: dict[float, Plan] = {}
 
+    def of(self, decision: Decision) -> Plan:
+        """The plan of one decision."""
+        if isinstance(decision, Joint):
+            return self.of(decision.levels)
+        if isinstance(decision, Levels):
+            return self._with({name: self.engine.compressor.at_level(at) for name, at in decision.levels.items()})
+        if isinstance(decision, Factors):
+            return self._with({name: at_factor(self.engine, name, at) for name, at in decision.factors.items()})
+        if isinstance(decision, Probe):
+            return self.at_factor(decision.send)
+        if isinstance(decision, MultiLevel):
+            # Before it is known what is sent, the plan only says which memory goes with it.
+            return self.at_factor(decision.minimum if decision.sent is None else decision.sent)
+        return self._own
 
-def with_compressors(engine: Engine, chosen: Mapping[str, Compressor]) -> Plan:
-    """The plan with these compressors for some tensors."""
-    own = engine.plan_for(engine.compressor)
-    routed = {name: engine.choose(compressor, engine.tensors[name]) for name, compressor in chosen.items()}
-    return MappingProxyType({**own, **routed})
+    def at_factor(self, factor: float) -> Plan:
+        """The plan that compresses all of `names` to one factor."""
+        if factor not in self._at_factors:
+            self._at_factors[factor] = self._with({name: at_factor(self.engine, name, factor) for name in self.names})
+        return self._at_factors[factor]
+
+    def _with(self, chosen: Mapping[str, Compressor]) -> Plan:
+        tensors = self.engine.tensors
+        routed = {name: self.engine.choose(compressor, tensors[name]) for name, compressor in chosen.items()}
+        return MappingProxyType({**self._own, **routed})
 
 
 def at_factor(engine: Engine, name: str, factor: float) -> Compressor:

@@ -65,6 +65,17 @@ class AccumulatedGradients:
         return numbers
 
 
+def error_terms(xp: ModuleType, x: Array, sent: Array | SparseVector) -> list[tuple[float, Array]]:
+    """Weights and arrays that make up ||x - C(x)||^2, the sum of each weight times the energy of its array.
+
+    Of a sparse C(x) they are x itself and, of the elements sent alone, what was there and what is left.
+    """
+    if isinstance(sent, SparseVector):
+        taken = xp.take(xp.flatten(x), sent.indices)
+        return [(1.0, x), (-1.0, taken), (1.0, taken - sent.values)]
+    return [(1.0, x - sent)]
+
+
 def error_energy(xp: ModuleType, x: Array, energy: Array, sent: Array | SparseVector) -> Array:
     """||x - C(x)||^2 as a float64 scalar on the device.
 
@@ -72,10 +83,8 @@ def error_energy(xp: ModuleType, x: Array, energy: Array, sent: Array | SparseVe
         energy: ||x||^2. Of a sparse C(x) then only the elements sent need be looked at.
         sent: C(x).
     """
-    if isinstance(sent, SparseVector):
-        taken = xp.take(xp.flatten(x), sent.indices)
-        return energy - xp.norm([taken]) ** 2 + xp.norm([taken - sent.values]) ** 2
-    return xp.norm([x - sent]) ** 2
+    terms = error_terms(xp, x, sent)
+    return sum(weight * (energy if array is x else xp.norm([array]) ** 2) for weight, array in terms)
 
 
 def densified(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:

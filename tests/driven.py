@@ -28,6 +28,11 @@ def random_gradients(rank: int, step: int) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in SHAPES.items()}
 
 
+def gradients_of(backend: str, rank: int, step: int) -> dict[str, Any]:
+    """The same as arrays of a backend."""
+    return {name: make(backend, values) for name, values in random_gradients(rank, step).items()}
+
+
 class Driven:
     """One rank of it.
 

@@ -1,261 +1,30 @@
-"""What reaches a policy, and when what it decides is obeyed: coordinators driven by hand on ranks in one process."""
+"""When what a policy decides is obeyed: coordinators driven by hand on ranks in one process."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
-from hvdcomp import NoCompression, TopK
+from hvdcomp import TopK
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.decision_log import DecisionLog, with_numbers
-from hvdcomp.levels import plan_of
+from hvdcomp.levels import Plans
 from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
-from hvdcomp.policies.decisions import BatchSize, Decision, Joint, Levels, MultiLevel, Probe
+from hvdcomp.policies.decisions import BatchSize, Decision, Joint
 from hvdcomp.replay import replay
 from hvdcomp.spec import parse_policy
-from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
+from tests.driven import COMPRESSED, SHAPES, Driven
 from tests.harness import BACKENDS, copy
-from tests.test_gains import Model, gain_of, top
-from tests.test_progress import loop
+from tests.spy_policy import EPOCH, Spy, at_ratio, drive
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_lag = pytest.mark.parametrize("lag", [0, 1])
 RATES, NORMS = Statistic.LEARNING_RATES, Statistic.NORMS
-EPOCH = 4  # steps
-
-
-@dataclass(frozen=True)
-class SpyState:
-    """How often it has decided."""
-
-    decided: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spy(Policy[SpyState]):
-    """Keeps the statistics that it is given; makes one of `decisions` after the other.
-
-    It asks for `asked` before each `every`-th decision, and before the others for no more than learning rates.
-    """
-
-    asked: frozenset[Statistic]
-    often: Period
-    decisions: Sequence[Decision]
-    every: int = 1
-    of: str = "local"
-    seen: list[Statistics] = field(default_factory=list, compare=False)
-
-    name: ClassVar[str] = "spy"
-    state_type: ClassVar[type] = SpyState
-
-    @property
-    def statistics(self) -> frozenset[Statistic]:  # type: ignore[override]
-        return self.asked
-
-    @property
-    def period(self) -> Period:
-        return self.often
-
-    @property
-    def source(self) -> str:
-        return self.of
-
-    def wanted(self, state: SpyState) -> frozenset[Statistic]:
-        return self.asked if (state.decided + 1) % self.every == 0 else self.asked & {RATES}
-
-    def initial_state(self, tensors: Sequence[str]) -> SpyState:
-        return SpyState()
-
-    def decision(self, state: SpyState) -> Decision:
-        return self.decisions[state.decided % len(self.decisions)]
-
-    def update(self, state: SpyState, statistics: Statistics) -> SpyState:
-        self.seen.append(statistics)
-        return SpyState(state.decided + 1)
-
-
-def at_ratio(*ratios: float) -> list[Decision]:
-    return [Levels(dict.fromkeys(COMPRESSED, ratio)) for ratio in ratios]
-
-
-def drive(policy: dict[str, Any], backend: str, steps: int, size: int = 2, **options: Any) -> list[tuple[Driven, Spy]]:
-    """Runs a spy of its own on each rank."""
-
-    def work(communicator: InProcessCommunicator) -> tuple[Driven, Spy]:
-        spy = Spy(**policy)
-        return Driven(communicator, spy, backend, steps_per_epoch=EPOCH, **options).run(steps), spy
-
-    return list(run_ranks(size, work))
-
-
-def norms_of(gradients: Sequence[Mapping[str, np.ndarray]], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """The norms of sums of gradients."""
-    factors = weights or [1.0] * len(gradients)
-    return {
-        name: float(np.linalg.norm(sum(w * g[name].astype(float) for w, g in zip(factors, gradients, strict=True))))
-        for name in SHAPES
-    }
-
-
-def model_norm(norms: Mapping[str, float]) -> float:
-    return float(np.linalg.norm(list(norms.values())))
-
-
-# What is accumulated -------------------------------------------------------------------------------------------------
-
-
-@every_lag
-@pytest.mark.parametrize("source", ["local", "aggregated"])
-@pytest.mark.parametrize("with_rates", [False, True])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(
-    ("often", "length"), [(Period(steps=1), 1), (Period(steps=3), 3), (Period(epochs=1), 4), (Period(epochs=2), 8)]
-)
-def test_norms_are_those_of_exactly_the_steps_of_the_period(
-    often: Period, length: int, every: int, with_rates: bool, source: str, lag: int
-) -> None:
-    """Only where they are wanted, only on rank 0, and nothing is accumulated otherwise."""
-    periods = 2 * every + 1
-    steps = periods * length + 1
-    asked = {NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD} | ({RATES} if with_rates else set())
-    policy = {
-        "asked": frozenset(asked), "often": often, "every": every, "of": source, "lag": lag,
-        "decisions": at_ratio(0.5, 0.1, 0.25),
-    }  # fmt: skip
-    (first, spy), (second, other) = drive(policy, "numpy", steps)
-    assert not other.seen
-    assert not any(second.observed)
-    waits = 0 if lag and not with_rates else 1  # steps after a period until its decision is made
-    assert len(spy.seen) == (steps - waits) // length
-    sources = {"local": [random_gradients(0, step) for step in range(steps)], "aggregated": first.results}[source]
-    for number, told in enumerate(spy.seen, 1):
-        assert told.step == number * length
-        assert told.epoch == number * length // EPOCH
-        if number % every:
-            assert (told.norms, told.model_norm, told.mean_to_std) == (None, None, None)
-            continue
-        of_period = sources[(number - 1) * length : number * length]
-        right = norms_of(of_period)
-        assert told.norms == pytest.approx({name: right[name] for name in COMPRESSED}, rel=1e-5)
-        assert told.model_norm == pytest.approx(model_norm(right), rel=1e-5)  # of all tensors, small ones too
-        sums = {name: sum(g[name].astype(float) for g in of_period) for name in COMPRESSED}
-        ratios = {name: abs(x.mean()) / x.std() for name, x in sums.items()}
-        assert told.mean_to_std == pytest.approx(ratios, rel=1e-3)
-    for step, holds in enumerate(first.observed):
-        period, place = divmod(step + 1, length)
-        assert holds == ((period + 1) % every == 0 and place > 0), step
-
-
-@every_backend
-@every_lag
-def test_both_backends_tell_the_same(backend: str, lag: int) -> None:
-    """For the other tests here NumPy will do."""
-    policy = {
-        "asked": frozenset({NORMS, RATES}), "often": Period(epochs=1), "lag": lag, "decisions": at_ratio(0.5, 0.1),
-    }  # fmt: skip
-    (_, spy), _ = drive(policy, backend, 9)
-    for number, told in enumerate(spy.seen):
-        right = norms_of([random_gradients(0, step) for step in range(4 * number, 4 * number + 4)])
-        assert told.norms == pytest.approx({name: right[name] for name in COMPRESSED}, rel=1e-5)
-    assert len(spy.seen) == 2
-
-
-@every_lag
-@pytest.mark.parametrize("asked", [frozenset(), frozenset({RATES})])
-def test_who_asks_for_nothing_accumulates_nothing(asked: frozenset[Statistic], lag: int) -> None:
-    policy = {"asked": asked, "often": Period(steps=2), "lag": lag, "decisions": at_ratio(0.5, 0.1)}
-    for driven, spy in drive(policy, "numpy", 7):
-        assert not any(driven.observed)
-        assert all((told.norms, told.model_norm) == (None, None) for told in spy.seen)
-
-
-@every_lag
-@pytest.mark.parametrize("source", ["local", "aggregated"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what is meant to happen here
-def test_a_step_that_does_not_count_is_not_accumulated(source: str, lag: int) -> None:
-    """A gradient of rank 1 overflows in the second of three steps."""
-
-    def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
-        found = random_gradients(rank, step)
-        if (rank, step) == (1, 1):
-            found["conv"][0, 0, 0, 0] = np.inf
-        return found
-
-    policy = {"asked": frozenset({NORMS}), "often": Period(steps=3), "lag": lag, "of": source,
-              "decisions": at_ratio(0.5, 0.1)}  # fmt: skip
-    (first, spy), _ = drive(policy, "numpy", 4, gradients=gradients)
-    seen = {"local": [random_gradients(0, step) for step in range(3)], "aggregated": first.results}[source]
-    right = norms_of([seen[0], seen[2]])
-    assert spy.seen[0].norms == pytest.approx({name: right[name] for name in COMPRESSED}, rel=1e-5)
-
-
-@every_lag
-def test_gradients_weigh_as_many_batches_as_they_are_the_mean_of(lag: int) -> None:
-    """The batch grows after the first period of three steps; with learning rates, a step later at lag 1."""
-    policy = {
-        "asked": frozenset({Statistic.MODEL_NORM, RATES}), "often": Period(steps=3), "lag": lag,
-        "decisions": [BatchSize(1, 1.0), BatchSize(3, 3.0), BatchSize(4, 4.0)],
-    }  # fmt: skip
-    runs = drive(policy, "numpy", 10)
-    expected = [1] * (3 + lag) + [3] * 3 + [4] * (3 - lag)
-    for driven, _ in runs:
-        assert driven.batches[:9] == expected
-    weights = [float(batches) for batches in expected]
-    for number, told in enumerate(runs[0][1].seen):
-        steps = range(3 * number, 3 * number + 3)
-        right = norms_of([random_gradients(0, step) for step in steps], [weights[step] for step in steps])
-        assert told.model_norm == pytest.approx(model_norm(right), rel=1e-5)
-
-
-@every_lag
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_epochs_are_those_of_a_loop_that_follows_the_batch_size(steps: int, lag: int) -> None:
-    """Batches of 1, 3 and 4 times the first, in epochs of 4 of those: what does not fill a step is dropped."""
-    policy = {
-        "asked": frozenset({RATES}), "often": Period(steps=steps), "lag": lag,
-        "decisions": [BatchSize(count, float(count)) for count in (1, 3, 4)],
-    }  # fmt: skip
-    for total in range(1, 3 * steps):
-        for driven, _ in drive(policy, "numpy", total):
-            last = loop(EPOCH, driven.batches)[-1]
-            assert driven.coordinator.progress.epoch == last.epoch + last.last
-
-
-# Learning rates ------------------------------------------------------------------------------------------------------
-
-
-@every_lag
-@pytest.mark.parametrize("batches", [False, True])
-@pytest.mark.parametrize(("often", "length"), [(Period(steps=1), 1), (Period(steps=3), 3), (Period(epochs=1), 4)])
-def test_learning_rates_are_those_of_the_first_step_of_this_period_and_of_the_next(
-    often: Period, length: int, batches: bool, lag: int
-) -> None:
-    """One group falls in some step, in the middle of a period or with its first step, the other one rises there."""
-    decisions = [BatchSize(1, 1.0)] if batches else at_ratio(0.5, 0.1)
-    policy = {"asked": frozenset({RATES}), "often": often, "lag": lag, "decisions": decisions}
-    steps = 3 * length + 1
-    for change in range(1, steps):
-
-        def rates(step: int, change: int = change) -> tuple[float, ...]:
-            return (0.25, 1.0) if step < change else (0.5, 0.125)
-
-        (_, spy), (_, other) = drive(policy, "numpy", steps, rates=rates)
-        assert not other.seen
-        assert [told.step for told in spy.seen] == [length, 2 * length, 3 * length]
-        for number, told in enumerate(spy.seen):
-            assert told.learning_rates is not None
-            assert told.learning_rates.now == rates(number * length)
-            assert told.learning_rates.next == rates((number + 1) * length)
-            assert told.learning_rates.fall == (number * length < change <= (number + 1) * length)
-
-
-# When decisions are obeyed -------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -332,110 +101,12 @@ def test_the_log_of_every_policy_tells_the_levels_of_every_step(
     for step, plan in enumerate(runs[0].plans):
         # A decision that leaves open what is sent waits for the next one, in the same step.
         told = [each for begin, each in decided if begin <= step and getattr(each, "send", 1) is not None]
-        right = plan_of(told[-1], engine, COMPRESSED)
+        right = Plans(engine, COMPRESSED).of(told[-1])
         assert plan == {name: str(compressor) for name, compressor in right.items()}, step
     assert len({str(plan) for plan in runs[0].plans}) > 1
 
 
-# Gains and times -----------------------------------------------------------------------------------------------------
-
-
-@every_backend
-def test_gains_and_times_are_of_the_step_that_ended(backend: str) -> None:
-    """With lag 1: after each step its own gains, of two ranks; what is sent alternates."""
-    policy = {
-        "asked": frozenset({Statistic.GAINS, Statistic.TIMING}), "often": Period(steps=1),
-        "decisions": [MultiLevel(3.0, 16.0, "dense"), MultiLevel(3.0, 16.0, "candidate"),
-                      MultiLevel(4.0, 8.0, "minimum")],
-    }  # fmt: skip
-    (driven, spy), (_, other) = drive(policy, backend, 7)
-    assert not other.seen
-    model = Model(0)
-    for step, told in enumerate(spy.seen):
-        decision = policy["decisions"][step % 3]
-        model.begin(step, decision.minimum, decision.candidate)
-        assert told.step == step + 1
-        assert told.gains is not None
-        assert told.timing is not None
-        assert (told.gains.minimum, told.gains.candidate) == pytest.approx(model.gains(), rel=1e-5)
-        assert told.gains.ranks == told.timing.samples == 2
-        assert np.isnan(told.timing.seconds) if step == 0 else told.timing.seconds > told.timing.evaluation_seconds > 0
-        model.send(decision.send)
-    assert len(spy.seen) == 7
-    assert all(driven.needed_engine)
-
-
-class InStep(Spy):
-    """Is told gains while it has not decided what is sent, and the time of the step afterwards."""
-
-    def wanted(self, state: SpyState) -> frozenset[Statistic]:
-        open_ = self.decision(state).send is None  # type: ignore[union-attr]
-        return frozenset({Statistic.GAINS if open_ else Statistic.TIMING})
-
-
-@every_backend
-def test_with_lag_0_gains_are_told_in_the_step_that_obeys_them(backend: str, tmp_path: Path) -> None:
-    """Each step is told its gains and then its time; at its end rank 0 goes on to other factors."""
-    sends = ["dense", "candidate", "minimum", "candidate", "candidate", "dense"]
-    factors = [(3.0, 16.0), (3.0, 16.0), (4.0, 8.0), (4.0, 20.0), (2.0, 40.0), (2.0, 40.0)]
-    decisions = [
-        MultiLevel(*pair, told)  # type: ignore[arg-type]
-        for pair, send in zip(factors, sends, strict=True)
-        for told in (None, send)
-    ]
-    log = DecisionLog(tmp_path / "decisions.jsonl")
-
-    def work(communicator: InProcessCommunicator) -> tuple[Driven, InStep]:
-        asked = frozenset({Statistic.GAINS, Statistic.TIMING})
-        spy = InStep(asked=asked, often=Period(steps=1), decisions=decisions, lag=0)
-        return Driven(communicator, spy, backend, log=log).run(6), spy
-
-    (first, spy), (second, other) = run_ranks(2, work)
-    assert not other.seen
-    assert first.plans == second.plans
-    assert first.result_bits() == second.result_bits()
-    models = [Model(0), Model(1)]
-    for step, send in enumerate(sends):
-        gains, timing = spy.seen[2 * step : 2 * step + 2]
-        assert (gains.step, gains.timing, timing.step, timing.gains) == (step, None, step + 1, None)
-        assert gains.gains is not None
-        assert timing.timing is not None
-        assert timing.timing.samples == 2
-        for model in models:
-            model.begin(step, *factors[step])
-        assert (gains.gains.minimum, gains.gains.candidate) == pytest.approx(models[0].gains(), rel=1e-5)
-        sent = [model.send(send) for model in models]
-        for name in SHAPES:
-            np.testing.assert_allclose(first.results[step][name], (sent[0][name] + sent[1][name]) / 2, atol=1e-6)
-    assert [line["from_step"] for line in lines(log.path)[1:]] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
-
-
-@every_lag
-def test_level_gains_are_those_of_the_period_and_measured_on_rank_0_alone(lag: int) -> None:
-    factors = (2.0, 8.0)
-    policy = {
-        "asked": frozenset({Statistic.LEVEL_GAINS}), "often": Period(epochs=1), "lag": lag,
-        "decisions": [Probe(factors, 3, send=1.0)],
-    }  # fmt: skip
-    (first, spy), (second, other) = drive(policy, "numpy", 9)
-    assert not other.seen
-    assert second.engine.stage is None
-    assert all(first.needed_engine)
-    assert all(second.needed_engine)
-    assert set(first.plans[0].values()) == {str(NoCompression())}
-    for number, told in enumerate(spy.seen):
-        steps = (4 * number, 4 * number + 3)
-        assert told.level_gains is not None
-        for name in COMPRESSED:
-            xs = [random_gradients(0, step)[name] for step in steps]
-            right = {factor: gain_of([(x, top(x, factor)) for x in xs]) for factor in factors}
-            assert told.level_gains[name] == pytest.approx(right, rel=1e-5)
-        assert told.level_costs is not None
-        assert told.level_costs["linear"] == {2.0: 128 * 6 / (4 * 384), 8.0: 32 * 6 / (4 * 384)}
-    assert len(spy.seen) == 2
-
-
-# One rank, no period, a decision that needs two messages ------------------------------------------------------------
+# One rank, no period, a decision that needs two messages --------------------------------------------------------------
 
 
 @every_lag

@@ -14,7 +14,7 @@ from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.engine import Engine
 from hvdcomp.errors import SpecError
-from hvdcomp.levels import batch_of, levelled_tensors, plan_at_factor, plan_of
+from hvdcomp.levels import Plans, batch_of, levelled_tensors
 from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, MultiLevel, Probe
 from hvdcomp.spec import parse_compressor
 from tests.harness import infos
@@ -34,7 +34,7 @@ def plan(decision: Decision, compressor: Compressor) -> dict[str, Compressor]:
     engine = engine_of(compressor)
     names = levelled_tensors(engine)
     assert names == NAMES
-    found = dict(plan_of(decision, engine, names))
+    found = dict(Plans(engine, names).of(decision))
     own = engine.plan_for(compressor)
     assert list(found) == list(engine.tensors)
     assert {name: found[name] for name in SHAPES if name not in NAMES} == {
@@ -94,6 +94,16 @@ def test_multilevel_compresses_to_what_is_sent_or_to_the_minimum_while_that_is_o
     assert plan(MultiLevel(5.0, 40.0, send), TopK(0.1)) == right
 
 
+def test_the_plan_of_a_factor_is_made_once() -> None:
+    """A decision that only says what is sent then costs no more than looking it up."""
+    plans = Plans(engine_of(TopK(0.1)), NAMES)
+    first = plans.of(MultiLevel(5.0, 40.0, "minimum"))
+    assert plans.of(MultiLevel(5.0, 160.0, None)) is first
+    assert plans.at_factor(5.0) is first
+    assert plans.of(MultiLevel(5.0, 40.0, "candidate")) is plans.at_factor(40.0)
+    assert plans.of(MultiLevel(5.0, 40.0, "dense")) is plans.of(MultiLevel(2.0, None, "dense"))
+
+
 def test_joint_is_its_levels_and_its_batch() -> None:
     joint = Joint(Levels({"conv": 0.5, "linear": 0.25}), BatchSize(3, 3.0))
     assert plan(joint, TopK(0.1)) == {"conv": TopK(0.5), "linear": TopK(0.25)}
@@ -151,7 +161,7 @@ def test_a_factor_is_met_or_else_the_highest_compression_taken(spec: str, factor
     compressor = parse_compressor(spec)
     least = {"topk": 1e-9, "randomk": 1e-9, "powersgd": 1, "atomo": 1, "qsgd": 1, "globalqsgd": 2}[compressor.name]
     engine = engine_of(compressor)
-    for name, chosen in plan_at_factor(engine, NAMES, factor).items():
+    for name, chosen in Plans(engine, NAMES).at_factor(factor).items():
         if name in NAMES:
             shape = SHAPES[name]
             smallest = compressor.payload_bytes(shape, least)

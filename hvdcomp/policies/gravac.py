@@ -24,6 +24,7 @@ from hvdcomp.policies.base import (
     is_number,
     number_keys,
     require_level,
+    text_keys,
 )
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.schedules import Levelled
@@ -32,24 +33,19 @@ WINDOWS = {"exponential": 500, "geometric": 2000}
 """Steps for which a candidate is evaluated, by how the candidates follow on each other."""
 
 
-def gain(energy: float, sent_energy: float) -> float:
-    """||C(x)||^2 / ||x||^2, the compression gain (Tyagi and Swany 2023, arXiv:2305.12201, section III).
+def error_gain(energy: float, error_energy: float) -> float:
+    """The compression gain 1 - ||x - C(x)||^2 / ||x||^2 within [0, 1].
+
+    Where C(x) keeps some elements and drops the others, this is the gain ||C(x)||^2 / ||x||^2 of Tyagi and Swany (2023,
+    arXiv:2305.12201, section III). Of quantizers that round at random and of signs of unit size, where C(x) may have
+    more energy than x, theirs would say nothing.
 
     Args:
         energy: ||x||^2, summed over all tensors of the model.
-        sent_energy: ||C(x)||^2, likewise.
+        error_energy: ||x - C(x)||^2, likewise.
 
     Returns:
         1.0 if there is nothing to send: nothing is lost then.
-    """
-    return 1.0 if energy == 0 else sent_energy / energy
-
-
-def error_gain(energy: float, error_energy: float) -> float:
-    """1 - ||x - C(x)||^2 / ||x||^2 within [0, 1]: the gain where C(x) may have more energy than x.
-
-    So it is with quantizers that round at random and with signs of unit size. For those that keep some elements and
-    drop the others this is `gain`.
     """
     if energy == 0:
         return 1.0 if error_energy == 0 else 0.0
@@ -232,6 +228,10 @@ class GraVAC(Policy[GraVACState]):
         if value is None or reference is None or not reference > 0:
             return False
         return abs(value - reference) / reference <= self.omega
+
+    def to_json(self, state: GraVACState) -> dict[str, Any]:
+        # As of any policy. But this one is told in every step, and copying what is in it takes longer than the rest.
+        return text_keys({"policy": self.name, **vars(state)})
 
     def from_json(self, data: Mapping[str, Any]) -> GraVACState:
         state = super().from_json(data)

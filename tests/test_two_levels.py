@@ -1,0 +1,359 @@
+"""GraVAC's two compressions in the engine: what is sent, what is left, and what rank 0 learns of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.collectives import number_of_elements
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.engine import Engine
+from hvdcomp.gains import TwoLevels
+from hvdcomp.levels import Plans, levelled_tensors
+from hvdcomp.memory import ErrorFeedback
+from hvdcomp.policies.decisions import MultiLevel
+from hvdcomp.spec import parse_compressor
+from tests.driven import COMPRESSED, SHAPES, gradients_of, random_gradients
+from tests.harness import BACKENDS, as_numpy, bits, copy, densify, infos, make, run_engines, states_of
+from tests.test_policies_every_compressor import LEVELLED
+from tests.two_levels import Model
+
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+SENDING = ["minimum", "candidate", "candidate", "dense", "candidate", "minimum", "dense"]
+
+
+def attach(engine: Engine, stage: TwoLevels) -> None:
+    engine.stage, engine.witness = stage.stage, stage.witness
+
+
+def check_step(engine: Engine, models: Sequence[Model], what: str | None, result: Mapping[str, Any], mark: str) -> None:
+    """Results, residuals and bytes of one step on one rank against the models of all ranks."""
+    sent = [model.send(what) for model in models]
+    for name in SHAPES:
+        mean = np.mean([each[name] for each in sent], axis=0)
+        np.testing.assert_allclose(as_numpy(result[name]), mean, atol=1e-6, err_msg=f"{mark} {name}")
+    mine = models[engine.communicator.rank]
+    for name in COMPRESSED:
+        memory = engine.states[name].memory
+        kept = as_numpy(memory[0]) if memory else np.zeros(SHAPES[name], np.float32)
+        np.testing.assert_allclose(kept, mine.r[name], atol=1e-6, err_msg=f"{mark} {name}")
+        assert bool(memory) == (what != "dense")
+
+
+def check_bytes(engine: Engine, factor: float) -> None:
+    """The payload of each compressed tensor is that of its factor."""
+    assert engine.ledger.last is not None
+    for name in COMPRESSED:
+        size = number_of_elements(SHAPES[name])
+        expected = 4 * size if factor == 1 else 6 * max(1, math.floor(4 * size / factor / 6))
+        assert engine.ledger.last.tensors[name].bytes_sent == expected
+
+
+@every_backend
+def test_two_levels_of_gravac_are_those_of_numpy_in_all_three_modes(backend: str) -> None:
+    """Two ranks, decisions from the step before; only rank 0 measures, and all send the smaller thing."""
+    minimum, candidate = 3.0, 16.0
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
+        plans = Plans(engine, levelled_tensors(engine))
+        assert plans.names == COMPRESSED
+        models = [Model(rank) for rank in range(2)]
+        for step, what in enumerate(SENDING):
+            for model in models:
+                model.begin(step, minimum, candidate)
+            decision = MultiLevel(minimum, candidate, what)  # type: ignore[arg-type]
+            stage = TwoLevels(plans, decision, communicator.rank == 0, None)
+            attach(engine, stage)
+            engine.set_plan(plans.of(decision))
+            engine.begin()
+            result = engine.step(gradients_of(backend, communicator.rank, step))
+            told = stage.gains()
+            assert told.ranks == 2
+            right = models[0].gains() if communicator.rank == 0 else (1.0, 1.0)  # nothing was looked at
+            np.testing.assert_allclose([told.minimum, told.candidate], right, rtol=1e-5)
+            assert communicator.rank == 0 or stage.seconds() == 0
+            check_step(engine, models, what, result, f"{step} {what}")
+            check_bytes(engine, {"minimum": minimum, "candidate": candidate, "dense": 1}[what])
+
+    run_ranks(2, work)
+
+
+@every_backend
+def test_two_levels_decided_in_the_step_itself(backend: str) -> None:
+    """What is sent is told in the middle of the step; rank 0 has then gone on to factors of which it tells the others
+    only now, as at the end of GraVAC's windows."""
+    factors = [(3.0, 16.0), (3.0, 16.0), (2.0, 40.0), (4.0, 8.0), (4.0, 8.0), (5.0, 25.0), (5.0, 25.0)]
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
+        plans = Plans(engine, COMPRESSED)
+        models = [Model(rank) for rank in range(2)]
+        measures = communicator.rank == 0
+        heard = MultiLevel(*factors[0], None)
+        for step, what in enumerate(SENDING):
+            for model in models:
+                model.begin(step, *factors[step])
+            known = MultiLevel(*factors[step], None) if measures else heard
+            now = MultiLevel(*factors[step], what)  # type: ignore[arg-type]
+
+            def decide(now: MultiLevel = now) -> MultiLevel:
+                if measures:
+                    told = stage.gains()  # noqa: B023
+                    np.testing.assert_allclose([told.minimum, told.candidate], models[0].gains(), rtol=1e-5)
+                engine.set_plan(plans.of(now))
+                engine.begin()
+                return now
+
+            stage = TwoLevels(plans, known, measures, decide)
+            attach(engine, stage)
+            engine.set_plan(plans.of(heard))
+            engine.begin()
+            result = engine.step(gradients_of(backend, communicator.rank, step))
+            check_step(engine, models, what, result, f"{step} {what}")
+            check_bytes(engine, now.sent or 0)
+            heard = MultiLevel(*factors[step], None)
+
+    run_ranks(2, work)
+
+
+@every_backend
+@pytest.mark.parametrize("what", ["dense", "minimum"])
+def test_without_a_candidate_only_the_first_gain_is_measured(backend: str, what: Any) -> None:
+    (run,) = run_engines(1, infos(SHAPES), parse_compressor("topk:ratio=0.5"), lambda r, s: {}, 0, min_numel=16)
+    engine, plans = run.engine, Plans(run.engine, COMPRESSED)
+    decision = MultiLevel(4.0, None, what)
+    stage = TwoLevels(plans, decision, True, None)
+    attach(engine, stage)
+    engine.set_plan(plans.of(decision))
+    engine.begin()
+    engine.step(gradients_of(backend, 0, 0))
+    model = Model(0)
+    model.begin(0, 4.0, 4.0)
+    assert stage.gains().minimum == pytest.approx(model.gains()[0], rel=1e-5)
+    assert stage.gains().candidate is None
+    engine.step({"bias": gradients_of(backend, 0, 1)["bias"]})
+    assert stage.gains().minimum == 1.0  # nothing to compress, nothing lost
+    assert stage.seconds() == 0
+
+
+@every_backend
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.parametrize("what", ["dense", "minimum", "candidate"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what is meant to happen here
+def test_gains_of_what_is_not_finite_are_nan(backend: str, what: Any, bad: float) -> None:
+    """And a gradient of another rank that is not finite changes nothing of this rank's own."""
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
+        plans, decision = Plans(engine, COMPRESSED), MultiLevel(4.0, 20.0, what)
+        stage = TwoLevels(plans, decision, True, None)
+        attach(engine, stage)
+        engine.set_plan(plans.of(decision))
+        engine.begin()
+        values = random_gradients(communicator.rank, 0)
+        if communicator.rank == 0:
+            values["linear"][3, 5] = bad
+        engine.step({name: make(backend, x) for name, x in values.items()})
+        told = stage.gains()
+        if communicator.rank == 0:
+            assert np.isnan([told.minimum, told.candidate]).all()
+        else:
+            model = Model(1)
+            model.begin(0, 4.0, 20.0)
+            assert (told.minimum, told.candidate) == pytest.approx(model.gains(), rel=1e-5)
+
+    run_ranks(2, work)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "spec", ["qsgd:bits=4", "powersgd:rank=2", "randomk:ratio=0.5,unbiased=true", "globalqsgd:bits=8"]
+)
+def test_two_levels_of_any_method_keep_a_share_and_send_the_smaller_thing(backend: str, spec: str) -> None:
+    compressor = parse_compressor(spec)
+
+    def work(communicator: InProcessCommunicator) -> list[bytes]:
+        engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
+        decision = MultiLevel(2.0, 6.0, "candidate")
+        plans = Plans(engine, COMPRESSED)
+        stage = TwoLevels(plans, decision, communicator.rank == 0, None)
+        attach(engine, stage)
+        engine.set_plan(plans.of(decision))
+        out = []
+        for step in range(3):
+            engine.begin()
+            result = engine.step(gradients_of(backend, communicator.rank, step))
+            out += [as_numpy(x).tobytes() for x in result.values()]
+            told = stage.gains()
+            assert told.candidate is not None
+            assert 0 <= told.candidate <= told.minimum + 1e-9 <= 1 + 1e-9
+            assert engine.ledger.last is not None
+            for name in COMPRESSED:
+                level = compressor.level_for(6.0, SHAPES[name])
+                expected = compressor.at_level(level).payload_bytes(SHAPES[name])
+                assert engine.ledger.last.tensors[name].bytes_sent == expected
+        return out
+
+    first, second = run_ranks(2, work)
+    assert first == second
+
+
+@every_backend
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("spec", ["randomk:ratio=0.5", "qsgd:bits=8", "atomo:rank=8"])
+def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
+    spec: str, in_step: bool, backend: str
+) -> None:
+    """With methods whose second compression of x itself would be something else than that of the first.
+
+    Decided in the step, the other rank has heard of another minimum before.
+    """
+    compressor = parse_compressor(spec)
+    now = MultiLevel(3.0, 8.0, "candidate")
+
+    def work(communicator: InProcessCommunicator) -> None:
+        measures = communicator.rank == 0
+        engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
+        plans = Plans(engine, COMPRESSED)
+        levels = [plans.at_factor(factor) for factor in (3.0, 8.0)]
+        heard = MultiLevel(3.0 if measures else 2.0, 8.0, None) if in_step else now
+        decide = (lambda: now) if in_step else None
+        stage = TwoLevels(plans, heard, measures, decide)
+        x: dict[str, Any] = {}
+        kept: list[dict[str, np.ndarray]] = []
+
+        def look(xp: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+            x.update((name, copy(inputs[name])) for name in COMPRESSED)
+            source, found = dict(x), {}
+            for plan in levels:
+                for name in COMPRESSED:
+                    found[name] = densify(engine.preview(xp, name, source[name], plan[name]), SHAPES[name])
+                    source[name] = make(backend, found[name])
+                kept.append(dict(found))
+            return stage.stage(xp, inputs)
+
+        engine.stage, engine.witness = look, stage.witness
+        engine.set_plan(levels[1])
+        for step in range(3):
+            engine.begin()
+            kept.clear()
+            engine.step(gradients_of(backend, communicator.rank, step))
+            for name in COMPRESSED:
+                residual = as_numpy(engine.states[name].memory[0])
+                np.testing.assert_allclose(residual, as_numpy(x[name]) - kept[1][name], atol=1e-6)
+            if measures:
+                inputs = {name: as_numpy(each).astype(float) for name, each in x.items()}
+                energy = sum(np.sum(each**2) for each in inputs.values())
+                lost = [sum(np.sum((inputs[name] - sent[name]) ** 2) for name in COMPRESSED) for sent in kept]
+                told = stage.gains()
+                right = [max(0.0, 1 - each / energy) for each in lost]
+                np.testing.assert_allclose([told.minimum, told.candidate], right, atol=1e-5)
+
+    run_ranks(2, work)
+
+
+# What measuring costs and changes ------------------------------------------------------------------------------------
+
+# How often each of the two levels is compressed only to learn gains, by whether that is decided in the step, and what
+# is sent.
+COMPRESSIONS = {
+    (False, "dense"): (1, 1),
+    (False, "minimum"): (0, 1),
+    (False, "candidate"): (0, 0),
+    (True, "dense"): (1, 1),
+    (True, "minimum"): (1, 1),
+    (True, "candidate"): (0, 1),
+}
+
+
+@pytest.mark.parametrize(("in_step", "what"), COMPRESSIONS)
+@pytest.mark.parametrize(("spec", "own"), [("topk:ratio=0.5", True), ("powersgd:rank=2", False)])
+def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
+    spec: str, own: bool, in_step: bool, what: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that only previews move: the first takes 10 s for each tensor, the second 1 s.
+
+    When the candidate is sent, it is compressed from the result of the first compression, which is then needed. What is
+    sent is not compressed once more to be measured, unless it shows nothing of this rank alone.
+    """
+    (run,) = run_engines(1, infos(SHAPES), parse_compressor(spec), lambda r, s: {}, 0, min_numel=16)
+    engine, plans = run.engine, Plans(run.engine, COMPRESSED)
+    clock = 0.0
+    real = engine.preview
+
+    def preview(xp: Any, name: str, x: Any, compressor: Any) -> Any:
+        nonlocal clock
+        clock += 10 if compressor == plans.at_factor(2.0)[name] else 1
+        return real(xp, name, x, compressor)
+
+    monkeypatch.setattr(engine, "preview", preview)
+    monkeypatch.setattr(numpy_arrays, "mark", lambda like: clock)
+    decided = MultiLevel(2.0, 6.0, what)
+
+    def decide() -> MultiLevel:
+        engine.set_plan(plans.of(decided))
+        engine.begin()
+        return decided
+
+    stage = TwoLevels(plans, MultiLevel(2.0, 6.0, None if in_step else what), True, decide if in_step else None)
+    attach(engine, stage)
+    engine.set_plan(plans.of(decided))
+    engine.begin()
+    engine.step(random_gradients(0, 0))
+    first, second = COMPRESSIONS[in_step, what]
+    if not own and not in_step:
+        first, second = max(first, what == "minimum"), max(second, what == "candidate")
+    assert stage.seconds() == len(COMPRESSED) * (10 * first + second)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("what", "candidate"),
+    [("dense", None), ("dense", 8.0), ("minimum", None), ("minimum", 8.0), ("candidate", 8.0)],
+)
+@pytest.mark.parametrize("spec", LEVELLED)
+def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing(
+    spec: str, what: Any, candidate: float | None, backend: str
+) -> None:
+    """Of two ranks the first measures while it sends. A third training previews both levels in each step, and in a
+    fourth nobody looks: results, residuals and warm starts are the same bits in all."""
+    decision = MultiLevel(3.0, candidate, what)
+    told: list[tuple[float, float | None]] = []
+    previewed: list[tuple[float, float | None]] = []
+
+    def train(looks: str) -> list[Any]:
+        def work(communicator: InProcessCommunicator) -> list[Any]:
+            engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), memory=ErrorFeedback(), min_numel=16)
+            plans, measures = Plans(engine, COMPRESSED), communicator.rank == 0 and looks != "nobody"
+            now = decision if looks != "in the step" else dataclasses.replace(decision, send=None)
+
+            def decide() -> MultiLevel:
+                engine.set_plan(plans.of(decision))
+                engine.begin()
+                return decision
+
+            stage = TwoLevels(plans, now, measures, decide if looks == "in the step" else None)
+            attach(engine, stage)
+            engine.set_plan(plans.of(decision))
+            found: list[Any] = []
+            for step in range(3):
+                engine.begin()
+                results = engine.step(gradients_of(backend, communicator.rank, step))
+                found.append(({name: bits(x) for name, x in results.items()}, states_of(engine)))
+                if measures:
+                    gains = stage.gains()
+                    (told if looks == "at the end" else previewed).append((gains.minimum, gains.candidate))
+            return found
+
+        return list(run_ranks(2, work))
+
+    assert train("at the end") == train("in the step") == train("nobody")
+    assert told == previewed
+    assert len(told) == 3
