@@ -15,6 +15,12 @@ from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size
 from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
 
 
+def _not_converted(method: Any) -> Any:
+    """Keeps AutoGraph from rewriting a method; what tf.autograph's own decorator does, without importing TensorFlow."""
+    method.autograph_info__ = {}
+    return method
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a user asked for: all that must be the same on every rank."""
@@ -50,7 +56,10 @@ class Compression:
 
     Args:
         compressor: how to compress, the same on every rank.
-        named_parameters: as given to Horovod: pairs of name and parameter. State is kept by these names.
+        named_parameters: PyTorch: as given to Horovod, pairs of name and parameter. State is kept by these names.
+        variables: TensorFlow: all that are trained, `model.trainable_variables`. State is kept by their names.
+        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. It is needed with
+            `hvd.DistributedGradientTape` only.
         memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
             unbiased ones and casts. `NoMemory()` turns error feedback off.
         policy: when, and how hard, to compress, such as `Accordion(low=4, high=1)`; with it rank 0 decides for all. Or
@@ -62,14 +71,16 @@ class Compression:
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
             from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
-        grad_scaler: the `torch.amp.GradScaler` in use, if any; when it changes the loss scale, residuals follow.
+        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; when it changes the loss
+            scale, residuals follow. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
 
     Attributes:
         ledger: bytes, floats and times of each step (`hvdcomp.ledger.Ledger`). It stays empty with one rank, where
             Horovod exchanges nothing.
 
     Raises:
-        ConfigurationError: without `named_parameters`, or if they are not unique pairs.
+        ConfigurationError: without `named_parameters` or `variables`, if the first are not unique pairs, or if the
+            second are those of Keras 3, with which Horovod does not work.
         SpecError: for a compressor or memory that is none.
     """
 
@@ -78,6 +89,8 @@ class Compression:
         compressor: Compressor,
         *,
         named_parameters: Iterable[tuple[str, Any]] | None = None,
+        variables: Iterable[Any] | None = None,
+        optimizer: Any = None,
         memory: Memory | None = None,
         policy: LevelSchedule | Policy[Any] | None = None,
         steps_per_epoch: int | None = None,
@@ -102,7 +115,9 @@ class Compression:
         self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
-        self._parameters = _unique(named_parameters)
+        self._framework = _framework_of(named_parameters, variables, optimizer)
+        self._parameters = _unique(named_parameters) if variables is None else _by_name(variables)
+        self._optimizer = optimizer
         self._process_set = process_set
         self._grad_scaler = grad_scaler
         self._level: Level | None = None
@@ -140,6 +155,12 @@ class Compression:
     def level(self) -> Level | None:
         """The level in force from the next step on; None for a compressor without one."""
         return self.settings.compressor.level if self._level is None else self._level
+
+    @property
+    def levels(self) -> dict[str, Level]:
+        """The level of each tensor in the latest step, by name; without those that are sent dense."""
+        plan = {} if self._binding is None else self._binding.engine.plan
+        return {name: one.level for name, one in plan.items() if one.level is not None}
 
     def set_level(self, level: Level) -> None:
         """Sets the level (ratio, rank) of all compressed tensors from the next step on.
@@ -194,37 +215,52 @@ class Compression:
         self._restored = dict(state)
         if not state:
             self._restored = None
-        elif optimizer is not None:
-            self._binding = self._bind_torch(optimizer)
+        elif optimizer is not None or self._framework == "tensorflow":
+            self._binding = self._bind(self._optimizer if optimizer is None else optimizer)
         elif changes_batch_size(self.settings.policy):
             raise ConfigurationError(
                 f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
             )
 
+    def __hash__(self) -> int:
+        # Horovod's optimizer for TensorFlow hashes it when it is made; one of Keras 3 never calls it again.
+        if self._framework == "tensorflow":
+            from hvdcomp.tensorflow.caller import refuse_keras_3_caller
+
+            refuse_keras_3_caller()
+        return object.__hash__(self)
+
+    @_not_converted
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
         if self._binding is None:
-            self._binding = self._bind(tensor)
+            framework = type(tensor).__module__.partition(".")[0]
+            if framework != self._framework:
+                raise ConfigurationError(
+                    f"hvdcomp.Compression was given a {type(tensor).__module__}.{type(tensor).__qualname__}; it works "
+                    "with PyTorch (horovod.torch, named_parameters=...) and TensorFlow (horovod.tensorflow, "
+                    f"variables=...), and was made for {self._framework}"
+                )
+            self._binding = self._bind(self._optimizer)
         return self._binding.compress(tensor)
 
+    @_not_converted
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
-    def _bind(self, tensor: Any) -> Any:
-        framework = type(tensor).__module__.partition(".")[0]
-        if framework != "torch":
-            raise ConfigurationError(
-                f"hvdcomp.Compression was given a {type(tensor).__module__}.{type(tensor).__qualname__}; it works "
-                "with PyTorch (horovod.torch)"
-            )
-        return self._bind_torch(None)
+    def _bind(self, optimizer: Any) -> Any:
+        arguments = (self, self._parameters, self._process_set, self._grad_scaler, optimizer)
+        binding: Any
+        if self._framework == "torch":
+            from hvdcomp.torch.binding import TorchBinding
 
-    def _bind_torch(self, optimizer: Any) -> Any:
-        from hvdcomp.torch.binding import TorchBinding
+            binding = TorchBinding(*arguments)
+        else:
+            from hvdcomp.tensorflow.binding import TensorFlowBinding
 
-        binding = TorchBinding(self, self._parameters, self._process_set, self._grad_scaler, optimizer)
+            binding = TensorFlowBinding(*arguments)
         if self._restored is not None:
             binding.load_state_dict(self._restored)
         if self._level is not None:
@@ -232,12 +268,41 @@ class Compression:
         return binding
 
 
-def _unique(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
-    if named_parameters is None:
+def _framework_of(named_parameters: Any, variables: Any, optimizer: Any) -> str:
+    if (named_parameters is None) == (variables is None):
         raise ConfigurationError(
-            "hvdcomp.Compression needs named_parameters=model.named_parameters(): residuals and warm starts are kept "
-            "by parameter name, the same names that Horovod gets"
+            "hvdcomp.Compression needs named_parameters=model.named_parameters() (PyTorch) or "
+            "variables=model.trainable_variables (TensorFlow), one of the two: residuals and warm starts are kept by "
+            "parameter name"
         )
+    if variables is not None:
+        return "tensorflow"
+    if optimizer is not None:
+        raise ConfigurationError(
+            "optimizer= is for TensorFlow: in PyTorch, hvdcomp finds the optimizer that Horovod made by itself"
+        )
+    return "torch"
+
+
+def _by_name(variables: Iterable[Any]) -> dict[str, Any]:
+    """TensorFlow's variables by name."""
+    from hvdcomp.tensorflow.names import stable_names
+
+    variables = list(variables)
+    for variable in variables:
+        if not hasattr(variable, "ref"):
+            raise ConfigurationError(
+                f"{type(variable).__module__}.{type(variable).__qualname__} in variables is no tf.Variable. Horovod "
+                "does not distribute models of Keras 3: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, "
+                "with tf_keras installed, or build the model with tf_keras"
+            )
+    named = dict(zip(stable_names([variable.name for variable in variables]), variables, strict=True))
+    if not named:
+        raise ConfigurationError("variables is empty: build the model first, so that it has its variables")
+    return named
+
+
+def _unique(named_parameters: Any) -> dict[str, Any]:
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ConfigurationError("named_parameters must be pairs of name and parameter, as model.named_parameters()")

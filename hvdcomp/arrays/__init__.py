@@ -11,14 +11,18 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-_MODULES = {"numpy": "hvdcomp.arrays.numpy_arrays", "torch": "hvdcomp.arrays.torch_arrays"}
+_MODULES = {
+    "numpy": "hvdcomp.arrays.numpy_arrays",
+    "torch": "hvdcomp.arrays.torch_arrays",
+    "tensorflow": "hvdcomp.arrays.tensorflow_arrays",
+}
 
 
 def arrays_for(array: Any) -> ModuleType:
     """The module of array functions for the framework that `array` belongs to.
 
     Raises:
-        TypeError: for anything but a NumPy array or a PyTorch tensor.
+        TypeError: for anything but a NumPy array, a PyTorch tensor or a TensorFlow tensor.
     """
     for kind in type(array).__mro__:
         framework = kind.__module__.partition(".")[0]
@@ -26,5 +30,5 @@ def arrays_for(array: Any) -> ModuleType:
             return importlib.import_module(_MODULES[framework])
     raise TypeError(
         f"hvdcomp cannot compress a {type(array).__module__}.{type(array).__qualname__}; "
-        "it takes NumPy arrays and PyTorch tensors"
+        "it takes NumPy arrays, PyTorch tensors and TensorFlow tensors"
     )

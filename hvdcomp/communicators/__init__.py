@@ -29,3 +29,15 @@ class Communicator(Protocol):
 
     def wait(self, handle: Any) -> Array:
         """The result of a started collective, in storage that nobody else uses."""
+
+
+class HorovodCommunicator(Communicator, Protocol):
+    """A communicator over Horovod, which knows a little more than how to communicate."""
+
+    @property
+    def has_mpi(self) -> bool:
+        """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether Horovod was started anew with other ranks."""

@@ -1,0 +1,310 @@
+"""What the bindings of all frameworks share: one `Compression` at work in one training.
+
+A binding learns from its framework which gradients there are, and gives results back; in between, every step is the
+same: `begin` fixes its plan, `check_presence` makes sure that all ranks take part at the same levels, `exchange` runs
+the engine and tells the coordinator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+import hvdcomp
+from hvdcomp import checkpoint
+from hvdcomp.agreement import require_agreement, require_same_levels
+from hvdcomp.broadcast import Broadcaster, CommunicatorBroadcaster
+from hvdcomp.collectives import Array, TensorInfo
+from hvdcomp.communicators import HorovodCommunicator
+from hvdcomp.coordinator import Coordinator
+from hvdcomp.decision_log import DecisionLog
+from hvdcomp.engine import Engine
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.policies.decisions import BatchSize
+
+if TYPE_CHECKING:
+    from hvdcomp.compression import Compression
+
+# What each rank puts in for one step: this number plus a digest of its levels, so that the ranks' sum tells whether all
+# of them take part, and all at the same levels.
+PRESENCE = 2**44
+_DIGESTS = 2**20
+PRESENCE_BYTES = 8
+
+
+class Binding(ABC):
+    """Ties one `Compression` to one training.
+
+    Args:
+        compression: whose settings, ledger and identity are used.
+        tensors: all parameters that may have a gradient.
+        communicator: of the ranks that exchange.
+        like: an empty array of the framework, where the communicator works.
+
+    Attributes:
+        engine: that compresses.
+        coordinator: of the policy, if there is one that rank 0 decides by.
+        presence: what this rank puts in for the step that has begun.
+        agreed: whether the ranks have compared their settings.
+    """
+
+    def __init__(
+        self,
+        compression: Compression,
+        tensors: Iterable[TensorInfo],
+        communicator: HorovodCommunicator,
+        like: Array,
+    ) -> None:
+        self.compression = compression
+        self.communicator = communicator
+        self._like = like
+        self._loss_scale: float | None = None
+        settings = compression.settings
+        self.engine = Engine(
+            communicator,
+            tensors,
+            settings.compressor,
+            memory=settings.memory,
+            seed=settings.seed,
+            min_numel=settings.min_numel,
+            min_ndim=settings.min_ndim,
+            bytes_per_tensor=PRESENCE_BYTES,
+            ledger=compression.ledger,
+        )
+        self._log_error: str | None = None
+        self.coordinator = self._make_coordinator()
+        self._batch_size = BatchSize(1, 1.0)  # as it was put into the optimizer
+        self.presence = PRESENCE
+        self.agreed = False
+
+    # What only the framework's own binding knows.
+
+    @abstractmethod
+    def learning_rates(self) -> tuple[float, ...]:
+        """The rate of each parameter group, as the user set it.
+
+        Raises:
+            ConfigurationError: if the optimizer is not known.
+        """
+
+    @abstractmethod
+    def follow_batch_size(self, batch_size: BatchSize) -> None:
+        """Makes the optimizer accumulate so many batches, and step at so many times its learning rate."""
+
+    @abstractmethod
+    def loss_scale(self) -> float | None:
+        """By how much the loss is multiplied in this step; None where that is not known."""
+
+    @abstractmethod
+    def momentum_of_optimizer(self) -> str | None:
+        """The first momentum in the optimizer's settings, as text; None without one."""
+
+    @abstractmethod
+    def copy(self, array: Array) -> Array:
+        """An array of the same content that nothing changes any more."""
+
+    @abstractmethod
+    def place(self, array: Array, name: str) -> Array:
+        """The array on the device of the parameter of this name."""
+
+    # A step.
+
+    def begin(self) -> None:
+        """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
+        if self.communicator.is_stale:
+            raise ConfigurationError(
+                f"Horovod was started anew, and rank {self.communicator.rank} of {self.communicator.size} is now "
+                "another one: hvdcomp does not follow elastic changes by itself. After each make a new "
+                "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
+            )
+        settings = self.compression.settings
+        if isinstance(settings.policy, LevelSchedule):
+            step = self.engine.step_number
+            own = settings.compressor.level
+            self.engine.set_level(settings.policy.level_at(step, settings.steps_per_epoch, own))
+        if self.coordinator is not None:
+            self.coordinator.begin_step(self.learning_rates)
+            self._require_same_batch_size()
+        self.engine.begin()
+        self.presence = PRESENCE + self.engine.digest % _DIGESTS
+        self._follow_loss_scale()
+
+    def check_presence(self, total: int) -> None:
+        """Stops all ranks if one is missing, was configured otherwise, or has other levels.
+
+        Args:
+            total: the sum of the ranks' `presence`.
+        """
+        size = self.communicator.size
+        present = total / PRESENCE
+        if abs(present - size) > 0.5:
+            raise ConfigurationError(
+                f"only {present:.0f} of {size} ranks took part in this step: hvd.join() "
+                "does not work with gradient compression. Give every rank the same number of batches."
+            )
+        self._agree()
+        if total != self.presence * size:
+            require_same_levels(self.communicator, self.engine.digest, self._like)
+        self._refuse_double_momentum()
+
+    def exchange(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+        """Runs the engine on the gradients of a step, and ends the step; returns the means by name."""
+        if self.coordinator is not None:
+            self.coordinator.before_exchange()
+        results = self.engine.step(gradients)
+        self.observe("local", gradients, self.engine.poison)
+        self.observe("aggregated", results, self.engine.poison)
+        self.end_step()
+        return results
+
+    def end_step(self) -> None:
+        """To be called at the end of a step that did not go through `exchange`."""
+        if self.coordinator is not None:
+            self.coordinator.end_step()
+
+    def observe(self, source: str, gradients: Mapping[str, Array], poison: Array | None = None) -> None:
+        """Shows gradients of a step to the coordinator, which looks at them if they are what its policy wants."""
+        if self.coordinator is not None and self.coordinator.source == source:
+            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0), poison)
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the step that has begun has to go through the engine, whatever its plan.
+
+        The first step always does, so that ranks with different settings meet in the same collective and can say so.
+        """
+        more = self.coordinator is not None and self.coordinator.needs_engine
+        return not self.agreed or more
+
+    # Settings and refusals.
+
+    def _agree(self) -> None:
+        if not self.agreed:
+            require_agreement(self.communicator, self._facts(), self._like)
+            self.agreed = True
+            if self.coordinator is not None:
+                self.coordinator.start_log()
+
+    def _facts(self) -> dict[str, Any]:
+        shapes = [(info.name, info.shape, info.dtype) for info in self.engine.tensors.values()]
+        return self.compression.settings.describe() | {
+            "parameters": f"{len(shapes)}, {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]}",
+            "level": self.compression.level,
+            "step": self.engine.step_number,
+            "error of the decision log": self._log_error,
+            "momentum of the optimizer": self._doubled_momentum(),
+            "hvdcomp": hvdcomp.__version__,
+            "numpy": numpy.__version__,
+        }
+
+    def _doubled_momentum(self) -> str | None:
+        """The optimizer's momentum, if the memory applies one too."""
+        if self.engine.memory is None or not self.engine.memory.is_momentum:
+            return None
+        return self.momentum_of_optimizer()
+
+    def _refuse_double_momentum(self) -> None:
+        found = self._doubled_momentum()
+        if found:
+            raise ConfigurationError(
+                f"the optimizer has {found}, but {self.engine.memory} applies momentum itself, before compression; use "
+                "an optimizer without momentum (SGD with momentum=0) and set momentum in the memory "
+                "(dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
+            )
+
+    def refuse_predivision(self, factor: float) -> None:
+        """Raises ConfigurationError if Horovod scales what it allreduces, where compression does not let it."""
+        if factor != 1.0:
+            raise ConfigurationError(
+                f"gradient_predivide_factor={factor} scales what Horovod allreduces, but compressed gradients do not "
+                "travel in Horovod's allreduce; leave it at 1.0"
+            )
+
+    def _follow_loss_scale(self) -> None:
+        scale = self.loss_scale()
+        if scale is None:
+            return
+        if self._loss_scale is not None and scale != self._loss_scale:
+            self.engine.scale_residuals(scale / self._loss_scale)
+        self._loss_scale = scale
+
+    # What concerns a policy that rank 0 decides by.
+
+    def _make_coordinator(self) -> Coordinator | None:
+        settings = self.compression.settings
+        if not isinstance(settings.policy, Policy):
+            return None
+
+        def broadcaster() -> Broadcaster:
+            if self.communicator.has_mpi:
+                from hvdcomp.communicators.mpi import MPIBroadcaster
+
+                return MPIBroadcaster()
+            return CommunicatorBroadcaster(self.communicator, self._like)
+
+        return Coordinator(
+            settings.policy, self.engine, broadcaster, self._like, settings.steps_per_epoch, self._open_log()
+        )
+
+    def _open_log(self) -> DecisionLog | None:
+        """Rank 0's log. One that cannot be written is told to all ranks with the settings."""
+        path = self.compression.decision_log
+        if path is None or self.communicator.rank != 0:
+            return None
+        try:
+            return DecisionLog(path)
+        except ConfigurationError as error:
+            self._log_error = str(error)
+            return None
+
+    @property
+    def accumulation(self) -> int:
+        """`Compression.accumulation`, after what is decided has been put into the optimizer."""
+        if self.coordinator is None:
+            return 1
+        self.coordinator.settle(self.learning_rates)
+        self._apply_batch_size()
+        return self._batch_size.accumulation
+
+    def _apply_batch_size(self) -> None:
+        """Puts the batch size in force into the optimizer, between two steps."""
+        if self.coordinator is None or self.coordinator.batch_size == self._batch_size:
+            return
+        # A residual is a change of the weights that is still to come, at the learning rate of its time.
+        factor = self._batch_size.learning_rate_factor / self.coordinator.batch_size.learning_rate_factor
+        self.engine.scale_residuals(factor, momentum=False)
+        self._batch_size = self.coordinator.batch_size
+        self.follow_batch_size(self._batch_size)
+
+    def _require_same_batch_size(self) -> None:
+        assert self.coordinator is not None
+        if self.coordinator.batch_size != self._batch_size:
+            raise ConfigurationError(
+                f"the policy {self.coordinator.policy} makes the batch larger, and the training loop does not follow: "
+                "before each step read compression.accumulation, and do so many times the usual backward passes"
+            )
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """`Compression.state_dict`."""
+        if self.coordinator is not None:
+            self.coordinator.receive()
+            self._apply_batch_size()
+        state = checkpoint.state_of(self.engine, self.coordinator, self.copy)
+        state["own"]["loss_scale"] = self._loss_scale
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`Compression.load_state_dict`."""
+        checkpoint.restore(state, self.engine, self.coordinator, self.place)
+        self._loss_scale = state["own"].get("loss_scale")
+        if self.coordinator is not None and self.coordinator.batch_size != self._batch_size:
+            self._batch_size = self.coordinator.batch_size
+            self.follow_batch_size(self._batch_size)

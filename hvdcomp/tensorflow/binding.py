@@ -1,0 +1,249 @@
+"""Serves stock `hvd.DistributedGradientTape` and `hvd.DistributedOptimizer` of horovod.tensorflow, and Keras `fit`.
+
+Horovod's functions that average gradients are always traced, so `compress` and `decompress` are called while a graph
+is made, not while it runs. The first `compress` of a list of gradients therefore puts two operations into the graph
+beside Horovod's own, which call back into Python in each step:
+
+- one that begins a step. It needs no gradient, so that it can run ahead of the backward pass: it fixes the plan and
+  starts the exchange of the ranks' presence.
+- one that takes all gradients of the list, runs the engine on them eagerly, and returns the means.
+
+Levels, policies and residuals live in Python, as in PyTorch: nothing is traced again when they change. Horovod itself
+is given one number per gradient, since it has to have something to allreduce. Where the compressor is nothing but a
+cast, and no policy may change that, Horovod carries the cast gradients itself, as they become ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdcomp.binding import Binding
+from hvdcomp.collectives import TensorInfo
+from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies import changes_batch_size
+from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
+from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
+
+if TYPE_CHECKING:
+    from hvdcomp.compression import Compression
+
+
+@dataclass
+class _Ticket:
+    """What Horovod carries from compress to decompress.
+
+    Attributes:
+        result: the mean, in the graph that calls Horovod; None where Horovod carries the gradient itself.
+        dtype: of the gradient.
+    """
+
+    result: tf.Tensor | None
+    dtype: tf.DType
+
+
+@dataclass
+class _Traced:
+    """What was put into a graph for one list of gradients.
+
+    Attributes:
+        gradients: the list.
+        names: of those of its members that are compressed, by position.
+        begun: the output of the operation that begins a step.
+        results: by position; empty where Horovod carries the gradients itself.
+    """
+
+    gradients: Sequence[Any]
+    names: dict[int, str]
+    begun: tf.Tensor
+    results: dict[int, tf.Tensor]
+
+    def position(self, tensor: tf.Tensor) -> int | None:
+        return next((place for place in self.names if self.gradients[place] is tensor), None)
+
+
+class TensorFlowBinding(Binding):
+    """Ties one `Compression` to the tapes or the optimizer of one training.
+
+    Args:
+        compression: whose settings, ledger and identity are used.
+        variables: by name.
+        process_set: of the tape or optimizer; None for all ranks.
+        grad_scaler: the Keras LossScaleOptimizer in use, or None to take the one that is calling.
+        optimizer: the Keras optimizer, or None to take the one that is calling.
+    """
+
+    def __init__(
+        self,
+        compression: Compression,
+        variables: Mapping[str, tf.Variable],
+        process_set: Any,
+        grad_scaler: Any,
+        optimizer: Any,
+    ) -> None:
+        self._variables = dict(variables)
+        self._names = {variable.ref(): name for name, variable in self._variables.items()}
+        self._process_set = process_set
+        self._grad_scaler = grad_scaler
+        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+        self._scaled: ScaledRate | None = None
+        self._traced: _Traced | None = None
+        self._presence_started: Any = None
+        communicator = HorovodTensorFlowCommunicator(process_set)
+        tensors = [
+            TensorInfo(name, tuple(variable.shape), variable.dtype.name) for name, variable in self._variables.items()
+        ]
+        with tf.init_scope():  # not in the graph that is being traced
+            super().__init__(compression, tensors, communicator, tf.zeros((0,)))
+
+    @tf.autograph.experimental.do_not_convert
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
+        if self._traced is None or (position := self._traced.position(tensor)) is None:
+            self._traced = self._trace(gradients_call(tensor))
+            position = self._traced.position(tensor)
+            assert position is not None
+        traced = self._traced
+        with tf.control_dependencies([traced.begun]):
+            if traced.results:
+                # An int64: Horovod fuses tensors of one element type, and must not fuse these with the engine's.
+                return tf.zeros((1,), tf.int64), _Ticket(traced.results[position], tensor.dtype)
+            wire = self.engine.plan[traced.names[position]].wire_dtype(tensor.dtype.name)
+            return tf.cast(tensor, wire), _Ticket(None, tensor.dtype)
+
+    @tf.autograph.experimental.do_not_convert
+    def decompress(self, tensor: tf.Tensor, ticket: _Ticket) -> tf.Tensor:
+        if ticket.result is None:
+            return tf.cast(tensor, ticket.dtype)
+        with tf.control_dependencies([tensor]):
+            return tf.identity(ticket.result)
+
+    # While a graph is made.
+
+    def _trace(self, call: GradientsCall) -> _Traced:
+        """Puts the operations for a list of gradients into the graph in which Horovod was called with it."""
+        self._check(call)
+        if self._optimizer is None:
+            self._optimizer = call.optimizer
+        if self._grad_scaler is None:
+            self._grad_scaler = call.loss_scale_optimizer
+        names = {
+            place: self._name(call.variables[place])
+            for place, gradient in enumerate(call.gradients)
+            if isinstance(gradient, tf.Tensor)
+        }
+        settings = self.compression.settings
+        if changes_batch_size(settings.policy) and self._scaled is None:
+            with tf.init_scope():
+                self._scaled = ScaledRate(self._known_optimizer())
+        casting = settings.policy is None and self.engine.only_casts
+        gradients = [call.gradients[place] for place in names]
+        # Horovod compresses each gradient in a branch of its own, where no other branch can see the result.
+        with _graph_of_call().as_default():
+            if casting:
+                ordered = sorted(names.values())
+                begun = tf.py_function(lambda: self._begin_casts(ordered), [], tf.int64, name="hvdcomp_begin")
+                return _Traced(call.gradients, names, begun, {})
+            self.refuse_predivision(1.0 / call.prescale_factor)
+            factor = self.communicator.size if call.op == hvd.Sum else 1
+            begun = tf.py_function(self._begin, [], tf.int64, name="hvdcomp_begin")
+            with tf.control_dependencies([begun]):
+                results = tf.py_function(
+                    lambda *arrays: self._step(list(names.values()), arrays, factor),
+                    gradients,
+                    [gradient.dtype for gradient in gradients],
+                    name="hvdcomp_step",
+                )
+        for gradient, result in zip(gradients, results, strict=True):
+            result.set_shape(gradient.shape)
+        return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
+
+    def _name(self, variable: tf.Variable) -> str:
+        name = self._names.get(variable.ref())
+        if name is None:
+            raise ConfigurationError(
+                f"a gradient of {variable.name!r} arrived, which is not in the variables of hvdcomp.Compression; give "
+                "it all that are trained: variables=model.trainable_variables"
+            )
+        return name
+
+    def _check(self, call: GradientsCall) -> None:
+        if call.op not in (hvd.Average, hvd.Sum):
+            raise ConfigurationError("gradient compression works with op=hvd.Average and op=hvd.Sum")
+        if self._process_set is not None and call.process_set != self._process_set:
+            raise ConfigurationError(
+                f"hvdcomp.Compression was given process set {self._process_set}, Horovod {call.process_set}; give "
+                "both the same"
+            )
+        if self._process_set is None and call.process_set.process_set_id != 0:
+            raise ConfigurationError(
+                f"Horovod averages over process set {call.process_set}: give it to hvdcomp.Compression too, "
+                "process_set=..."
+            )
+
+    # While a graph runs.
+
+    def _begin(self) -> int:
+        self.begin()
+        presence = tf.constant([self.presence], tf.int64)
+        self._presence_started = self.communicator.start_allreduce(presence, "sum", "hvdcomp.presence")
+        return self.engine.step_number
+
+    def _check_begun(self) -> None:
+        self.check_presence(int(self.communicator.wait(self._presence_started)[0]))
+
+    def _step(self, names: list[str], gradients: Sequence[tf.Tensor], factor: int) -> list[tf.Tensor]:
+        self._check_begun()
+        results = self.exchange(dict(zip(names, gradients, strict=True)))
+        if factor != 1:
+            return [results[name] * factor for name in names]
+        return [results[name] for name in names]
+
+    def _begin_casts(self, names: list[str]) -> int:
+        if not self.agreed:
+            self._begin()
+            self._check_begun()
+        self.engine.enter_casts(names)
+        return self.engine.step_number
+
+    # What `Binding` asks of the framework.
+
+    def learning_rates(self) -> tuple[float, ...]:
+        return (learning_rate_of(self._known_optimizer()),)
+
+    def follow_batch_size(self, batch_size: BatchSize) -> None:
+        if self._scaled is None:
+            self._scaled = ScaledRate(self._known_optimizer())
+        self._scaled.set(batch_size.learning_rate_factor)
+
+    def loss_scale(self) -> float | None:
+        return None if self._grad_scaler is None else float(self._grad_scaler.loss_scale)
+
+    def momentum_of_optimizer(self) -> str | None:
+        return momentum_of(self._optimizer)
+
+    def copy(self, array: tf.Tensor) -> tf.Tensor:
+        return array  # nothing can change it
+
+    def place(self, array: Any, name: str) -> tf.Tensor:
+        with tf.device(self._variables[name].device):
+            return tf.identity(array)
+
+    def _known_optimizer(self) -> Any:
+        if self._optimizer is None:
+            raise ConfigurationError(
+                f"the policy {self.compression.settings.policy} needs the optimizer, whose learning rate it follows: "
+                "give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
+            )
+        return self._optimizer
+
+
+def _graph_of_call() -> Any:
+    """The graph in which Horovod was given the gradients: around the branch in which it compresses this one."""
+    branch = tf.compat.v1.get_default_graph()
+    return getattr(branch, "outer_graph", None) or branch

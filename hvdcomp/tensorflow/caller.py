@@ -1,0 +1,116 @@
+"""Finds out what Horovod does not say: it passes a compressor nothing but one tensor at a time.
+
+While TensorFlow traces a step, Horovod goes through the gradients of a list, one `compress` after the other. That
+list, the variables beside it, and what the tape or optimizer was set to, are in the frames of the callers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hvdcomp.errors import ConfigurationError
+
+
+class GradientsCall(NamedTuple):
+    """One call of Horovod's function that averages a list of gradients.
+
+    Attributes:
+        gradients, variables: as long as each other; a gradient may be None or tf.IndexedSlices.
+        op: Horovod's reduction operation.
+        process_set: Horovod's.
+        prescale_factor: what Horovod multiplies with before it adds.
+        optimizer: the Keras optimizer that calls; None where a tape does.
+        loss_scale_optimizer: the one around it, if any.
+    """
+
+    gradients: Sequence[Any]
+    variables: Sequence[Any]
+    op: int
+    process_set: Any
+    prescale_factor: float
+    optimizer: Any
+    loss_scale_optimizer: Any
+
+
+def gradients_call(tensor: tf.Tensor) -> GradientsCall:
+    """The call that a gradient is being compressed for.
+
+    Raises:
+        ConfigurationError: if it is none of Horovod's tape or optimizer, or if XLA is to compile it.
+    """
+    gradients = _local("grads", lambda found: isinstance(found, list | tuple) and _position(found, tensor) is not None)
+    variables = _local("vars", lambda found: isinstance(found, list | tuple) and len(found) == len(gradients or ()))
+    if gradients is None or variables is None:
+        raise ConfigurationError(
+            f"hvdcomp.Compression was given {tensor!r} outside of hvd.DistributedGradientTape and "
+            "hvd.DistributedOptimizer; it works in their compression= argument"
+        )
+    _refuse_compilation()
+    return GradientsCall(
+        gradients=gradients,
+        variables=variables,
+        op=_local("op", lambda found: isinstance(found, int)),
+        process_set=_local("process_set", lambda found: hasattr(found, "process_set_id")),
+        prescale_factor=_local("prescale_factor", lambda found: isinstance(found, float)),
+        optimizer=_local("self", lambda found: is_optimizer(found) and not is_loss_scale_optimizer(found)),
+        loss_scale_optimizer=_local("self", is_loss_scale_optimizer),
+    )
+
+
+def refuse_keras_3(optimizer: Any) -> None:
+    """Raises ConfigurationError for an optimizer of Keras 3: Horovod takes it, and then never calls anybody."""
+    module = type(optimizer).__module__
+    if module.startswith("keras.") and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is an optimizer of Keras 3, with which Horovod trains every rank for itself, "
+            "without an error: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with tf_keras installed, or "
+            "use tf_keras.optimizers"
+        )
+
+
+def refuse_keras_3_caller() -> None:
+    """The same for the optimizer that Horovod is about to wrap."""
+    for frame in _callers():
+        if frame.f_code.co_name == "create_distributed_optimizer":
+            refuse_keras_3(frame.f_locals.get("optimizer"))
+
+
+def is_optimizer(candidate: Any) -> bool:
+    """Whether it is an optimizer: one of Keras, or of TensorFlow 1."""
+    return hasattr(type(candidate), "apply_gradients")
+
+
+def is_loss_scale_optimizer(candidate: Any) -> bool:
+    """Whether it is a Keras LossScaleOptimizer."""
+    return is_optimizer(candidate) and hasattr(type(candidate), "get_scaled_loss")
+
+
+def _position(tensors: Sequence[Any], tensor: Any) -> int | None:
+    return next((place for place, one in enumerate(tensors) if one is tensor), None)
+
+
+def _refuse_compilation() -> None:
+    compiled = _local("self", lambda found: getattr(found, "_jit_compile", False) is True and callable(found))
+    if compiled is not None:
+        raise ConfigurationError(
+            "jit_compile=True compiles the step with XLA, which can compile neither Horovod's operations nor gradient "
+            "compression; leave jit_compile=False in model.compile or tf.function, and compile a function of the "
+            "forward pass if you want XLA"
+        )
+
+
+def _local(name: str, suits: Any) -> Any:
+    """The local variable `name` of the nearest caller that has a suitable one; None if none has."""
+    return next((found for frame in _callers() if suits(found := frame.f_locals.get(name))), None)
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,67 @@
+"""Lets `tf.train.Checkpoint` save and restore a `Compression`.
+
+    checkpoint = tf.train.Checkpoint(
+        model=model, optimizer=optimizer, compression=hvdcomp.tensorflow.CompressionState(compression)
+    )
+
+Residuals differ between the ranks: to lose nothing, let every rank save to a path of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from typing import Any
+
+import tensorflow as tf
+
+from hvdcomp.compression import Compression
+
+_ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
+_STATE = "state.json"
+
+
+class CompressionState(tf.train.experimental.PythonState):
+    """The state of a `Compression`, as `Compression.state_dict` gives it, for `tf.train.Checkpoint`.
+
+    Restore before the first step; `Compression.load_state_dict` says what is refused.
+
+    Args:
+        compression: whose state is saved and restored.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+
+    def serialize(self) -> bytes:
+        """A zip archive of the state in JSON, and each array in TensorFlow's own serialization."""
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr(_STATE, json.dumps(_without_arrays(self._compression.state_dict(), archive)))
+        return file.getvalue()
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Restores what `serialize` returned."""
+        with zipfile.ZipFile(io.BytesIO(string_value)) as archive:
+            state = json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive))
+        self._compression.load_state_dict(state)
+
+
+def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:
+    """The value with each array replaced by the name of the file in the archive that holds it."""
+    if isinstance(value, tf.Tensor):
+        name = f"array{len(archive.namelist())}"
+        archive.writestr(name, tf.io.serialize_tensor(value).numpy())
+        return {_ARRAY: name, "dtype": value.dtype.name}
+    if isinstance(value, dict):
+        return {key: _without_arrays(entry, archive) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_arrays(entry, archive) for entry in value]
+    return value
+
+
+def _with_array(entry: dict[str, Any], archive: zipfile.ZipFile) -> Any:
+    if _ARRAY not in entry:
+        return entry
+    return tf.io.parse_tensor(archive.read(entry[_ARRAY]), entry["dtype"])

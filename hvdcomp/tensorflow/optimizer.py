@@ -1,0 +1,89 @@
+"""What the binding has to know of, and to do to, a Keras optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from hvdcomp.errors import ConfigurationError
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of a LossScaleOptimizer, or the optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def learning_rate_of(optimizer: Any) -> float:
+    """The learning rate of the next step, that of a schedule included."""
+    rate = getattr(optimizer, "_learning_rate", None)
+    if rate is None:
+        rate = getattr(optimizer, "learning_rate", None)
+    if rate is None:
+        rate = getattr(optimizer, "_lr", None)  # optimizers of TensorFlow 1
+    if rate is None:
+        kind = type(optimizer).__name__
+        raise ConfigurationError(f"no learning rate is known of {kind}; use an optimizer of tf_keras")
+    if callable(rate) and not isinstance(rate, tf.Variable):
+        rate = rate(optimizer.iterations)
+    return float(rate)
+
+
+def momentum_of(optimizer: Any) -> str | None:
+    """The momentum in an optimizer's settings, as text; None without one."""
+    if optimizer is None or not hasattr(optimizer, "get_config"):
+        return None
+    config = optimizer.get_config()
+    for key in ("momentum", "beta_1"):
+        value = config.get(key)
+        if isinstance(value, int | float) and value:
+            return f"{key}={value}"
+    return None
+
+
+class ScaledRate:
+    """Lets an optimizer apply gradients at a multiple of its learning rate, which everybody else sees unchanged.
+
+    It has to be made before a function that applies gradients is traced; the multiple may change later.
+
+    Raises:
+        ConfigurationError: for an optimizer of another kind than those of tf_keras.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._factor = tf.Variable(1.0, trainable=False, name="hvdcomp_learning_rate_factor")
+        if hasattr(optimizer, "_decayed_lr"):  # legacy optimizers ask this method
+            own_rate = optimizer._decayed_lr
+            optimizer._decayed_lr = lambda dtype: own_rate(dtype) * tf.cast(self._factor, dtype)
+        elif hasattr(optimizer, "update_step"):
+            self._scale_updates(optimizer, optimizer.update_step)
+        else:
+            raise ConfigurationError(
+                f"a policy of the batch size has to scale the learning rate, which is not possible for a "
+                f"{type(optimizer).__name__}; use an optimizer of tf_keras"
+            )
+
+    def set(self, factor: float) -> None:
+        """Sets the multiple, from the next step on."""
+        self._factor.assign(factor)
+
+    def _scale_updates(self, optimizer: Any, update_step: Callable[..., Any]) -> None:
+        def scaled_update_step(gradient: Any, variable: Any) -> Any:
+            with self._in_place(optimizer):
+                return update_step(gradient, variable)
+
+        optimizer.update_step = scaled_update_step
+
+    @contextmanager
+    def _in_place(self, optimizer: Any) -> Iterator[None]:
+        # The rate is a property of the class; this is what it reads.
+        scheduled = callable(optimizer._learning_rate) and not isinstance(optimizer._learning_rate, tf.Variable)
+        where = "_current_learning_rate" if scheduled else "_learning_rate"
+        own = getattr(optimizer, where)
+        object.__setattr__(optimizer, where, own * tf.cast(self._factor, own.dtype))  # not as a tracked variable
+        try:
+            yield
+        finally:
+            object.__setattr__(optimizer, where, own)
