@@ -1,15 +1,20 @@
-"""What the tests of the core share: both array backends, engines on ranks in one process, and spies."""
+"""What the tests of the core share: all array backends, engines on ranks in one process, and spies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from hvdcomp import Compressor, ErrorFeedback
+from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import Array, SparseVector, TensorInfo
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.engine import Engine
@@ -18,14 +23,27 @@ try:
     import torch
 except ImportError:
     torch = None  # type: ignore[assignment]
+if find_spec("tensorflow") is not None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow tells at length which processor it found
+    import tensorflow as tf
 
-BACKENDS = ["numpy", pytest.param("torch", marks=pytest.mark.skipif(torch is None, reason="needs PyTorch"))]
-DTYPES = {"numpy": ["float16", "float32", "float64"], "torch": ["float16", "bfloat16", "float32", "float64"]}
-BACKENDS_AND_DTYPES = [
-    pytest.param(backend, dtype, marks=pytest.mark.skipif(backend == "torch" and torch is None, reason="needs PyTorch"))
-    for backend, dtypes in DTYPES.items()
-    for dtype in dtypes
-]
+    tf.config.threading.set_intra_op_parallelism_threads(1)  # the ranks of a test are threads already
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
+def needing(backend: str, *values: Any) -> Any:
+    """A test's parameters, skipped where the backend is not installed."""
+    return pytest.param(*values, marks=pytest.mark.skipif(find_spec(backend) is None, reason=f"needs {backend}"))
+
+
+DTYPES = {
+    "numpy": ["float16", "float32", "float64"],
+    "torch": ["float16", "bfloat16", "float32", "float64"],
+    "tensorflow": ["float16", "bfloat16", "float32", "float64"],
+}
+INSTALLED = [backend for backend in DTYPES if find_spec(backend) is not None]
+BACKENDS = [needing(backend, backend) for backend in DTYPES]
+BACKENDS_AND_DTYPES = [needing(backend, backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.3", "randomk:ratio=0.3", "powersgd:rank=2"]
 
 
@@ -33,6 +51,8 @@ def make(backend: str, values: Any, dtype: str = "float32") -> Array:
     """A fresh array of a backend, with the values rounded to the element type."""
     if backend == "numpy":
         return np.array(values, dtype)
+    if backend == "tensorflow":
+        return tf.constant(np.array(values).astype(tf.as_dtype(dtype).as_numpy_dtype))
     return torch.tensor(np.asarray(values)).to(getattr(torch, dtype))
 
 
@@ -40,19 +60,48 @@ def as_numpy(x: Array) -> np.ndarray:
     """The same values in NumPy (bfloat16 as float32), in storage of its own."""
     if isinstance(x, np.ndarray | np.generic):
         return np.array(x)
+    if framework_of(x) == "tensorflow":
+        return np.array(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy().copy()
+
+
+def framework_of(x: Array) -> str:
+    """The backend that an array belongs to."""
+    return type(x).__module__.partition(".")[0]
+
+
+def dtype_of(x: Array) -> str:
+    """The element type by its common name."""
+    return arrays_for(x).dtype_name(x)
+
+
+def replaced(x: Array, place: tuple[int, ...], value: float) -> Array:
+    """The same array, in storage of its own, with another element at one place."""
+    values = as_numpy(x)
+    values[place] = value
+    return make(framework_of(x), values, dtype_of(x))
+
+
+def overwrite(x: Array, value: float) -> None:
+    """Sets all elements, where the framework's arrays can be changed."""
+    if framework_of(x) != "tensorflow":
+        x[...] = value
 
 
 def bits(x: Array) -> bytes:
     """The elements' bit patterns, row-major."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x).tobytes()
+    if framework_of(x) == "tensorflow":
+        return x.numpy().tobytes()
     return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def copy(x: Array) -> Array:
     """The same array in storage of its own."""
-    return np.array(x) if isinstance(x, np.ndarray | np.generic) else x.detach().clone()
+    if isinstance(x, np.ndarray | np.generic):
+        return np.array(x)
+    return tf.identity(x) if framework_of(x) == "tensorflow" else x.detach().clone()
 
 
 def densify(sent: Array | SparseVector, shape: Sequence[int]) -> np.ndarray:
@@ -64,6 +113,25 @@ def densify(sent: Array | SparseVector, shape: Sequence[int]) -> np.ndarray:
     dense = np.zeros(int(np.prod(shape)), values.dtype)
     dense[indices] = values
     return dense.reshape(tuple(shape))
+
+
+@contextmanager
+def random_states_untouched(backend: str) -> Iterator[None]:
+    """Fails if the global random state of Python, NumPy or the backend is not what it was."""
+
+    def states() -> list[Any]:
+        drawn = torch.get_rng_state().tolist() if backend == "torch" else None
+        return [random.getstate(), np.random.get_state()[1].tolist(), drawn]
+
+    before = states()
+    if backend == "tensorflow":  # whose state cannot be read: the number that comes next after a seed stands for it
+        tf.random.set_seed(5)
+        expected = tf.random.uniform((4,)).numpy().tolist()
+        tf.random.set_seed(5)
+    yield
+    assert states() == before
+    if backend == "tensorflow":
+        assert tf.random.uniform((4,)).numpy().tolist() == expected
 
 
 class Kept(NamedTuple):
@@ -110,13 +178,13 @@ class CountingCommunicator:
         self.at_wait: Callable[[], None] | None = None
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Any:
-        self.started.append((f"allreduce {op}", str(array.dtype).removeprefix("torch."), name, array.nbytes))
+        self.started.append((f"allreduce {op}", dtype_of(array), name, len(bits(array))))
         return self.inner.start_allreduce(array, op, name)
 
     def start_allgather(self, array: Array, name: str) -> Any:
-        assert str(array.dtype).removeprefix("torch.") == "uint8"
+        assert dtype_of(array) == "uint8"
         assert array.ndim == 1
-        self.started.append(("allgather", "uint8", name, array.nbytes))
+        self.started.append(("allgather", "uint8", name, array.shape[0]))
         return self.inner.start_allgather(array, name)
 
     def wait(self, handle: Any) -> Array:

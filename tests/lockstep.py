@@ -10,7 +10,7 @@ import numpy as np
 from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import AllGather, AllReduce, Context, Outcome
 from hvdcomp.compressors import Compressor
-from tests.harness import as_numpy, bits, make
+from tests.harness import as_numpy, bits, framework_of, make
 
 
 class Exchanged(NamedTuple):
@@ -62,5 +62,4 @@ def _answer(asked: list[Any]) -> Any:
     narrow = combined.astype(stacked.dtype)
     if wide is np.int64:
         np.testing.assert_array_equal(narrow, combined, err_msg="an integer sum overflowed")
-    backend = "numpy" if isinstance(asked[0].array, np.ndarray) else "torch"
-    return make(backend, narrow, str(stacked.dtype))
+    return make(framework_of(asked[0].array), narrow, str(stacked.dtype))

@@ -16,7 +16,7 @@ from hvdcomp.memory import MomentumCorrection, NoMemory
 from hvdcomp.policies.base import Policy
 from hvdcomp.spec import parse_compressor, parse_policy
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
-from tests.harness import BACKENDS, as_numpy, bits, copy, infos, make, states_of
+from tests.harness import BACKENDS, as_numpy, bits, copy, infos, make, overwrite, states_of
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 EPOCH = 2  # steps
@@ -173,7 +173,7 @@ def test_a_checkpoint_shares_nothing_with_the_training_before_or_after_it(backen
         state = run.state()
         for round_ in range(2):
             for array in arrays(run):  # first those of the training that went on, then those of one that was resumed
-                array[...] = 7 + round_
+                overwrite(array, 7 + round_)
             run = driven(communicator, "powersgd:rank=2", policy, backend, state)
             assert states_of(run.engine) == before
             assert len(arrays(run)) == 4

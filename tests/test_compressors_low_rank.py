@@ -28,6 +28,7 @@ from tests.harness import (
     SpyFeedback,
     as_numpy,
     assert_same_on_all_ranks,
+    dtype_of,
     infos,
     make,
     run_engines,
@@ -303,7 +304,7 @@ def test_payload_of_every_element_type(backend: str, dtype: str, compressor: Com
     sent = run.engine.ledger.tensors["w"].bytes_sent
     assert sent == 2 * compressor.payload_bytes(shape, dtype=dtype)
     assert as_numpy(run.results[1]["w"]).shape == shape
-    assert str(run.results[1]["w"].dtype).removeprefix("torch.") == dtype
+    assert dtype_of(run.results[1]["w"]) == dtype
 
 
 @given(SHAPES, st.floats(1, 200))
@@ -462,7 +463,8 @@ def paper_atomo(matrix: np.ndarray, rank: int, offset: float) -> np.ndarray:
     return result
 
 
-SIGMAS = st.lists(st.floats(0, 100, allow_subnormal=False), min_size=1, max_size=8).map(
+# No positive one vanishes beside the others' sum: those are rounding errors, and drawn with another probability.
+SIGMAS = st.lists(st.floats(1e-4, 100) | st.just(0.0), min_size=1, max_size=8).map(
     lambda values: np.array(sorted(values)[::-1])
 )
 

@@ -11,7 +11,7 @@ from hvdcomp import ErrorFeedback
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.engine import Engine
 from hvdcomp.spec import parse_compressor
-from tests.harness import BACKENDS, SPECS, Run, as_numpy, bits, infos, make, run_engines, states_of
+from tests.harness import BACKENDS, SPECS, Run, as_numpy, bits, infos, make, replaced, run_engines, states_of
 
 SHAPES = {"conv": (4, 3, 2, 2), "linear": (6, 8), "bias": (6,), "scale": ()}
 # NumPy warns where infinities meet; these tests want them to.
@@ -48,7 +48,7 @@ def test_a_non_finite_gradient_reaches_all_ranks_and_no_state(backend: str, spec
                 engine.step_number += 1  # what RandomK draws depends on it
             else:
                 if communicator.rank == size - 1:
-                    gradients["linear"][3, 5] = bad
+                    gradients["linear"] = replaced(gradients["linear"], (3, 5), bad)
                 before = states_of(engine)
                 spoiled = engine.step(gradients)
                 assert set(spoiled) == set(SHAPES)

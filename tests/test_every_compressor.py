@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,18 @@ from hvdcomp.engine import Engine
 from hvdcomp.fusion import request_bytes
 from hvdcomp.memory import ErrorFeedback
 from hvdcomp.spec import parse_compressor
-from tests.harness import BACKENDS, BACKENDS_AND_DTYPES, SpyFeedback, as_numpy, bits, densify, make
+from tests.harness import (
+    BACKENDS,
+    BACKENDS_AND_DTYPES,
+    SpyFeedback,
+    as_numpy,
+    bits,
+    densify,
+    dtype_of,
+    make,
+    overwrite,
+    random_states_untouched,
+)
 
 EXAMPLES = [
     "none",
@@ -80,7 +90,7 @@ def test_all_ranks_get_the_same_bits_of_the_right_kind(spec: str, backend: str, 
     for step in range(3):
         mine = everyone[0][step]
         assert tuple(mine.shape) == SHAPE
-        assert str(mine.dtype).removeprefix("torch.") == dtype
+        assert dtype_of(mine) == dtype
         assert np.isfinite(as_numpy(mine)).all()
         assert all(bits(theirs[step]) == bits(mine) for theirs in everyone)
 
@@ -177,12 +187,9 @@ def test_error_feedback_keeps_exactly_what_was_not_sent(spec: str, backend: str)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", EXAMPLES)
 def test_the_seed_alone_decides_and_no_global_random_state_is_touched(spec: str, backend: str) -> None:
-    torch = pytest.importorskip("torch") if backend == "torch" else None
     gradients = [[normal(10 * rank + step) for step in range(2)] for rank in range(2)]
-    before = (random.getstate(), np.random.get_state()[1].tolist(), torch and torch.get_rng_state().tolist())
-    runs = [results(spec, backend, "float32", gradients, seed=seed) for seed in (1, 1)]
-    after = (random.getstate(), np.random.get_state()[1].tolist(), torch and torch.get_rng_state().tolist())
-    assert before == after
+    with random_states_untouched(backend):
+        runs = [results(spec, backend, "float32", gradients, seed=seed) for seed in (1, 1)]
     assert [bits(step) for step in runs[0][0]] == [bits(step) for step in runs[1][0]]
 
 
@@ -197,8 +204,8 @@ def test_the_gradient_is_not_changed_and_the_result_is_fresh(spec: str, backend:
             result = engine.step({"w": gradient})["w"]
             assert bits(gradient) == bits(make(backend, normal(step)))
             found.append(as_numpy(result))
-            gradient[...] = 1e9  # nobody may look at either again
-            result[...] = 1e9
+            overwrite(gradient, 1e9)  # nobody may look at either again
+            overwrite(result, 1e9)
         return found
 
     plain = [as_numpy(step) for step in results(spec, backend, "float32", [[normal(step) for step in range(3)]])[0]]

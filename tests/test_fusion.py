@@ -20,16 +20,18 @@ from hvdcomp.fusion import exchange, request_bytes
 from hvdcomp.spec import parse_compressor
 from tests.harness import (
     BACKENDS,
+    DTYPES,
+    INSTALLED,
     SPECS,
     CountingCommunicator,
     Run,
     as_numpy,
     assert_same_on_all_ranks,
     bits,
+    dtype_of,
     infos,
     make,
     run_engines,
-    torch,
 )
 
 SHAPES = {f"layer{i}": (12, 10 + i) for i in range(5)} | {f"bias{i}": (12,) for i in range(5)}
@@ -115,8 +117,7 @@ def test_the_ledger_has_every_byte_that_was_handed_over(backend: str, spec: str)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_element_types_of_one_step_may_differ(backend: str) -> None:
-    dtypes = ["float16", "float32", "float64"] + (["bfloat16"] if backend == "torch" else [])
-    tensors = [TensorInfo(f"{spec} {dtype}", (5, 4), dtype) for spec in SPECS for dtype in dtypes]
+    tensors = [TensorInfo(f"{spec} {dtype}", (5, 4), dtype) for spec in SPECS for dtype in DTYPES[backend]]
 
     def work(communicator: Any) -> Run:
         engine = Engine(CountingCommunicator(communicator), tensors, NoCompression())
@@ -132,7 +133,7 @@ def test_element_types_of_one_step_may_differ(backend: str) -> None:
     assert_same_on_all_ranks(runs)
     for tensor in tensors:
         result = runs[0].results[0][tensor.name]
-        assert str(result.dtype).removeprefix("torch.") == tensor.dtype
+        assert dtype_of(result) == tensor.dtype
         cost = runs[0].engine.ledger.last.tensors[tensor.name]
         assert cost.bytes_sent == runs[0].engine.plan[tensor.name].payload_bytes((5, 4), dtype=tensor.dtype)
         if tensor.name.startswith(("none", "fp16", "bf16")):
@@ -151,16 +152,21 @@ def parts(draw: st.DrawFn) -> np.ndarray:
     return draw(hnp.arrays(dtype, shape, elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False)))
 
 
-@given(st.lists(st.lists(parts(), min_size=1, max_size=3), min_size=1, max_size=4), st.integers(1, 3), st.booleans())
-def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], size: int, in_torch: bool) -> None:
+@given(
+    st.lists(st.lists(parts(), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 3),
+    st.sampled_from(INSTALLED),
+)
+def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], size: int, backend: str) -> None:
     """Every rank sends the same shapes; rank r sends the elements rolled by r places."""
-    convert = torch.from_numpy if in_torch and torch else np.asarray
-
     def of(rank: int) -> list[list[np.ndarray]]:
         return [[np.roll(part, rank) for part in gather] for gather in gathers]
 
     def work(communicator: Any) -> list:
-        requests = [AllGather(tuple(map(convert, gather))) for gather in of(communicator.rank)]
+        requests = [
+            AllGather(tuple(make(backend, part, part.dtype.name) for part in gather))
+            for gather in of(communicator.rank)
+        ]
         xp = arrays_for(requests[0].parts[0])
         counting = CountingCommunicator(communicator)
         answers, padding = exchange(xp, counting, requests, "test")

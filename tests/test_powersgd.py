@@ -24,6 +24,7 @@ from tests.harness import (
     as_numpy,
     assert_same_on_all_ranks,
     bits,
+    dtype_of,
     infos,
     make,
     run_engines,
@@ -84,7 +85,7 @@ def test_algorithm_1(backend: str, dtype: str, rank: int, size: int) -> None:
     tolerance = TOLERANCE[dtype] * 5
     for step in range(steps):
         result = runs[0].results[step]["w"]
-        assert str(result.dtype).removeprefix("torch.") == dtype
+        assert dtype_of(result) == dtype
         np.testing.assert_allclose(as_numpy(result), expected[step].reshape(shape), rtol=0, atol=tolerance)
     for r, run in enumerate(runs):
         assert run.engine.memory_for(PowerSGD(rank)) == ErrorFeedback()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from unittest import SkipTest
 
 import horovod.torch as hvd
 import torch
@@ -183,35 +182,3 @@ def case_learning_rate_schedule() -> None:
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05 / 4
     assert_same_everywhere(weights(model))
-
-
-def _skip_join_under_gloo() -> None:
-    """Under Gloo a join now and then ends Horovod's background thread some collectives later."""
-    if not hvd.mpi_enabled():
-        raise SkipTest("Horovod's join is not dependable under Gloo")
-
-
-def case_ranks_that_join_are_refused() -> None:
-    _skip_join_under_gloo()
-    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
-        model = small_model()
-        optimizer = distribute(model, compression(spec, model))
-        train(model, optimizer, steps=2)
-        if hvd.rank() != 0:
-            message = ""
-            try:
-                train(model, optimizer, steps=1)
-            except hvdcomp.ConfigurationError as error:
-                message = str(error)
-            assert "hvd.join()" in message
-        hvd.join()
-
-
-def case_join_works_as_in_horovod_without_compression() -> None:
-    _skip_join_under_gloo()
-    model = small_model()
-    optimizer = distribute(model, compression("none", model))
-    train(model, optimizer, steps=2)
-    if hvd.rank() != 0:
-        train(model, optimizer, steps=1)
-    hvd.join()

@@ -1,7 +1,8 @@
 """Runs cases on this rank: `python -m tests.multirank.worker MODULE OUTPUT_FOLDER`.
 
 A case is a function of the module whose name begins with `case_`. Every rank runs all cases in the same order and
-writes, after each, that it passed; the first that fails ends the run, and its traceback is written.
+writes, after each, that it passed; the first that fails ends the run, and its traceback is written. The framework is
+TensorFlow for modules that have it or Keras in their names, and otherwise PyTorch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import traceback
 from pathlib import Path
 from unittest import SkipTest
 
-import horovod.torch as hvd
-
 
 def main(module_name: str, folder: str) -> None:
+    in_tensorflow = any(word in module_name for word in ("tensorflow", "keras"))
+    hvd = importlib.import_module("horovod.tensorflow" if in_tensorflow else "horovod.torch")
     hvd.init()
     module = importlib.import_module(module_name)
     file = Path(folder) / f"rank{hvd.rank()}.json"

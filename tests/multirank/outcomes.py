@@ -1,0 +1,59 @@
+"""Runs the modules of cases on real ranks, once per setting, and tells what each rank says of each case."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from tests.launch import run_ranks
+
+SETTINGS = [(2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi")]
+
+Outcomes = tuple[list[dict[str, str]], str]  # per rank, what became of each case; and the launcher's output
+
+
+def cases(modules: Iterable[str]) -> list[tuple[str, str]]:
+    """Names of modules and cases, read from the source: the modules themselves need a started Horovod."""
+    here = Path(__file__).parent
+    return [
+        (module, line.partition("(")[0].removeprefix("def "))
+        for module in modules
+        for line in (here / f"{module}.py").read_text().splitlines()
+        if line.startswith("def case_")
+    ]
+
+
+def run(module: str, count: int, controller: str, timeout: float = 240) -> Outcomes:
+    """Runs all cases of a module on real ranks.
+
+    Args:
+        timeout: seconds, after which the ranks are killed and the test fails.
+    """
+    folder = Path(mkdtemp(prefix="hvdcomp-ranks-"))
+    finished = run_ranks(
+        count,
+        controller,
+        ["-m", "tests.multirank.worker", f"tests.multirank.{module}", str(folder)],
+        {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
+        timeout=timeout,
+    )
+    files = [folder / f"rank{rank}.json" for rank in range(count)]
+    return [json.loads(file.read_text()) if file.exists() else {} for file in files], finished.stdout
+
+
+run_once = cache(run)
+
+
+def check(outcomes: Outcomes, case: str) -> None:
+    """Fails if the case failed on any rank, and skips if it was skipped."""
+    ranks, output = outcomes
+    for rank, outcome in enumerate(ranks):
+        result = outcome.get(case, f"did not get this far; the launcher said:\n{output[-3000:]}")
+        if result.startswith("skipped: "):
+            pytest.skip(result.removeprefix("skipped: "))
+        assert result == "passed", f"rank {rank}: {result}"
