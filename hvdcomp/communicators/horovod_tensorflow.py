@@ -69,7 +69,7 @@ class HorovodTensorFlowCommunicator:
             return hvd.allreduce(array, op=ops[kind], **options)
 
         signature = [tf.TensorSpec([None], dtype)]
-        return tf.function(operation, input_signature=signature, autograph=False)
+        return tf.function(operation, input_signature=signature, autograph=False).get_concrete_function()
 
 
 def _require_threads() -> None:

@@ -94,7 +94,6 @@ class TensorFlowBinding(Binding):
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._scaled: ScaledRate | None = None
         self._traced: _Traced | None = None
-        self._presence_started: Any = None
         communicator = HorovodTensorFlowCommunicator(process_set)
         tensors = [
             TensorInfo(name, tuple(variable.shape), variable.dtype.name) for name, variable in self._variables.items()
@@ -113,8 +112,9 @@ class TensorFlowBinding(Binding):
         traced = self._traced
         with tf.control_dependencies([traced.begun]):
             if traced.results:
-                # An int64: Horovod fuses tensors of one element type, and must not fuse these with the engine's.
-                return tf.zeros((1,), tf.int64), _Ticket(traced.results[position], tensor.dtype)
+                # An int64: Horovod fuses tensors of one element type, and must not fuse these with the engine's. It is
+                # made of `begun`, since TensorFlow forgets what a mere constant was to wait for.
+                return tf.reshape(traced.begun, (1,)), _Ticket(traced.results[position], tensor.dtype)
             wire = self.engine.plan[traced.names[position]].wire_dtype(tensor.dtype.name)
             return tf.cast(tensor, wire), _Ticket(None, tensor.dtype)
 
@@ -176,7 +176,8 @@ class TensorFlowBinding(Binding):
 
     def _check(self, call: GradientsCall) -> None:
         if call.op not in (hvd.Average, hvd.Sum):
-            raise ConfigurationError("gradient compression works with op=hvd.Average and op=hvd.Sum")
+            op = "hvd.Adasum" if call.op == hvd.Adasum else call.op
+            raise ConfigurationError(f"gradient compression works with op=hvd.Average and op=hvd.Sum, not op={op}")
         if self._process_set is not None and call.process_set != self._process_set:
             raise ConfigurationError(
                 f"hvdcomp.Compression was given process set {self._process_set}, Horovod {call.process_set}; give "
@@ -191,17 +192,15 @@ class TensorFlowBinding(Binding):
     # While a graph runs.
 
     def _begin(self) -> int:
+        """Begins a step on all ranks, or on none: afterwards Horovod waits for what each rank puts in."""
         self.begin()
         with tf.device("CPU:0"):  # read on the host
             presence = tf.constant([self.presence], tf.int64)
-        self._presence_started = self.communicator.start_allreduce(presence, "sum", "hvdcomp.presence")
+        started = self.communicator.start_allreduce(presence, "sum", "hvdcomp.presence")
+        self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
 
-    def _check_begun(self) -> None:
-        self.check_presence(int(self.communicator.wait(self._presence_started)[0]))
-
     def _step(self, names: list[str], gradients: Sequence[tf.Tensor], factor: int) -> list[tf.Tensor]:
-        self._check_begun()
         results = self.exchange(dict(zip(names, gradients, strict=True)))
         if factor != 1:
             return [results[name] * factor for name in names]
@@ -210,7 +209,6 @@ class TensorFlowBinding(Binding):
     def _begin_casts(self, names: list[str]) -> int:
         if not self.agreed:
             self._begin()
-            self._check_begun()
         self.engine.enter_casts(names)
         return self.engine.step_number
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from hvdcomp.compression import Compression
 
 _ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
+_PAIRS = "pairs of hvdcomp"  # the key of an object that stands for one whose keys are no text, which JSON has not
 _STATE = "state.json"
 
 
@@ -55,13 +56,16 @@ def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:
         archive.writestr(name, tf.io.serialize_tensor(value).numpy())
         return {_ARRAY: name, "dtype": value.dtype.name}
     if isinstance(value, dict):
-        return {key: _without_arrays(entry, archive) for key, entry in value.items()}
+        entries = {key: _without_arrays(entry, archive) for key, entry in value.items()}
+        return entries if all(isinstance(key, str) for key in entries) else {_PAIRS: list(entries.items())}
     if isinstance(value, list | tuple):
         return [_without_arrays(entry, archive) for entry in value]
     return value
 
 
 def _with_array(entry: dict[str, Any], archive: zipfile.ZipFile) -> Any:
+    if _PAIRS in entry:
+        return dict(entry[_PAIRS])
     if _ARRAY not in entry:
         return entry
     return tf.io.parse_tensor(archive.read(entry[_ARRAY]), entry["dtype"])

@@ -28,7 +28,7 @@ def cases(modules: Iterable[str]) -> list[tuple[str, str]]:
     ]
 
 
-def run(module: str, count: int, controller: str, timeout: float = 240) -> Outcomes:
+def run(module: str, count: int, controller: str, timeout: float = 400) -> Outcomes:
     """Runs all cases of a module on real ranks.
 
     Args:

@@ -1,0 +1,342 @@
+"""Horovod's Keras optimizer with our compression: `fit`, accumulation, mixed precision, callbacks, and saved models."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import horovod.tensorflow.keras as hvd_keras
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import hvdcomp
+import hvdcomp.tensorflow
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.tensorflow.keras import PolicyCallback
+from tests.multirank.training_tensorflow import (
+    IN_GRAPH,
+    assert_like_horovods,
+    assert_same_everywhere,
+    batch,
+    binding_of,
+    compression,
+    gathered,
+    own_generator,
+    plan_of,
+    raised,
+    residuals,
+    sgd,
+    weights,
+)
+
+SPECS = ["none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=4", "signsgd", "randomk:ratio=0.1"]
+
+
+def keras_model(seed: int = 7, kind: type[tf_keras.Sequential] = tf_keras.Sequential) -> Any:
+    """Two dense layers with the same weights on all ranks, unless the seed differs."""
+    rng = np.random.default_rng(seed)
+    layers = [tf_keras.Input((64,)), tf_keras.layers.Dense(32, "relu"), tf_keras.layers.Dense(40)]
+    model = kind(layers)
+    model.set_weights([rng.normal(0, 0.12, array.shape) for array in model.get_weights()])
+    return model
+
+
+def cross_entropy() -> Any:
+    return tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+class CountedTraces(tf_keras.Sequential):
+    """Counts how often `fit` traces its step."""
+
+    traces = 0
+
+    def train_step(self, data: Any) -> Any:
+        self.traces += 1
+        return super().train_step(data)
+
+
+def data(steps: int, seed: int | None = None) -> tf.data.Dataset:
+    """This rank's own batches."""
+    generator = own_generator() if seed is None else np.random.default_rng(seed)
+    inputs, classes = batch(generator, 16 * steps)
+    return tf.data.Dataset.from_tensor_slices((inputs, classes)).batch(16, drop_remainder=True)
+
+
+def fitted(
+    how: Any,
+    steps: int = 10,
+    epochs: int = 1,
+    optimizer: Any = None,
+    distribute: Callable[..., Any] = hvd_keras.DistributedOptimizer,
+    compile_options: dict[str, Any] | None = None,
+    callbacks: Any = (),
+    options: dict[str, Any] | None = None,
+    **horovod: Any,
+) -> Any:
+    """A model trained by `fit`; `model.ours` is its compression, if `how` was a spec."""
+    model = keras_model(kind=CountedTraces)
+    if isinstance(how, str):
+        how = compression(how, model.trainable_variables, **(options or {}))
+    model.ours = how
+    distributed = distribute(optimizer or sgd(), compression=how, **horovod)
+    model.compile(distributed, cross_entropy(), jit_compile=False, **(compile_options or {}))
+    history = model.fit(data(steps), epochs=epochs, verbose=0, callbacks=list(callbacks)).history
+    model.losses_by_epoch = history["loss"]
+    return model
+
+
+def case_fit_keeps_weights_identical() -> None:
+    for spec in SPECS:
+        long = spec in SPECS[:4]
+        distribute = hvd_keras.DistributedOptimizer if long else hvd.DistributedOptimizer
+        epochs, rate = (5 if long else 1), (0.002 if spec == "signsgd" else 0.05)
+        model = fitted(spec, 10, epochs, sgd(rate), distribute)
+        assert_same_everywhere(weights(model.trainable_variables))
+        assert model.ours.ledger.steps == 10 * epochs, spec
+        assert model.traces <= 2, spec
+        if long:
+            assert model.losses_by_epoch[-1] < model.losses_by_epoch[0], spec
+
+
+def case_casts_equal_horovods_own() -> None:
+    for spec in ("none", "fp16"):
+        ours, theirs = fitted(spec), fitted(getattr(hvd.Compression, spec))
+        tolerances = (1e-4, 1e-5) if spec == "none" else (1e-2, 1e-3)
+        assert_like_horovods(weights(ours.trainable_variables), weights(theirs.trainable_variables), *tolerances)
+
+
+def case_every_optimizer() -> None:
+    kinds = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"]
+    optimizers = [getattr(tf_keras.optimizers, kind)(0.01, jit_compile=False) for kind in kinds]
+    optimizers += [getattr(tf_keras.optimizers.legacy, kind)(0.01) for kind in ("SGD", "Adam", "RMSprop")]
+    for optimizer in optimizers:
+        model = fitted("topk:ratio=0.05", steps=4, optimizer=optimizer)
+        assert_same_everywhere(weights(model.trainable_variables))
+        assert model.ours.ledger.steps == 4, optimizer
+
+
+def case_run_eagerly_and_several_steps_per_execution() -> None:
+    plain = weights(fitted("topk:ratio=0.05", steps=8).trainable_variables)
+    for options in ({"run_eagerly": True}, {"steps_per_execution": 4}):
+        model = fitted("topk:ratio=0.05", steps=8, compile_options=options)
+        assert model.ours.ledger.steps == 8, options
+        assert_same_everywhere(weights(model.trainable_variables))
+        np.testing.assert_allclose(weights(model.trainable_variables), plain, rtol=1e-4, atol=1e-6)
+
+
+def case_backward_passes_per_step() -> None:
+    for spec in ("topk:ratio=1", "none"):
+        for average in (False, True):
+            options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+            ours = fitted(spec, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
+            theirs = fitted(hvd.Compression.none, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
+            assert ours.ours.ledger.steps == 4, (spec, average, ours.ours.ledger.steps)
+            assert_same_everywhere(weights(ours.trainable_variables))
+            np.testing.assert_allclose(
+                weights(ours.trainable_variables), weights(theirs.trainable_variables), rtol=1e-3, atol=1e-5
+            )
+    model = fitted("powersgd:rank=2", steps=6, backward_passes_per_step=3)
+    assert model.ours.ledger.steps == 2
+    assert_same_everywhere(weights(model.trainable_variables))
+
+
+def case_groups_and_process_sets() -> None:
+    plain = weights(fitted("topk:ratio=0.05", steps=4).trainable_variables)
+    grouped = fitted("topk:ratio=0.05", steps=4, groups=2)
+    assert grouped.ours.ledger.steps == 4
+    assert np.array_equal(weights(grouped.trainable_variables), plain)
+    half = hvd.size() // 2
+    sets = [hvd.add_process_set(list(range(half))), hvd.add_process_set(list(range(half, hvd.size())))]
+    mine = sets[0] if sets[0].included() else sets[1]
+    model = fitted("topk:ratio=0.05", steps=4, process_set=mine, options={"process_set": mine})
+    everyone = gathered(weights(model.trainable_variables))
+    assert all(np.array_equal(everyone[mine.ranks[0]], everyone[rank]) for rank in mine.ranks)
+    assert not np.array_equal(everyone[0], everyone[-1])
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+def case_local_variables_stay_local() -> None:
+    model = keras_model()
+    how = compression("topk:ratio=1", model.trainable_variables)
+    optimizer = hvd_keras.DistributedOptimizer(sgd(), compression=how)
+    optimizer.register_local_var(model.trainable_variables[0])
+    model.compile(optimizer, cross_entropy(), jit_compile=False)
+    model.fit(data(4), verbose=0)
+    assert_same_everywhere(weights(model.trainable_variables[2:]))
+    first = gathered(weights(model.trainable_variables[:1]))
+    assert not np.array_equal(first[0], first[-1])
+
+
+class _WithOverflow(CountedTraces):
+    """A model whose loss is infinite in one step on one rank."""
+
+    poison: Any = None
+
+    def compute_loss(self, *arguments: Any, **named: Any) -> Any:
+        return super().compute_loss(*arguments, **named) * self.poison
+
+
+def case_mixed_precision_skips_an_overflow_everywhere() -> None:
+    for spec in ("topk:ratio=0.05", "none"):
+        model = keras_model(kind=_WithOverflow)
+        model.poison = tf.Variable(1.0, trainable=False)
+        how = compression(spec, model.trainable_variables)
+        optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+            hvd_keras.DistributedOptimizer(sgd(), compression=how), initial_scale=1024.0, dynamic_growth_steps=3
+        )
+        model.compile(optimizer, cross_entropy(), jit_compile=False)
+        scales = []
+        for step, (inputs, classes) in enumerate(data(8)):
+            model.poison.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
+            start = weights(model.trainable_variables)
+            kept = residuals(how) if step else {}
+            model.train_on_batch(inputs, classes)
+            assert np.array_equal(start, weights(model.trainable_variables)) == (step == 3), (spec, step)
+            if step == 3 and spec != "none":
+                after = residuals(how)
+                assert kept
+                assert all(np.array_equal(2 * kept[key], after[key]) for key in kept if ".memory." in key)
+            scales.append(float(optimizer.loss_scale))
+        assert scales[2:7] == [2048.0, 1024.0, 1024.0, 1024.0, 2048.0], scales
+        assert_same_everywhere(weights(model.trainable_variables))
+
+
+def case_half_precision_policy() -> None:
+    """Layers compute in half precision, variables stay in single."""
+    tf_keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = fitted("topk:ratio=0.05", steps=6)
+    finally:
+        tf_keras.mixed_precision.set_global_policy("float32")
+    assert isinstance(model.optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
+    assert binding_of(model.ours)._grad_scaler is model.optimizer
+    assert_same_everywhere(weights(model.trainable_variables))
+
+
+def case_levels_change_in_fit_without_a_new_trace() -> None:
+    class Plans(tf_keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plans: list[str] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.plans.append(plan_of(self.model.ours))
+
+    for policy in (
+        "accordion:low=0.5,high=0.02,interval=1,eta=0.15",
+        "accordion:low=0.5,high=0.02,steps=2,eta=0.15,lag=0",
+        "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3",
+    ):
+        seen = Plans()
+        options = {"policy": policy, "steps_per_epoch": 4}
+        model = fitted("topk:ratio=0.1", steps=4, epochs=6, callbacks=[seen], options=options)
+        assert len(set(seen.plans)) > 1, policy
+        assert len({json.dumps(plans) for plans in hvd.allgather_object(seen.plans)}) == 1
+        assert model.traces <= 2
+        assert_same_everywhere(weights(model.trainable_variables))
+
+
+def case_horovods_callbacks() -> None:
+    model = keras_model(seed=hvd.rank())  # the ranks begin with different weights
+    assert not np.array_equal(*gathered(weights(model.trainable_variables))[:2])
+    how = compression("topk:ratio=0.05", model.trainable_variables)
+    steps, rate = 5, 0.01 * hvd.size()
+    model.compile(hvd_keras.DistributedOptimizer(sgd(rate), compression=how), cross_entropy(), jit_compile=False)
+    history = model.fit(
+        data(steps),
+        epochs=4,
+        verbose=0,
+        callbacks=[
+            hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
+            # Horovod's callbacks of metrics and of the learning rate ask Keras 3, and fail with any compression.
+            tf_keras.callbacks.LearningRateScheduler(lambda epoch: rate * (0.5, 1.0, 1.0, 0.1)[epoch]),
+            PolicyCallback(how),
+        ],
+    ).history
+    # Horovod's broadcast comes after the first batch, whose means were the same everywhere but not the weights.
+    assert_same_everywhere(weights(model.trainable_variables))
+    assert history["loss"][-1] < history["loss"][0]
+    np.testing.assert_allclose(float(model.optimizer.learning_rate), 0.1 * rate, rtol=1e-5)
+    assert how.ledger.steps == 4 * steps
+    assert history["compression_factor"][-1] > 2
+
+
+def case_a_schedule_of_learning_rates() -> None:
+    schedule = tf_keras.optimizers.schedules.PiecewiseConstantDecay([4, 8], [0.05, 0.01, 0.002])
+    model = fitted("topk:ratio=0.1", steps=4, epochs=4, optimizer=sgd(schedule), options=_ACCORDION)
+    assert_same_everywhere(weights(model.trainable_variables))
+    np.testing.assert_allclose(binding_of(model.ours).learning_rates(), [0.002], rtol=1e-5)
+
+
+_ACCORDION = {"policy": "accordion:low=0.5,high=0.02,interval=1,eta=0.3", "steps_per_epoch": 4}
+
+
+def case_a_saved_model_is_loaded_with_our_compression() -> None:
+    model = fitted("topk:ratio=0.05", steps=4, optimizer=tf_keras.optimizers.Adam(0.01, jit_compile=False))
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.h5")
+        plain = tf_keras.Sequential([tf_keras.Input((64,)), *model.layers])
+        plain.compile(model.optimizer, cross_entropy(), jit_compile=False)
+        plain.save(path)
+        loaded = tf_keras.models.load_model(path)
+    assert np.array_equal(weights(loaded.trainable_variables), weights(model.trainable_variables))
+    how = compression("powersgd:rank=2", loaded.trainable_variables)
+    optimizer = hvd_keras.DistributedOptimizer(loaded.optimizer, compression=how)
+    loaded.compile(optimizer, cross_entropy(), jit_compile=False)
+    loaded.fit(data(4), verbose=0)
+    assert how.ledger.steps == 4
+    assert_same_everywhere(weights(loaded.trainable_variables))
+
+
+def case_resumed_fit_is_as_if_never_stopped() -> None:
+    for policy in (_ACCORDION["policy"], "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3"):
+        for lag in (0, 1):
+            options = {"policy": f"{policy},lag={lag}", "steps_per_epoch": 4}
+
+            def ready(options: dict[str, Any] = options) -> Any:
+                model = keras_model()
+                model.ours = compression("topk:ratio=0.1", model.trainable_variables, **options)
+                optimizer = hvd_keras.DistributedOptimizer(sgd(), compression=model.ours)
+                model.compile(optimizer, cross_entropy(), jit_compile=False)
+                return model
+
+            whole, resumed = ready(), ready()
+            whole.fit(data(4), epochs=3, verbose=0)
+            with tempfile.TemporaryDirectory() as folder:
+
+                def checkpoint(model: Any) -> tf.train.Checkpoint:
+                    state = hvdcomp.tensorflow.CompressionState(model.ours)
+                    return tf.train.Checkpoint(model=model, optimizer=model.optimizer, compression=state)
+
+                path = checkpoint(whole).save(f"{folder}/saved")
+                resumed.optimizer.build(resumed.trainable_variables)
+                checkpoint(resumed).restore(path)
+            for model in (whole, resumed):
+                model.fit(data(4, seed=hvd.rank()), epochs=2, verbose=0)
+            assert np.array_equal(weights(whole.trainable_variables), weights(resumed.trainable_variables)), options
+            assert plan_of(whole.ours) == plan_of(resumed.ours)
+            assert resumed.ours.ledger.steps == 20
+
+
+def case_refusals_in_fit() -> None:
+    message = raised(
+        (ConfigurationError, IN_GRAPH),
+        lambda: fitted("dgc:ratio=0.05", steps=1, optimizer=sgd(momentum=0.9)),
+    )
+    assert "momentum=0.9" in message, message
+    spec = "topk:ratio=0.1" if hvd.rank() else "powersgd:rank=2"
+    message = raised(IN_GRAPH, lambda: fitted(spec, steps=1))
+    assert "topk:ratio=0.1" in message, message
+    assert "powersgd:rank=2" in message, message
+    message = raised(ConfigurationError, lambda: fitted("topk:ratio=0.1", steps=1, gradient_predivide_factor=2.0))
+    assert "gradient_predivide_factor=2.0" in message, message
+    model = keras_model()
+    how = compression("topk:ratio=0.1", model.trainable_variables)
+    model.compile(hvd_keras.DistributedOptimizer(sgd(), compression=how), cross_entropy(), jit_compile=True)
+    assert "jit_compile=True" in raised(ConfigurationError, lambda: model.fit(data(1), verbose=0))

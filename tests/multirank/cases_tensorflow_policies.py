@@ -1,0 +1,201 @@
+"""Policies in TensorFlow on real ranks: one decision for all, nothing traced again, checkpoints that lose nothing."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+import hvdcomp.tensorflow
+from hvdcomp.policies import POLICIES
+from hvdcomp.replay import replay
+from tests.multirank.training_tensorflow import TapeTraining, assert_same_everywhere, batch, gathered, sgd
+
+_EPOCH = 4  # steps
+_STEPS = 17
+# Compressor and policy. Nothing here depends on how long a step takes: GraVAC's search ends by throughput only where
+# two throughputs differ by no more than omega.
+_LEVELS = [
+    ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1,eta=0.3"),
+    ("powersgd:rank=2", "accordion:low=4,high=1,steps=4,statistic=aggregated,eta=0.8"),
+    ("topk:ratio=0.1", "accordion:auto,interval=1,largest=64,eta=0.3"),
+    ("qsgd:bits=4", "adaqs:start=8,fall=0.05,steps=3"),
+    ("topk:ratio=0.1", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3"),
+    ("powersgd:rank=2", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.2,smoothing=0.3"),
+]
+_BATCHES = [
+    ("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9"),
+    ("topk:ratio=0.1", "increase_batch_size:low=16,high=64"),
+    ("topk:ratio=0.1", "accordion_joint:low=0.5,high=0.02,batch_low=16,batch_high=32,interval=1,eta=0.9"),
+]
+_SCHEDULES = [
+    ("topk:ratio=0.02", "warmup:levels=0.5|0.2,steps=5"),
+    ("topk:ratio=0.02", "constant:level=0.3"),
+]
+
+
+class Training(TapeTraining):
+    """A training whose every step can be looked at, and that can be stopped and gone on with.
+
+    The learning rate falls by half at the beginning of every third epoch, as a callback of the user would do it. With a
+    policy of the batch size it takes so many batches at once, as `Compression.accumulation` asks for.
+    """
+
+    def __init__(self, spec: str, policy: str, **options: Any) -> None:
+        super().__init__(
+            spec, optimizer=sgd(0.02), tell_optimizer=True, policy=policy, steps_per_epoch=_EPOCH, **options
+        )
+        self.plans: list[str] = []
+        self.epoch, self.left = 0, _EPOCH
+
+    def step(self, rows: int = 16) -> float:
+        self.optimizer.learning_rate.assign(0.02 * 0.5 ** (self.epoch // 3))
+        passes = self.compression.accumulation
+        if passes > self.left:
+            self.epoch, self.left = self.epoch + 1, _EPOCH
+        loss = super().step(rows * passes)
+        self.left -= passes
+        if self.left < passes:
+            self.epoch, self.left = self.epoch + 1, _EPOCH
+        self.plans.append(json.dumps([self.plan, passes]))
+        assert float(self.optimizer.learning_rate) in (np.float32(0.02), np.float32(0.01), np.float32(0.005))
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """What a user saves: everything is copied, so that it shares nothing with this training."""
+        arrays = [variable.numpy() for variable in [*self.variables, *self.optimizer.variables]]
+        generator, place = json.dumps(self.generator.bit_generator.state), (self.epoch, self.left)
+        return {"arrays": arrays, "generator": generator, "place": place, "ours": self.serialized()}
+
+    def serialized(self) -> bytes:
+        return hvdcomp.tensorflow.CompressionState(self.compression).serialize()
+
+    def load(self, state: dict[str, Any]) -> Training:
+        for variable, array in zip([*self.variables, *self.optimizer.variables], state["arrays"], strict=True):
+            variable.assign(array)
+        self.generator.bit_generator.state = json.loads(state["generator"])
+        self.epoch, self.left = state["place"]
+        hvdcomp.tensorflow.CompressionState(self.compression).deserialize(state["ours"])
+        return self
+
+
+def _settings() -> Iterator[tuple[str, str]]:
+    """Each policy with each lag; on more than two ranks one of both."""
+    for place, (spec, policy) in enumerate(_LEVELS + _BATCHES):
+        for lag in (1, 0) if hvd.size() == 2 else (place % 2,):
+            yield spec, f"{policy},lag={lag}"
+
+
+def case_all_ranks_obey_one_decision_in_the_same_step_without_a_new_trace() -> None:
+    tried = [policy for _, policy in _LEVELS + _BATCHES + _SCHEDULES]
+    for name in POLICIES:
+        assert any(policy.startswith(name) for policy in tried), name
+    for spec, policy in [*_settings(), *_SCHEDULES]:
+        training = Training(spec, policy).run(1)
+        traces = training.traces  # two, where a variable for the learning rate was made in the first
+        training.run(_STEPS - 1)
+        assert training.traces == traces <= 1 + ("batch" in policy), policy
+        everyone = hvd.allgather_object(training.plans)
+        for step in range(_STEPS):
+            assert len({plans[step] for plans in everyone}) == 1, (policy, step, [plans[step] for plans in everyone])
+        changed = len(set(training.plans)) > 1
+        assert changed != policy.startswith("constant"), f"{policy}: {training.plans}"
+        assert_same_everywhere(training.weights)
+
+
+def case_levels_change_several_times_without_a_new_trace() -> None:
+    for spec, policy in (
+        ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,steps=2,eta=0.15"),
+        ("topk:ratio=0.1", "gravac:min=2,max=1024,window=2,omega=0,epsilon=0.2,smoothing=0.3"),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "decisions.jsonl"
+            training = Training(spec, policy, decision_log=path)
+            variables = None
+            for step in range(30):
+                training.step()
+                if step == 1:
+                    variables = len(training.optimizer.variables)
+            changes = sum(one != other for one, other in zip(training.plans, training.plans[1:], strict=False))
+            assert changes >= 3, (policy, changes)
+            assert training.traces == 1
+            assert len(training.optimizer.variables) == variables
+            if hvd.rank() == 0:
+                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                decisions = {json.dumps(line["decision"]) for line in lines if line["kind"] == "decision"}
+                assert len(decisions) >= 2, decisions
+                result = replay(path)
+                assert result.difference is None, (policy, result)
+
+
+def case_resumed_at_any_step_is_as_if_never_stopped() -> None:
+    stops = np.random.default_rng(7)
+    some = [_LEVELS[0], _LEVELS[2], _LEVELS[4], _BATCHES[2]]
+    lags = (1, 0) if hvd.size() == 2 else (0,)
+    settings = [_SCHEDULES[0]] + [(spec, f"{policy},lag={lag}") for spec, policy in some for lag in lags]
+    for spec, policy in settings:
+        whole = Training(spec, policy)
+        states = []
+        for _ in range(_STEPS):
+            states.append(whole.state() if whole.plans else {})
+            whole.step()
+        for stop in sorted(stops.choice(np.arange(1, _STEPS), 2, replace=False).tolist()):
+            resumed = Training(spec, policy).load(states[stop]).run(_STEPS - stop)
+            assert resumed.plans == whole.plans[stop:], (policy, stop)
+            assert np.array_equal(resumed.weights, whole.weights), (policy, stop)
+            assert resumed.compression.ledger.steps == _STEPS
+
+
+def case_tensorflows_own_checkpoint() -> None:
+    spec, policy = "topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1,eta=0.3"
+    with tempfile.TemporaryDirectory() as folder:  # of this rank
+        whole, resumed = Training(spec, policy), Training(spec, policy)
+
+        def checkpoint(training: Training) -> tf.train.Checkpoint:
+            state = hvdcomp.tensorflow.CompressionState(training.compression)
+            return tf.train.Checkpoint(model=training.model, optimizer=training.optimizer, compression=state)
+
+        whole.run(9)
+        path = checkpoint(whole).save(f"{folder}/saved")
+        resumed.generator.bit_generator.state = whole.generator.bit_generator.state
+        resumed.epoch, resumed.left = whole.epoch, whole.left
+        checkpoint(resumed).restore(path).assert_consumed()
+        assert np.array_equal(whole.run(6).weights, resumed.run(6).weights)
+        assert whole.plans[9:] == resumed.plans
+        assert_same_everywhere(resumed.weights)
+
+
+def case_a_step_after_the_batch_grew_is_plain_sgd_by_hand() -> None:
+    """Twice the rate that the user set, and the mean over both batches and all ranks."""
+    training = Training("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9").run(20)
+    assert training.compression.accumulation == 2
+    before, generator = [variable.numpy() for variable in training.variables], np.random.default_rng()
+    momenta = [variable.numpy() for variable in training.optimizer.variables[-4:]]
+    generator.bit_generator.state = training.generator.bit_generator.state
+    inputs, classes = batch(generator, 32)
+    gradients = _gradients_by_hand(before, inputs, classes)
+    rate = 0.02 * 0.5 ** (training.epoch // 3)
+    training.step()
+    for place, (old, momentum) in enumerate(zip(before, momenta, strict=True)):
+        mean = gathered(gradients[place]).mean(0)
+        expected = old + 0.9 * momentum - 2 * rate * mean
+        np.testing.assert_allclose(training.variables[place].numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+def _gradients_by_hand(variables: list[np.ndarray], inputs: np.ndarray, classes: np.ndarray) -> list[np.ndarray]:
+    """Of mean cross-entropy, for the network of the cases."""
+    first, first_bias, second, second_bias = variables
+    hidden = np.maximum(inputs @ first + first_bias, 0)
+    outputs = hidden @ second + second_bias
+    exponents = np.exp(outputs - outputs.max(1, keepdims=True))
+    errors = exponents / exponents.sum(1, keepdims=True)
+    errors[np.arange(len(classes)), classes] -= 1
+    errors /= len(classes)
+    back = (errors @ second.T) * (hidden > 0)
+    return [inputs.T @ back, back.sum(0), hidden.T @ errors, errors.sum(0)]

@@ -1,0 +1,105 @@
+"""The TensorFlow and Keras cases of `tests.multirank`, on 2 and 4 real ranks, with MPI and with Gloo."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.multirank.outcomes import SETTINGS, cases, check, run_once
+
+pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+
+_BOTH = "cases_tensorflow_and_torch"
+_MODULES = [
+    "cases_tensorflow",
+    "cases_tensorflow_precision",
+    "cases_tensorflow_refused",
+    "cases_tensorflow_policies",
+    "cases_keras",
+    "cases_keras_callback",
+]
+if find_spec("torch") is not None:
+    _MODULES.append(_BOTH)
+
+
+@pytest.mark.parametrize(("count", "controller"), SETTINGS)
+@pytest.mark.parametrize(("module", "case"), cases(_MODULES))
+def test_on_real_ranks(module: str, case: str, count: int, controller: str) -> None:
+    check(run_once(module, count, controller), case)
+
+
+# What a process decides when it starts needs processes of its own.
+
+_ONE_THREAD = """
+import tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(1)
+import horovod.tensorflow as hvd
+hvd.init()
+from hvdcomp import ConfigurationError
+from tests.multirank.training_tensorflow import TapeTraining
+try:
+    TapeTraining("topk:ratio=0.1").step()
+except ConfigurationError as error:
+    print("refused:", error, flush=True)
+"""
+
+_KERAS_3 = """
+import horovod.tensorflow as hvd
+import tensorflow as tf
+hvd.init()
+import hvdcomp
+assert tf.keras.__version__.startswith("3")
+from horovod.tensorflow.keras import DistributedOptimizer
+model = tf.keras.Sequential([tf.keras.Input((64,)), tf.keras.layers.Dense(40)])
+try:
+    hvdcomp.Compression.from_spec("topk:ratio=0.1", variables=model.trainable_variables)
+except hvdcomp.ConfigurationError as error:
+    print("refused:", error, flush=True)
+weights = [variable.value for variable in model.trainable_variables]
+compression = hvdcomp.Compression.from_spec("topk:ratio=0.1", variables=weights)
+try:
+    optimizer = DistributedOptimizer(tf.keras.optimizers.SGD(), compression=compression)
+    model.compile(optimizer, "mse")
+    model.fit(tf.zeros((16, 64)), tf.zeros((16, 40)), callbacks=[hvdcomp.tensorflow.keras.PolicyCallback(compression)])
+except hvdcomp.ConfigurationError as error:
+    print("refused:", error, flush=True)
+"""
+
+_ONE_RANK = """
+import horovod.tensorflow as hvd
+hvd.init()
+import numpy as np
+from tests.multirank.training_tensorflow import TapeTraining
+assert hvd.size() == 1
+ours = TapeTraining("topk:ratio=0.01").run(5)
+theirs = TapeTraining(hvd.Compression.none).run(5)
+assert np.array_equal(ours.weights, theirs.weights)
+assert ours.compression.ledger.steps == 0
+print("same weights", flush=True)
+"""
+
+
+def _output(program: str, folder: Path, count: int, **environment: str) -> str:
+    path = folder / "program.py"
+    path.write_text(program)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    return run_ranks(count, "gloo", [str(path)], environment, timeout=120).stdout
+
+
+def test_one_inter_op_thread_is_refused_on_every_rank(tmp_path: Path) -> None:
+    output = _output(_ONE_THREAD, tmp_path, 2)
+    assert output.count("refused: TensorFlow runs with 1 inter-op thread") == 2, output[-3000:]
+
+
+def test_keras_3_is_refused_on_every_rank(tmp_path: Path) -> None:
+    output = _output(_KERAS_3, tmp_path, 2, TF_USE_LEGACY_KERAS="0")
+    assert output.count("refused: ") == 4, output[-3000:]
+    assert output.count("TF_USE_LEGACY_KERAS=1") >= 4, output[-3000:]
+
+
+def test_one_rank_trains_as_without_compression(tmp_path: Path) -> None:
+    output = _output(_ONE_RANK, tmp_path, 1)
+    assert "same weights" in output, output[-3000:]
