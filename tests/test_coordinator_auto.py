@@ -56,7 +56,9 @@ class Clock:
         return self.now
 
 
-def run(steps: int, backend: str = "numpy", log: DecisionLog | None = None, states: Any = None, end: Any = None) -> list[Any]:
+def run(
+    steps: int, backend: str = "numpy", log: DecisionLog | None = None, states: Any = None, end: Any = None
+) -> list[Any]:
     """Drives two ranks, for which only fp16 is fast; returns them with their clocks, or what `end` makes of each."""
 
     def work(communicator: InProcessCommunicator) -> Any:

@@ -39,7 +39,9 @@ class Run:
     took: list[float] = field(default_factory=list)
     states: list[tuple[int, AutoState]] = field(default_factory=list)
 
-    def go(self, predicted: Mapping[str, float], steps: int, restart: Callable[[int], bool] = lambda step: False) -> Run:
+    def go(
+        self, predicted: Mapping[str, float], steps: int, restart: Callable[[int], bool] = lambda step: False
+    ) -> Run:
         policy = self.policy
         state, _ = policy.decide(policy.initial_state(TENSORS), Statistics(0, survey=survey(predicted)))
         self.states = [(0, state)]

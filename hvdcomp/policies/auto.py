@@ -255,9 +255,8 @@ class Auto(Policy[AutoState]):
     def _go_on(self, state: AutoState, step: int) -> AutoState:
         """Begins a trial that is worth its price, or stays with the best."""
         best = self._best(state)
-        offers = sorted(
-            (self._price(state, best, name), self._expected(state, best, name), name) for name in self._open(state, best)
-        )
+        near = self._open(state, best)
+        offers = sorted((self._price(state, best, name), self._expected(state, best, name), name) for name in near)
         for price, _, name in offers:
             free = state.reopened and name not in state.measured and self._is_near(state, best, name)
             if free or self._short_of(state, price) <= 0:
@@ -265,7 +264,8 @@ class Auto(Policy[AutoState]):
         if state.reopened:
             patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else _PATIENCE
             state = dataclasses.replace(state, reopened="", patience=patience)
-        return self._stay(state, best, step, min((self._short_of(state, price) for price, _, _ in offers), default=None))
+        short = min((self._short_of(state, price) for price, _, _ in offers), default=None)
+        return self._stay(state, best, step, short)
 
     def _best(self, state: AutoState) -> str:
         """The fastest by measurement. What stays is not left for a difference that may be chance."""
