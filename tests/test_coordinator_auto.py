@@ -143,7 +143,11 @@ def test_resumed_anywhere_it_goes_on(stop: int, tmp_path: Path) -> None:
     kept = states[0]["own"]["coordinator"]["step_times"]
     assert len(kept) == stop - max(step for step in decided if step <= stop)
     assert not states[1]["own"]["coordinator"]["step_times"]
-    resumed = [driven for driven, _ in run(40 - stop, states=states)]
+    resumed_log = DecisionLog(tmp_path / "resumed.jsonl")
+    resumed = [driven for driven, _ in run(40 - stop, states=states, log=resumed_log)]
+    _, first, *_ = lines(resumed_log.path)
+    assert len(first["statistics"]["step_times"]) == first["step"] - max(step for step in decided if step <= stop)
+    assert first["statistics"]["step_times"][len(kept)] == "NaN"
     assert resumed[0].plans == resumed[1].plans
     assert resumed[0].result_bits() == resumed[1].result_bits()
     assert resumed[0].plans[0] == whole[0].plans[stop]
