@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 
@@ -25,7 +25,8 @@ from hvdcomp.coordinator import Coordinator
 from hvdcomp.decision_log import DecisionLog
 from hvdcomp.engine import Engine
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.policies import Auto, LevelSchedule, Policy
+from hvdcomp.policies.base import Survey
 from hvdcomp.policies.decisions import BatchSize
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ class Binding(ABC):
         coordinator: of the policy, if there is one that rank 0 decides by.
         presence: what this rank puts in for the step that has begun.
         agreed: whether the ranks have compared their settings.
+
+    Class attributes:
+        overlaps_with_policy: whether, in a training with a policy, Horovod itself carries what is nothing but casts.
     """
+
+    overlaps_with_policy: ClassVar[bool]
 
     def __init__(
         self,
@@ -78,6 +84,7 @@ class Binding(ABC):
             ledger=compression.ledger,
         )
         self._log_error: str | None = None
+        self._calibration_error: str | None = None
         self.coordinator = self._make_coordinator()
         self._batch_size = BatchSize(1, 1.0)  # as it was put into the optimizer
         self.presence = PRESENCE
@@ -198,6 +205,7 @@ class Binding(ABC):
             "level": self.compression.level,
             "step": self.engine.step_number,
             "error of the decision log": self._log_error,
+            "error of the calibration": self._calibration_error,
             "momentum of the optimizer": self._doubled_momentum(),
             "hvdcomp": hvdcomp.__version__,
             "numpy": numpy.__version__,
@@ -240,6 +248,7 @@ class Binding(ABC):
         settings = self.compression.settings
         if not isinstance(settings.policy, Policy):
             return None
+        survey = self._make_survey(settings.policy) if isinstance(settings.policy, Auto) else None
 
         def broadcaster() -> Broadcaster:
             if self.communicator.has_mpi:
@@ -249,8 +258,22 @@ class Binding(ABC):
             return CommunicatorBroadcaster(self.communicator, self._like)
 
         return Coordinator(
-            settings.policy, self.engine, broadcaster, self._like, settings.steps_per_epoch, self._open_log()
+            settings.policy, self.engine, broadcaster, self._like, settings.steps_per_epoch, self._open_log(), survey
         )
+
+    def _make_survey(self, policy: Auto) -> Survey | None:
+        """What rank 0's policy has to choose from. A calibration that will not do is told to all with the settings."""
+        from hvdcomp.perfmodel import CalibrationError
+        from hvdcomp.survey import survey_of
+
+        if self.communicator.rank != 0:
+            return None
+        model, batch = policy.model or None, policy.batch or None
+        try:
+            return survey_of(self.engine, policy.calibration, model, batch, self.overlaps_with_policy)
+        except CalibrationError as error:
+            self._calibration_error = str(error)
+            return None
 
     def _open_log(self) -> DecisionLog | None:
         """Rank 0's log. One that cannot be written is told to all ranks with the settings."""

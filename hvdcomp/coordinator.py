@@ -27,7 +27,7 @@ from hvdcomp.engine import Engine
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.gains import LevelProbe, TwoLevels
 from hvdcomp.levels import Plans, batch_of, levelled_tensors
-from hvdcomp.policies.base import LearningRates, Policy, Statistic, Statistics, Timing
+from hvdcomp.policies.base import LearningRates, Policy, Statistic, Statistics, Survey, Timing
 from hvdcomp.policies.decisions import BatchSize, Decision, Joint, MultiLevel, Probe, decision_to_json
 from hvdcomp.progress import Progress
 from hvdcomp.statistics import AccumulatedGradients
@@ -46,6 +46,8 @@ class Coordinator:
         like: an array of the framework and place that the engine's communicator works on.
         steps_per_epoch: None if the policy counts no epochs.
         log: where rank 0 writes decisions; None for nowhere.
+        survey: what rank 0's policy is told before the first exchange, if it wants that.
+        clock: seconds, by which steps are timed.
 
     Attributes:
         state: of the policy, as of the decision in force.
@@ -62,6 +64,8 @@ class Coordinator:
         like: Array,
         steps_per_epoch: int | None = None,
         log: DecisionLog | None = None,
+        survey: Survey | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy = policy
         self.names = levelled_tensors(engine)
@@ -70,17 +74,20 @@ class Coordinator:
         self._plans = Plans(engine, self.names)
         self._like = like
         self._log = log
+        self._survey = survey
         self._decides = engine.communicator.rank == 0
         self.state: Any = policy.initial_state(self.names)
         self._latest: Any = self.state  # on rank 0, ahead of `state` while a broadcast is under way
-        self._channel = MessageChannel(make_broadcaster, len(self._message()) + 32 * len(self.names) + 512)
+        self._channel = MessageChannel(make_broadcaster, self._room())
         self._in_flight = False
         self._ended: Statistics | None = None  # a period that is over, and waits for the learning rate that follows
         self._period_rates: Rates | None = None  # at the first step of the period
         self._rates: Rates = ()  # at the latest step
         self._sums = AccumulatedGradients()
         self._stage: TwoLevels | LevelProbe | None = None
-        self._clock: float | None = None
+        self._clock = clock
+        self._step_ended: float | None = None
+        self._step_times: list[float] = []
         self.decision: Decision = BatchSize(1, 1.0)
         self.batch_size = BatchSize(1, 1.0)
         self._obey(policy.decision(self.state))
@@ -108,14 +115,25 @@ class Coordinator:
     @property
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
-        return isinstance(self.decision, MultiLevel | Probe) or (self.policy.lag == 0 and self._ended is not None)
+        waits = self._awaits_survey or (self.policy.lag == 0 and self._ended is not None)
+        return waits or isinstance(self.decision, MultiLevel | Probe)
+
+    @property
+    def _awaits_survey(self) -> bool:
+        """Whether the policy is to be told, in this step, what there is to choose from; the same on all ranks."""
+        return Statistic.SURVEY in self.policy.statistics and Statistic.SURVEY in self.policy.wanted(self.state)
 
     def before_exchange(self) -> None:
         """To be called when all gradients of a step are there, before the engine's step."""
         if self._ended is not None and self.policy.lag == 0:
             self._decide_now(self._rates)
-            self._engine.begin()
-            self._compare_plans()
+            self._take_up_in_step()
+        elif self._awaits_survey:
+            # Not earlier: until the ranks have compared their settings, others may not know of any survey.
+            progress = self.progress
+            self._decide(Statistics(step=progress.step, epoch=progress.epoch_or_none, survey=self._survey))
+            self._receive()
+            self._take_up_in_step()
 
     def observe(self, gradients: Mapping[str, Array], factor: float, poison: Array | None) -> None:
         """Adds gradients of a step to what is accumulated: this rank's own, or the aggregated ones, as `source` says.
@@ -141,8 +159,9 @@ class Coordinator:
 
     def end_step(self) -> None:
         """To be called at the end of a step, when its results are there."""
-        period = self.policy.period
+        period = self.policy.period_in(self.state)
         told = self._in_step_statistics()
+        self._time_step()
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
             statistics, self._ended = self._with_rates(self._ended, self._rates), None
@@ -198,6 +217,8 @@ class Coordinator:
             known["mean_to_std"] = self._sums.mean_to_std(self.names)
         if Statistic.LEVEL_GAINS in wanted and isinstance(self._stage, LevelProbe):
             known |= {"level_gains": self._stage.gains(), "level_costs": self._stage.costs()}
+        if Statistic.STEP_TIMES in wanted:
+            known["step_times"], self._step_times = tuple(self._step_times), []
         return dataclasses.replace(statistics, **known)
 
     def _in_step_statistics(self) -> dict[str, Any]:
@@ -207,12 +228,21 @@ class Coordinator:
         told: dict[str, Any] = {}
         if self.policy.lag:
             told["gains"] = self._stage.gains()  # first, because it waits for the device: then times are known too
-        now = time.perf_counter()
-        seconds = float("nan") if self._clock is None else now - self._clock
-        self._clock = now
+        seconds = self._since_last_step()
         samples = self._engine.communicator.size * self.batch_size.accumulation
         told["timing"] = Timing(samples, seconds, self._stage.seconds())
         return told
+
+    def _time_step(self) -> None:
+        """Notes how long the step that ends took. The host's clock: on an accelerator true on average."""
+        if self._decides and Statistic.STEP_TIMES in self.policy.statistics:
+            self._step_times.append(self._since_last_step())
+
+    def _since_last_step(self) -> float:
+        """Seconds since the end of the step before; NaN if there was none."""
+        now, before = self._clock(), self._step_ended
+        self._step_ended = now
+        return float("nan") if before is None else now - before
 
     def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
         now, self._period_rates = self._period_rates, following
@@ -258,6 +288,10 @@ class Coordinator:
         except ConfigurationError as error:  # a full disk must not end the training, nor leave the other ranks waiting
             warnings.warn(f"decisions are no longer logged: {error}", stacklevel=2)
             self._log = None
+
+    def _room(self) -> int:
+        """Bytes that a message is sent with at once."""
+        return len(self._message()) + 32 * len(self.names) + self.policy.state_growth
 
     def _message(self) -> bytes:
         return json.dumps(self.policy.to_json(self._latest)).encode()
@@ -317,6 +351,7 @@ class Coordinator:
             "ended": None if self._ended is None else self._ended.known(),
             "sums": {name: copy(array) for name, array in self._sums.sums.items()},
             "probe": self._stage.state(copy) if isinstance(self._stage, LevelProbe) else None,
+            "step_times": list(self._step_times),
         }
 
     def restore(
@@ -334,6 +369,7 @@ class Coordinator:
             self._latest = self.policy.from_json(own["latest"])
             self._ended = None if own["ended"] is None else Statistics(**own["ended"])
             self._sums.sums = {name: place(array, name) for name, array in own["sums"].items()}
+            self._step_times = list(own["step_times"])
             if isinstance(self._stage, LevelProbe):
                 self._stage.restore(own["probe"], place)
         if self._told_in_step:
@@ -364,9 +400,10 @@ class Coordinator:
         self.decision = self.policy.decision(self.state)
         assert isinstance(self.decision, MultiLevel)
         self._engine.set_plan(self._plans.of(self.decision))
-        self._engine.begin()
-        self._compare_plans()
+        self._take_up_in_step()
         return self.decision
 
-    def _compare_plans(self) -> None:
+    def _take_up_in_step(self) -> None:
+        """Goes over to a plan that was decided in the step under way, when all ranks have the same one."""
+        self._engine.begin()
         require_same_levels(self._engine.communicator, self._engine.digest, self._like)

@@ -244,10 +244,15 @@ class Engine:
     @property
     def only_casts(self) -> bool:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
-        return not self.holds_residuals and all(
-            compressor.wire_dtype(self.tensors[name].dtype) and isinstance(self.memory_for(compressor), NoMemory)
-            for name, compressor in self.plan.items()
-        )
+        return not self.holds_residuals and self.casts(self.plan)
+
+    def casts(self, plan: Plan) -> bool:
+        """Whether a plan is nothing but casts that keep nothing back."""
+        return all(self._is_cast(name, compressor) for name, compressor in plan.items())
+
+    def _is_cast(self, name: str, compressor: Compressor) -> bool:
+        cast = compressor.wire_dtype(self.tensors[name].dtype) is not None
+        return cast and isinstance(self.memory_for(compressor), NoMemory)
 
     def enter_casts(self, names: Iterable[str]) -> None:
         """Enters, as a step of its own, an exchange that somebody else did because `only_casts` held."""
@@ -364,11 +369,13 @@ class Engine:
         return result
 
     def _drop_flushed(self, xp: ModuleType, tasks: list[_Task], poison: Array) -> None:
-        """Forgets residuals that a lossless compressor has just sent."""
+        """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error."""
         flushed = [
             task
             for task in tasks
-            if task.compressor.lossless and task.before.memory and not task.memory.is_momentum
+            if (task.compressor.lossless or self._is_cast(task.name, task.compressor))
+            and task.before.memory
+            and not task.memory.is_momentum
         ]
         if flushed and xp.is_zero(poison):
             for task in flushed:

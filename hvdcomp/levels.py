@@ -8,7 +8,8 @@ from types import MappingProxyType
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.routing import Router
 from hvdcomp.engine import Engine, Plan
-from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, MultiLevel, Probe
+from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, Methods, MultiLevel, Probe
+from hvdcomp.spec import parse_compressor
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
@@ -42,6 +43,8 @@ class Plans:
             return self._with({name: self.engine.compressor.at_level(at) for name, at in decision.levels.items()})
         if isinstance(decision, Factors):
             return self._with({name: at_factor(self.engine, name, at) for name, at in decision.factors.items()})
+        if isinstance(decision, Methods):
+            return self._by_method(decision)
         if isinstance(decision, Probe):
             return self.at_factor(decision.send)
         if isinstance(decision, MultiLevel):
@@ -54,6 +57,21 @@ class Plans:
         if factor not in self._at_factors:
             self._at_factors[factor] = self._with({name: at_factor(self.engine, name, factor) for name in self.names})
         return self._at_factors[factor]
+
+    def _by_method(self, decision: Methods) -> Plan:
+        compressors = {
+            spec: self.engine.compressor if spec is None else parse_compressor(spec)
+            for spec in {decision.others, *decision.methods.values()}
+        }
+        unknown = decision.methods.keys() - self.engine.tensors.keys()
+        if unknown:
+            raise ValueError(f"methods of tensors that there are not: {', '.join(sorted(unknown))}")
+        return MappingProxyType(
+            {
+                name: self.engine.choose(compressors[decision.methods.get(name, decision.others)], tensor)
+                for name, tensor in self.engine.tensors.items()
+            }
+        )
 
     def _with(self, chosen: Mapping[str, Compressor]) -> Plan:
         tensors = self.engine.tensors

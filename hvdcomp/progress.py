@@ -53,6 +53,8 @@ class Progress:
 
     def ends(self, period: Period, epoch_ended: bool) -> bool:
         """Whether a period ends with the step that just ended."""
+        if period.until:
+            return self.step == period.until
         if period.steps:
             return self.step % period.steps == 0
         return epoch_ended and self.epoch % period.epochs == 0

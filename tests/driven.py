@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator
 from hvdcomp.coordinator import Coordinator
 from hvdcomp.decision_log import DecisionLog
 from hvdcomp.engine import Engine
-from hvdcomp.policies.base import Policy
+from hvdcomp.policies.base import Policy, Survey
 from hvdcomp.spec import parse_compressor
 from tests.harness import as_numpy, bits, copy, infos, make
 
@@ -40,6 +41,7 @@ class Driven:
         rates: the learning rates, by step.
         gradients: of (rank, step).
         state: of `state`, to go on from.
+        survey, clock: of the coordinator; the survey for rank 0 alone.
 
     Attributes:
         plans, batches, results: of each step: compressors as text, batches accumulated, bits of the results.
@@ -59,13 +61,16 @@ class Driven:
         log: DecisionLog | None = None,
         state: Mapping[str, Any] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        survey: Survey | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine = Engine(communicator, infos(shapes or SHAPES), parse_compressor(spec), min_numel=16)
         like = make(backend, np.zeros(0))
         log = log if communicator.rank == 0 else None
         self.coordinator = Coordinator(
-            policy, self.engine, lambda: CommunicatorBroadcaster(communicator, like), like, steps_per_epoch, log
-        )
+            policy, self.engine, lambda: CommunicatorBroadcaster(communicator, like), like, steps_per_epoch, log,
+            survey if communicator.rank == 0 else None, clock,
+        )  # fmt: skip
         self.backend = backend
         self._rates = rates
         self._gradients = gradients

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import ConfigurationError
 from hvdcomp.decision_log import Decided, DecisionLog, DecisionLogError, Start, read_decisions, to_json, with_numbers
-from hvdcomp.policies.base import Gains, LearningRates, Statistics, Timing
+from hvdcomp.policies.base import Candidate, Gains, LearningRates, Statistics, Survey, Timing
 
 START: dict[str, Any] = {
     "step": 0,
@@ -47,6 +47,7 @@ floats = st.floats()
 finite = st.floats(allow_nan=False, allow_infinity=False)
 levels = st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), floats, max_size=3), max_size=3)
 by_tensor = st.dictionaries(names, floats, max_size=4)
+candidates = st.builds(Candidate, floats, st.integers(0, 10**6), st.none() | names)
 rate_pairs = st.integers(1, 3).flatmap(lambda groups: st.tuples(*[st.tuples(*[floats] * groups)] * 2))
 shapes = {
     "epoch": st.integers(0, 10**6),
@@ -58,6 +59,8 @@ shapes = {
     "level_gains": levels,
     "level_costs": levels,
     "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),
+    "survey": st.builds(Survey, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
+    "step_times": st.lists(floats).map(tuple),
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(
     lambda drawn: Statistics(**drawn)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcomp import Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, TopK
+from hvdcomp import FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, TopK
 from hvdcomp.collectives import AllReduce, Context, Exchange, Outcome, TensorInfo, number_of_elements
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import Level
@@ -395,3 +395,22 @@ def test_residuals_must_be_sent_before_casts_are_left_to_others(backend: str) ->
     )
     assert run.engine.only_casts
     np.testing.assert_array_equal(sum(as_numpy(result["w"]) for result in run.results), np.full((4, 4), 2))
+
+
+@every_backend
+@pytest.mark.parametrize("memory", [None, ErrorFeedback])
+def test_a_cast_sends_residuals_too_and_keeps_its_rounding_error_only_if_told_to(backend: str, memory: Any) -> None:
+    def plan(engine: Engine, step: int) -> None:
+        if step == 1:
+            engine.set_plan({"w": FP16()})
+            engine.begin()
+            assert engine.holds_residuals
+
+    (run,) = run_engines(
+        1, infos({"w": (4, 4)}), TopK(0.1), lambda r, s: {"w": make(backend, np.full((4, 4), 0.1))}, 2,
+        before=plan, **({} if memory is None else {"memory": memory}),
+    )  # fmt: skip
+    arrived = sum(as_numpy(result["w"]) for result in run.results)
+    np.testing.assert_allclose(arrived, np.full((4, 4), 0.2), rtol=1e-3)
+    assert run.engine.holds_residuals is not (memory is None)
+    assert run.engine.only_casts is (memory is None)

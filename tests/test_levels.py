@@ -15,7 +15,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.engine import Engine
 from hvdcomp.errors import SpecError
 from hvdcomp.levels import Plans, batch_of, levelled_tensors
-from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, MultiLevel, Probe
+from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, Methods, MultiLevel, Probe
 from hvdcomp.spec import parse_compressor
 from tests.harness import infos
 
@@ -84,6 +84,29 @@ def test_factors_of_single_tensors_and_factor_one_is_dense() -> None:
 def test_a_probe_sends_all_at_its_factor() -> None:
     assert plan(Probe((2.0, 8.0), 10, send=2.0), TopK(0.1)) == top_k(2)
     assert plan(Probe((2.0, 8.0), 10, send=1.0), TopK(0.1)) == {"conv": NONE, "linear": NONE}
+
+
+def test_methods_are_of_all_tensors_also_of_those_too_small_to_be_compressed() -> None:
+    engine = engine_of(TopK(0.1))
+    plans = Plans(engine, NAMES)
+
+    def of(methods: dict[str, str | None], others: str | None) -> dict[str, Compressor]:
+        return dict(plans.of(Methods(methods, others)))
+
+    small = {"small": NONE, "bias": NONE, "none": NONE}
+    assert of({}, None) == dict(engine.plan_for(TopK(0.1)))
+    assert of({}, "none") == {"conv": NONE, "linear": NONE, **small}
+    assert of({}, "fp16") == dict.fromkeys(("conv", "linear", "small", "bias"), FP16()) | {"none": NONE}
+    assert of({"conv": None}, "none") == {"conv": TopK(0.1), "linear": NONE, **small}
+    assert of({"conv": None, "linear": "powersgd:rank=2"}, "none") == {
+        "conv": TopK(0.1), "linear": PowerSGD(2), **small,
+    }  # fmt: skip
+    mixed = of({"linear": None, "small": None}, "fp16")
+    assert mixed == {"conv": FP16(), "linear": TopK(0.1), "bias": FP16(), "small": NONE, "none": NONE}
+    with pytest.raises(ValueError, match="tensors that there are not: other"):
+        of({"other": None}, "none")
+    with pytest.raises(SpecError, match="unknown compressor 'dense'"):
+        of({}, "dense")
 
 
 @pytest.mark.parametrize(

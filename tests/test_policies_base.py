@@ -18,7 +18,19 @@ from hvdcomp.policies import WarmUp
 from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
-from hvdcomp.policies.base import Constant, Gains, LearningRates, Period, Policy, Statistic, Statistics, Timing
+from hvdcomp.policies.auto import Auto
+from hvdcomp.policies.base import (
+    Candidate,
+    Constant,
+    Gains,
+    LearningRates,
+    Period,
+    Policy,
+    Statistic,
+    Statistics,
+    Survey,
+    Timing,
+)
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import (
     BatchSize,
@@ -26,6 +38,7 @@ from hvdcomp.policies.decisions import (
     Factors,
     Joint,
     Levels,
+    Methods,
     MultiLevel,
     Probe,
     decision_to_json,
@@ -44,6 +57,7 @@ KINDS: list[type[Policy]] = [
     IncreaseBatchSize,
     AdaQS,
     GraVAC,
+    Auto,
 ]
 
 POLICIES: list[Policy] = [
@@ -59,7 +73,11 @@ POLICIES: list[Policy] = [
     AdaQS(start=16, fall=0.2),
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
     GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", lag=0, smoothing=0.5),
+    Auto(calibration="cluster.json"),
+    Auto(calibration="c.json", model="m", batch=8, window=3, every=6, margin=0.5, budget=0.5, drift=0.1),
 ]
+
+SURVEY = Survey(TENSORS, {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 0, None)})
 
 numbers = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8, 1.0, 2.0])
 by_tensor = st.fixed_dictionaries(dict.fromkeys(TENSORS, numbers))
@@ -83,6 +101,8 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.GAINS: Gains(gain, None if candidate is None else candidate_gain, ranks=20),
         Statistic.TIMING: Timing(640, seconds),
         Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
+        Statistic.SURVEY: SURVEY,
+        Statistic.STEP_TIMES: (model_norm, *norms.values(), seconds),
     }
     told = {each.value: known[each] for each in policy.wanted(state)}
     if Statistic.LEVEL_GAINS in policy.wanted(state):
@@ -158,8 +178,12 @@ def test_all_policies_are_registered_under_their_names() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_lag(policy: Policy) -> None:
-    assert dataclasses.replace(policy, lag=0).lag == 0
-    assert parse_policy(str(dataclasses.replace(policy, lag=0))).lag == 0
+    if isinstance(policy, Auto):
+        with pytest.raises(SpecError, match="auto: lag=0 is not allowed; it must be 1"):
+            dataclasses.replace(policy, lag=0)
+    else:
+        assert dataclasses.replace(policy, lag=0).lag == 0
+        assert parse_policy(str(dataclasses.replace(policy, lag=0))).lag == 0
     for lag in (2, -1, 0.5, True):
         with pytest.raises(SpecError, match=f"{policy.name}: lag={lag} is not allowed; it must be 0 or 1"):
             dataclasses.replace(policy, lag=lag)
@@ -180,6 +204,10 @@ def test_lag(policy: Policy) -> None:
             {"kind": "joint", "levels": {"a": 2}, "batch_size": {"accumulation": 4, "learning_rate_factor": 4.0}},
         ),
         (Probe((2.0, 4.0), 10, 2.0), {"kind": "probe", "factors": [2.0, 4.0], "every": 10, "send": 2.0}),
+        (
+            Methods({"a": None, "b": "fp16"}, "none"),
+            {"kind": "methods", "methods": {"a": None, "b": "fp16"}, "others": "none"},
+        ),
     ],
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
@@ -242,6 +270,7 @@ def test_learning_rates() -> None:
         (AdaQS(start=4, fall=0.5, interval=3), Period(epochs=3)),
         (AdaQS(start=4, fall=0.5, steps=3), Period(steps=3)),
         (GraVAC(), Period(steps=1)),
+        (Auto(calibration="cluster.json"), Period(until=1)),
     ],
     ids=str,
 )

@@ -95,6 +95,12 @@ def test_periods_end_with_every_so_many_epochs_or_steps(batches: int, often: int
     assert by_steps == [(number + 1) % often == 0 for number in range(steps)]
 
 
+def test_a_period_may_end_once() -> None:
+    progress = Progress(4)
+    ends = [progress.ends(Period(until=7), progress.advance(1)) for _ in range(20)]
+    assert [number for number, ended in enumerate(ends, 1) if ended] == [7]
+
+
 def test_a_larger_batch_ends_an_epoch_that_has_no_room_for_it_but_not_one_that_has_not_begun() -> None:
     progress = Progress(10)
     for _ in range(7):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hvdcomp.cli import main
 from hvdcomp.decision_log import DecisionLog, read_decisions
 from hvdcomp.policies import POLICIES, Policy, decision_to_json
-from hvdcomp.policies.base import Gains, LearningRates, Statistic, Statistics, Timing
+from hvdcomp.policies.base import Candidate, Gains, LearningRates, Statistic, Statistics, Survey, Timing
 from hvdcomp.replay import replay
 from hvdcomp.spec import parse_policy
 
@@ -36,6 +36,8 @@ SPECS = [
     "adaqs:start=16,fall=0.2",
     "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4",
     "gravac:min=10,max=200,window=3,omega=0.2,epsilon=0.4,scaling=geometric,lag=0,smoothing=0.5",
+    "auto:calibration=nowhere.json",  # what was in it stands in the log
+    "auto:calibration=nowhere.json,window=3,every=5,budget=0.3",
 ]
 
 
@@ -66,6 +68,11 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         Statistic.LEARNING_RATES: lambda: LearningRates(rates(), rates()),
         Statistic.GAINS: lambda: Gains(number(), None if state.candidate is None else number(), ranks=20),
         Statistic.LEVEL_GAINS: lambda: {name: {cf: number() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
+        Statistic.SURVEY: lambda: Survey(
+            tuple(sorted(TENSORS, key=lambda name: draw.random())),
+            {name: Candidate(0.1 + draw.random(), 2, rest) for name, rest in (("dense", "none"), ("other", None))},
+        ),
+        Statistic.STEP_TIMES: lambda: tuple(number() for _ in range(draw.randint(0, 9))),
         Statistic.TIMING: lambda: Timing(draw.randint(1, 640), number(), number() / 10),
     }
     known = {each.value: made[each]() for each in sorted(wanted, key=lambda each: each.value)}

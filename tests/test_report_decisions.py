@@ -24,6 +24,7 @@ from hvdcomp.report.decisions import load_decisions
 from hvdcomp.report.runs import RunError, find_runs
 from hvdcomp.report.table import make_sections, policy_line
 from hvdcomp.spec import parse_policy
+from tests.test_coordinator_auto import run as drive_auto
 
 EPOCH = 20  # steps
 TENSORS = ("conv.weight", "fc1.weight", "fc2.weight")
@@ -408,3 +409,24 @@ def test_strange_names_and_logs_alone_are_drawn(tmp_path):
     short = write_log(tmp_path / "short/decisions.jsonl", "accordion:low=4,high=1", told, steps=0, tensors=names)
     (run,), _ = find_runs([short.parent])
     assert list(draw_decisions(run)) == []
+
+
+def test_what_auto_chose_is_drawn_with_the_times_that_it_chose_by(tmp_path):
+    folder = write_steps(tmp_path / "run", steps=40)
+    drive_auto(40, log=DecisionLog(folder / "decisions.jsonl"))
+    write_summary(folder)
+    log = load_decisions(folder / "decisions.jsonl")
+    assert log is not None
+    assert set(log.chosen) == {"dense", "fp16", "compressed", "compressed and dense"}
+    assert np.array_equal(sum(log.chosen.values()), np.ones(len(log.steps)))
+    assert log.chosen["compressed"][0] == log.chosen["fp16"][-1] == 1
+    assert log.predicted["dense"][-1] == 1.0
+    assert log.measured["compressed"][-1] == pytest.approx(1.1)
+    assert log.measured["dense"][-1] == pytest.approx(1.0)
+    (one,), _ = find_runs([folder])
+    ((_, caption, figure),) = draw_decisions(one)
+    assert "which way to send the gradients was in force" in caption
+    figure.canvas.draw()
+    labels = [text.get_text() for text in figure.axes[1].get_yticklabels()]
+    assert "fp16: 500 ms (predicted 950)" in labels
+    assert report(folder, "--output", tmp_path / "out").exit_code == 0

@@ -17,6 +17,7 @@ from hvdcomp.policies import (
     AccordionBatchSize,
     AccordionJoint,
     AdaQS,
+    Auto,
     AutoAccordion,
     Constant,
     GraVAC,
@@ -125,6 +126,8 @@ def test_memories() -> None:
         ("adaqs:start=64,fall=0.2", AdaQS(start=64, fall=0.2)),
         ("gravac", GraVAC()),
         ("gravac:min=10,max=1000,lag=0", GraVAC(lag=0)),
+        ("auto:calibration=runs/cluster.json", Auto(calibration="runs/cluster.json")),
+        ("auto:calibration=v100-p3.8xlarge,model=bert", Auto(calibration="v100-p3.8xlarge", model="bert")),
     ],
 )
 def test_policies(spec: str, policy: LevelSchedule | Policy) -> None:
@@ -154,6 +157,8 @@ def test_a_name_with_a_colon_prints_with_a_comma() -> None:
         ("accordion:auto,eta=0", ["accordion:auto: eta=0.0 is not allowed"]),
         ("adaqs", ["'adaqs' does not set start, fall; write 'adaqs:start=...,fall=...,"]),
         ("gravac:lag=2", ["gravac: lag=2 is not allowed; it must be 0 or 1"]),
+        ("auto", ["'auto' does not set calibration; write 'auto:calibration=...,"]),
+        ("auto:calibration=", ["auto: calibration= is not allowed; it must be a calibration file"]),
         ("acordion", ["unknown policy 'acordion' in 'acordion'", *POLICIES]),
     ],
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from hvdcomp.perfmodel.advice import DENSE, Advice, Adviser, Method
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, as_json, from_json, load, presets, save
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
-from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of
+from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of, exchange_of_plan
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds
 from hvdcomp.perfmodel.predict import LIMITS, Setting, least_compression_factor, limited_by, predict
@@ -43,6 +43,7 @@ __all__ = [
     "as_json",
     "cut",
     "exchange_of",
+    "exchange_of_plan",
     "from_json",
     "least_compression_factor",
     "limited_by",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hvdcomp.collectives import TensorInfo, dtype_bytes
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
-from hvdcomp.engine import Engine
+from hvdcomp.engine import Engine, Plan
 
 
 class Collective(NamedTuple):
@@ -60,7 +60,7 @@ class Exchange:
 def exchange_of(
     compressor: Compressor, tensors: Sequence[TensorInfo], min_numel: int = 1024, min_ndim: int = 2
 ) -> Exchange:
-    """The exchange of one step of a model.
+    """The exchange of one step of a model, without residuals that are still to be sent.
 
     Left out are a flag of four bytes and at most seven bytes of padding in the first round of a step, and the eight
     bytes a tensor that Horovod allreduces during the backward pass to keep ranks in step.
@@ -77,9 +77,15 @@ def exchange_of(
     if not tensors:
         raise ValueError("there are no tensors with elements, so there is nothing to exchange")
     engine = Engine(LoopbackCommunicator(), tensors, compressor, min_numel=min_numel, min_ndim=min_ndim)
+    return exchange_of_plan(engine, engine.plan)
+
+
+def exchange_of_plan(engine: Engine, plan: Plan) -> Exchange:
+    """The exchange of one step at a plan of an engine; what is left out is the same as of `exchange_of`."""
     rounds: list[dict[tuple[str, str], float]] = []
-    for name, chosen in engine.plan.items():
-        tensor = engine.tensors[name]
+    tensors = [tensor for tensor in engine.tensors.values() if tensor.size]
+    for tensor in tensors:
+        chosen = plan[tensor.name]
         for number, payload in enumerate(chosen.payloads(tensor.shape, tensor.dtype)):
             if number == len(rounds):
                 rounds.append({})
@@ -89,7 +95,7 @@ def exchange_of(
         rounds=tuple(
             tuple(Collective(kind, size, _dtype_of(group)) for (kind, group), size in one.items()) for one in rounds
         ),
-        overlapped=engine.only_casts,
+        overlapped=engine.casts(plan),
         dense_bytes=sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors),
     )
 

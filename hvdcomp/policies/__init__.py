@@ -7,6 +7,7 @@ from typing import Any
 from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
+from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import Constant, Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import BatchSize, Joint, decision_to_json
@@ -26,6 +27,7 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
         IncreaseBatchSize,
         AdaQS,
         GraVAC,
+        Auto,
     )
 }
 """By the name in a spec string: schedules, which every rank follows by itself, and policies, which rank 0 decides."""
@@ -43,6 +45,7 @@ __all__ = [
     "AccordionBatchSize",
     "AccordionJoint",
     "AdaQS",
+    "Auto",
     "AutoAccordion",
     "Constant",
     "GraVAC",

@@ -33,6 +33,8 @@ class Statistic(Enum):
     GAINS = "gains"
     LEVEL_GAINS = "level_gains"
     TIMING = "timing"
+    SURVEY = "survey"
+    STEP_TIMES = "step_times"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,34 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """One way to send all gradients, and what the performance model says of it.
+
+    Attributes:
+        seconds: predicted time of a step.
+        compressed: so many tensors, the first in the survey's order, get the compressor that the training was given.
+        rest: spec of the compressor of all others; None for that of the training.
+    """
+
+    seconds: float
+    compressed: int
+    rest: str | None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What there is to choose from, see `hvdcomp.survey`.
+
+    Attributes:
+        order: names of the tensors whose method may be chosen, the most worth compressing first.
+        candidates: by name.
+    """
+
+    order: tuple[str, ...]
+    candidates: Mapping[str, Candidate]
+
+
+@dataclass(frozen=True)
 class Statistics:
     """What is known at one moment of decision. A field that the policy did not ask for may be None.
 
@@ -106,6 +136,9 @@ class Statistics:
             was not finite.
         level_costs: given together with them, the tensor's sent bytes / dense bytes at the level that serves that
             factor.
+        survey: what there is to choose from; told once, before the first step is exchanged.
+        step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
+            that of the next, by rank 0's clock. NaN for the first step after a start.
     """
 
     step: int
@@ -118,6 +151,8 @@ class Statistics:
     level_gains: Mapping[str, Mapping[float, float]] | None = None
     level_costs: Mapping[str, Mapping[float, float]] | None = None
     timing: Timing | None = None
+    survey: Survey | None = None
+    step_times: tuple[float, ...] | None = None
 
     def known(self) -> dict[str, Any]:
         """The fields that are not None, by name."""
@@ -127,10 +162,16 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Period:
-    """How often a policy decides: at the end of every so many epochs, or of every so many steps; the other is 0."""
+    """When a policy decides: at the end of every so many epochs, or of every so many steps, or once.
+
+    Attributes:
+        epochs, steps: every so many.
+        until: once, when so many steps have ended. Of the three, two are 0.
+    """
 
     epochs: int = 0
     steps: int = 0
+    until: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +182,7 @@ class Policy(Described, Generic[State]):
         name: the policy's name in a spec string.
         state_type: the dataclass of its state, whose fields JSON can hold.
         statistics: all that `wanted` may ever name.
+        state_growth: so many bytes a state grows as JSON, beside some for each tensor; more takes another message.
 
     Attributes:
         lag: 1 to obey a decision one step later, so that no step waits for it: it travels to the other ranks behind the
@@ -152,6 +194,7 @@ class Policy(Described, Generic[State]):
     name: ClassVar[str]
     state_type: ClassVar[type]
     statistics: ClassVar[frozenset[Statistic]] = frozenset()
+    state_growth: ClassVar[int] = 512
 
     def __post_init__(self) -> None:
         self.require(is_whole(self.lag, 0) and self.lag <= 1, "lag", "0 or 1")
@@ -160,6 +203,10 @@ class Policy(Described, Generic[State]):
     def period(self) -> Period | None:
         """How often `decide` is to be called, and over which time gradients are accumulated; None for never."""
         raise NotImplementedError
+
+    def period_in(self, state: State) -> Period | None:
+        """The same in a state. All ranks go by the state that they have heard."""
+        return self.period
 
     @property
     def source(self) -> str:

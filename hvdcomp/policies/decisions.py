@@ -94,7 +94,22 @@ class Probe:
     kind: ClassVar[str] = "probe"
 
 
-Decision = Levels | Factors | MultiLevel | BatchSize | Joint | Probe
+@dataclass(frozen=True)
+class Methods:
+    """The method of each tensor.
+
+    Attributes:
+        methods: by tensor name the spec of its compressor; None for the one that the training was given.
+        others: the same of all tensors that are not named, also of those that are too small to be compressed.
+    """
+
+    methods: Mapping[str, str | None]
+    others: str | None
+
+    kind: ClassVar[str] = "methods"
+
+
+Decision = Levels | Factors | MultiLevel | BatchSize | Joint | Probe | Methods
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:

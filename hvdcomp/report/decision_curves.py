@@ -72,6 +72,8 @@ def _caption(run: Run, decisions: Decisions) -> str:
         parts.append("what each tensor was compressed to, light colours keeping more")
     if _known(decisions.minimum):
         parts.append("the compression factors of the whole model")
+    if _known(*decisions.chosen.values()):
+        parts.append("which way to send the gradients was in force, with the time of a step as last measured")
     if _known(decisions.accumulation):
         parts.append("how many batches were accumulated for one update")
     text = "What the policy decided: " + "; ".join(parts)
@@ -94,6 +96,9 @@ def _panels(run: Run, decisions: Decisions) -> list[Panel]:
             panels.append((draw, _heat_map_height(table)))
     if _known(decisions.minimum):
         panels.append((partial(_draw_factors, decisions=decisions, end=end), 2.6))
+    if _known(*decisions.chosen.values()):
+        height = 0.35 * len(decisions.chosen) + 0.4
+        panels.append((partial(_draw_chosen, decisions=decisions, end=end), height))
     if _known(decisions.accumulation):
         panels.append((partial(_draw_accumulation, decisions=decisions, end=end), 1.4))
     return panels
@@ -183,6 +188,25 @@ def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, li
     places = np.linspace(0.12, 0.92, len(found)) if len(found) > 1 else [0.5]
     norm = BoundaryNorm(np.arange(len(found) + 1) - 0.5, len(found))
     return ListedColormap(viridis(places)), norm, [f"{value:g}" for value in found]
+
+
+def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
+    """When each candidate was in force, and what its steps take."""
+    starts = decisions.steps
+    widths = np.diff(np.append(starts, max(end, starts[-1])))
+    labels = []
+    for row, (name, chosen) in enumerate(decisions.chosen.items()):
+        spans = [(start, width) for start, width, one in zip(starts, widths, chosen, strict=True) if one == 1]
+        axes.broken_barh(spans, (row - 0.35, 0.7), color=COLOURS[row % len(COLOURS)])
+        measured = decisions.measured.get(name, np.array([]))
+        measured = measured[np.isfinite(measured)]
+        predicted = decisions.predicted[name][np.isfinite(decisions.predicted[name])][-1]
+        taken = f"{1000 * measured[-1]:.4g} ms" if measured.size else "not tried"
+        labels.append(f"{name}: {taken} (predicted {1000 * predicted:.4g})")
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    tidy(axes)
+    axes.grid(False, axis="y")
 
 
 def _draw_factors(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:

@@ -17,7 +17,7 @@ from hvdcomp.decision_log import DecisionLogError, Start, read_decisions, with_n
 from hvdcomp.policies.decisions import MultiLevel
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
-_TABLES = ("levels", "factors", "gains", "throughput")
+_TABLES = ("levels", "factors", "gains", "throughput", "chosen", "predicted", "measured")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class Decisions:
         accumulation: batches accumulated for one update.
         critical: share of the tensors whose regime is critical, 0 to 1.
         gains, throughput: by compression factor, the smoothed gain and the samples/s times gain.
+        chosen, predicted, measured: by candidate of `auto`, whether it was in force (1 or 0), and seconds of a step.
     """
 
     policy: str
@@ -54,6 +55,9 @@ class Decisions:
     critical: np.ndarray
     gains: dict[float, np.ndarray]
     throughput: dict[float, np.ndarray]
+    chosen: dict[str, np.ndarray]
+    predicted: dict[str, np.ndarray]
+    measured: dict[str, np.ndarray]
 
     def in_force(self, steps: np.ndarray) -> np.ndarray:
         """For each of some steps, counted from 0, the place of the decision that it obeys; at least 0."""
@@ -124,6 +128,11 @@ def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[s
         model = MultiLevel(decision["minimum"], decision["candidate"], decision["send"])
         row |= _numbers({"minimum": model.minimum, "candidate": model.candidate, "sent": model.sent})
         row |= {key: {float(cf): _number(value) for cf, value in state[key].items()} for key in ("gains", "throughput")}
+    elif kind == "methods":
+        candidates = state["candidates"]
+        row["chosen"] = {name: float(name == state["chosen"]) for name in candidates}
+        row["predicted"] = {name: _number(one["seconds"]) for name, one in candidates.items()}
+        row["measured"] = {name: _number(one["seconds"]) for name, one in state["measured"].items()}
     elif kind != "batch_size":
         raise ValueError(f"unknown kind of decision {kind!r}")
     if kind in ("batch_size", "joint"):

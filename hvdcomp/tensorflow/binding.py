@@ -79,6 +79,8 @@ class TensorFlowBinding(Binding):
         optimizer: the Keras optimizer, or None to take the one that is calling.
     """
 
+    overlaps_with_policy = False
+
     def __init__(
         self,
         compression: Compression,

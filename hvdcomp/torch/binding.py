@@ -48,6 +48,8 @@ class TorchBinding(Binding):
         optimizer: Horovod's optimizer; None where it is calling.
     """
 
+    overlaps_with_policy = True
+
     def __init__(
         self,
         compression: Compression,

@@ -211,6 +211,64 @@ def case_decisions_are_logged_with_what_caused_them() -> None:
                 assert not path.exists()
 
 
+def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
+    """With a margin and a budget that let it try everything. What is fastest here is up to the machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        calibration, path = Path(folder) / "cluster.json", Path(folder) / "decisions.jsonl"
+        if hvd.rank() == 0:  # nobody else has it
+            calibration.write_text(json.dumps(_calibration("powersgd:rank=2")))
+        policy = f"auto:calibration={hvd.broadcast_object(str(calibration))},window=3,every=6,margin=1000,budget=0.9"
+        training = Training("powersgd:rank=2", policy, decision_log=path)
+        for _ in range(60):
+            training.step()
+        everyone = hvd.allgather_object(training.plans)
+        for step in range(60):
+            assert len({plans[step] for plans in everyone}) == 1, (step, [plans[step] for plans in everyone])
+        assert_same_everywhere(weights(training.model))
+        if hvd.rank() == 0:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            assert replay(path).difference is None, replay(path)
+            chosen = {line["from_step"]: line["state"]["chosen"] for line in lines[1:]}
+            assert set(chosen.values()) >= {"dense", "fp16", "compressed"}, chosen
+            for step, plan in enumerate(training.plans):
+                name = chosen[max(begin for begin in chosen if begin <= step)]
+                methods = set(json.loads(plan)[0].values())
+                right = {"dense": {"none"}, "fp16": {"fp16"}, "compressed": {"none", "powersgd:rank=2"}}
+                assert name not in right or methods == right[name], (step, name, methods)
+            assert all(seconds > 0 for line in lines[3:] for seconds in line["statistics"]["step_times"])
+
+
+def case_auto_with_a_calibration_that_will_not_do_stops_all_before_the_first_exchange() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = Path(folder) / "cluster.json"
+        policy = f"auto:calibration={hvd.broadcast_object(str(calibration))}"
+        for content, words in (
+            (None, "cannot be read"),
+            (_calibration("topk:ratio=0.1"), "no encode time of 'powersgd:rank=2'"),
+        ):
+            if hvd.rank() == 0 and content is not None:
+                calibration.write_text(json.dumps(content))
+            training = Training("powersgd:rank=2", policy)
+            before = weights(training.model)
+            message = raised(RankMismatchError, training.step)
+            assert words in message, message
+            assert torch.equal(weights(training.model), before)
+            hvd.barrier()  # rank 0 must not write the next one yet
+
+
+def _calibration(spec: str) -> dict[str, Any]:
+    """A made-up calibration of the small model."""
+    cost = {"algorithm": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}
+    model = {
+        "tensors": [{"name": name, "shape": list(one.shape)} for name, one in small_model().named_parameters()],
+        "backward_s": 1e-3, "forward_s": 1e-3, "bucket_bytes": 1e6, "encode": {spec: {"encode_s": 1e-3}},
+    }  # fmt: skip
+    network = {"allreduce": cost, "allgather": {**cost, "algorithm": "direct"}}
+    return {
+        "format": "hvdcomp-calibration", "version": 1, "name": "test", "network": network, "models": {"small": model},
+    }  # fmt: skip
+
+
 def case_logged_norms_are_those_of_rank_zeros_own_gradients() -> None:
     for source in ("local", "aggregated"):
         with tempfile.TemporaryDirectory() as folder:

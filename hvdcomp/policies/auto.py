@@ -1,0 +1,372 @@
+"""Auto: chooses between dense, fp16 and compressed by what steps take, so that compression never costs time.
+
+The performance model names the candidates and predicts a step's time for each (`hvdcomp.survey`). The training begins
+with the fastest by the model, and measures it. Candidates that the model puts near the best are tried, each for a few
+steps, and the fastest by measurement stays. A trial begins when what it may cost, by what is known, is no more than a
+small share of the time so far, so that trials as a whole stay below that share. When steps take another time than
+when the candidate was chosen, all is open again.
+
+This is not from a paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, ClassVar
+
+from hvdcomp.policies.base import Candidate, Period, Policy, Statistic, Statistics, Survey, is_number
+from hvdcomp.policies.decisions import Methods
+from hvdcomp.policies.schedules import Levelled
+
+SETTLING = 2
+"""So many steps after a change are not counted: the first sends what compression had kept back, and Horovod learns the
+names and sizes of what it exchanges anew."""
+
+DENSE = "dense"
+"""Name of the candidate that sends everything as it is."""
+
+_HOPELESS = 1.5  # a trial ends early if its steps take so many times those of the best
+_LEAST = 2  # steps to judge that by
+_DOUBT = 0.1  # a prediction may be so much too high; what is within that is tried at no price
+_NOTICEABLE = 0.01  # differences of step times that are looked for
+_MOST = 8  # measurements of a candidate that cannot be told apart from the best, in windows
+_PATIENCE, _MOST_PATIENCE = 2, 64  # looks in a row
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps of a candidate took.
+
+    Attributes:
+        seconds: their median.
+        error: standard error of it, from the median absolute deviation as if times were normally distributed.
+        steps: how many were counted.
+    """
+
+    seconds: float
+    error: float
+    steps: int
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Measured:
+        """Of at least one time."""
+        middle = median(times)
+        spread = 1.4826 * median(abs(time - middle) for time in times)
+        return cls(middle, 1.2533 * spread / math.sqrt(len(times)), len(times))
+
+    def with_more(self, other: Measured, most: int) -> Measured:
+        """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""
+        old = min(self.steps, most)
+        steps = old + other.steps
+        seconds = (old * self.seconds + other.steps * other.seconds) / steps
+        return Measured(seconds, math.hypot(old * self.error, other.steps * other.error) / steps, steps)
+
+
+@dataclass(frozen=True)
+class AutoState:
+    """The state of `Auto`.
+
+    Attributes:
+        order: names of the tensors, those first that are most worth compressing.
+        candidates: by name, with predicted times; none before the survey is told.
+        chosen: the candidate in force.
+        why: it is, in words.
+        since: the first step, counted from 0, that obeys it.
+        until: the next decision is made when so many steps have ended.
+        trying: whether it is being tried; else it stays until something speaks against it.
+        times: seconds of the steps of this trial that count.
+        measured: by name, what is known since the last time that all was open.
+        before: by name, medians that were measured before that.
+        usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
+        drifted: looks in a row that found another time.
+        patience: so many of them open all again.
+        reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
+        elapsed: seconds of all steps so far.
+        spent: seconds of these that trials and changes took beyond steps of the best.
+    """
+
+    order: tuple[str, ...]
+    candidates: Mapping[str, Candidate] = field(default_factory=dict)
+    chosen: str = ""
+    why: str = ""
+    since: int = 0
+    until: int = 0
+    trying: bool = False
+    times: tuple[float, ...] = ()
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    before: Mapping[str, float] = field(default_factory=dict)
+    usual: Mapping[str, float] = field(default_factory=dict)
+    drifted: int = 0
+    patience: int = _PATIENCE
+    reopened: str = ""
+    elapsed: float = 0.0
+    spent: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Policy[AutoState]):
+    """Dense, fp16 or compressed, by tensor group, whatever makes steps fastest.
+
+    The compressor that the training was given is what "compressed" means; its level is not changed.
+
+    Attributes:
+        calibration: file or preset of `hvdcomp.perfmodel`. Rank 0 alone reads it.
+        model: of the calibration; empty for the one whose tensors have the training's shapes.
+        batch: batch size of one rank, if it is not the calibration's; 0 if it is.
+        window: steps that a candidate is measured for, after those that settle.
+        every: steps between two looks while nothing is tried.
+        margin: candidates are tried if they may take no more than this share longer than the best.
+        budget: share of the time that trials may cost.
+        drift: a step time that differs by more than this share from what it was when the candidate was chosen opens
+            all again, if that is so at two looks in a row.
+    """
+
+    calibration: str
+    model: str = ""
+    batch: int = 0
+    window: int = 5
+    every: int = 20
+    margin: float = 0.25
+    budget: float = 0.01
+    drift: float = 0.15
+
+    name: ClassVar[str] = "auto"
+    state_type: ClassVar[type] = AutoState
+    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.SURVEY, Statistic.STEP_TIMES})
+    state_growth: ClassVar[int] = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.lag == 1, "lag", "1: it looks at whole steps, and one that waits for a decision is none")
+        self.require(bool(self.calibration), "calibration", "a calibration file or the name of a preset")
+        self.require_whole("batch", 0)
+        self.require_whole("window", 3)
+        self.require_whole("every", 5)
+        for setting in ("margin", "drift"):
+            value = getattr(self, setting)
+            self.require(is_number(value) and value > 0, setting, "above 0, such as 0.15 for 15 %")
+        self.require(is_number(self.budget) and 0 < self.budget < 1, "budget", "a share of the time, above 0, below 1")
+
+    @property
+    def period(self) -> Period:
+        return Period(until=1)
+
+    def period_in(self, state: AutoState) -> Period:
+        return Period(until=state.until)
+
+    def wanted(self, state: AutoState) -> frozenset[Statistic]:
+        return frozenset({Statistic.STEP_TIMES if state.candidates else Statistic.SURVEY})
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        """Any compressor will do. The calibration is looked at when the tensors are known, on rank 0."""
+
+    def initial_state(self, tensors: Sequence[str]) -> AutoState:
+        return AutoState(tuple(tensors))
+
+    def decision(self, state: AutoState) -> Methods:
+        if not state.candidates:
+            return Methods({}, "none")
+        chosen = state.candidates[state.chosen]
+        return Methods(dict.fromkeys(state.order[: chosen.compressed]), chosen.rest)
+
+    def update(self, state: AutoState, statistics: Statistics) -> AutoState:
+        step = statistics.step
+        if not state.candidates:
+            assert statistics.survey is not None
+            return self._begin(state, statistics.survey, step)
+        assert statistics.step_times is not None
+        state, counted = self._count(state, statistics.step_times, step)
+        if state.trying:
+            state = dataclasses.replace(state, times=(*state.times, *counted))
+            missing = self._missing(state)
+            if missing:
+                why = f"measures {state.chosen} for {missing} more steps"
+                return dataclasses.replace(state, until=step + missing, why=why)
+            state = self._note(state, Measured.of(state.times))
+        elif len(counted) >= _LEAST:
+            now = Measured.of(counted)
+            usual = state.usual.get(state.chosen, now.seconds)
+            state = dataclasses.replace(state, usual={**state.usual, state.chosen: usual})
+            if abs(now.seconds - usual) > self.drift * usual:
+                state = dataclasses.replace(state, drifted=state.drifted + 1)
+                if state.drifted < state.patience:
+                    why = f"steps take {_ms(now.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
+                    return dataclasses.replace(state, until=step + self.every, why=why)
+                state = self._reopen(state, now)
+            else:
+                state = dataclasses.replace(self._note(state, now), drifted=0)
+        return self._go_on(state, step)
+
+    # What has been measured.
+
+    def _begin(self, state: AutoState, survey: Survey, step: int) -> AutoState:
+        """Takes the fastest by the model."""
+        self.of_tensors(dict.fromkeys(survey.order), dict.fromkeys(state.order), "a survey")
+        candidates = survey.candidates
+        if not candidates or not all(0 < one.seconds < math.inf for one in candidates.values()):
+            raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
+        state = dataclasses.replace(state, order=tuple(survey.order), candidates=candidates)
+        first = min(candidates, key=lambda name: candidates[name].seconds)
+        why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
+        return self._try(state, first, step, why)
+
+    def _count(self, state: AutoState, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
+        """Enters the times into the accounts. Returns those that say how long the chosen candidate takes."""
+        known = [(number, time) for number, time in enumerate(times, step - len(times)) if 0 < time < math.inf]
+        settled = state.since + SETTLING
+        others = [name for name in state.measured if not (state.trying and name == state.chosen)]
+        best = min((state.measured[name].seconds for name in others), default=math.inf)
+        beyond = sum(time - best for number, time in known if state.trying or number < settled)
+        elapsed = state.elapsed + sum(time for _, time in known)
+        state = dataclasses.replace(state, elapsed=elapsed, spent=state.spent + max(0.0, beyond))
+        return state, [time for number, time in known if number >= settled]
+
+    def _missing(self, state: AutoState) -> int:
+        """Steps that a trial has yet to take."""
+        best = min((one.seconds for name, one in state.measured.items() if name != state.chosen), default=math.inf)
+        if len(state.times) >= _LEAST and min(state.times) > _HOPELESS * best:
+            return 0
+        return max(0, self._steps(state, state.chosen) - len(state.times))
+
+    def _steps(self, state: AutoState, name: str) -> int:
+        """Steps of a trial that count: as many again as are known already."""
+        return max(self.window, state.measured[name].steps if name in state.measured else 0)
+
+    def _note(self, state: AutoState, now: Measured) -> AutoState:
+        """Enters what the chosen candidate takes."""
+        old = state.measured.get(state.chosen)
+        told = now if old is None else old.with_more(now, _MOST * self.window)
+        return dataclasses.replace(state, measured={**state.measured, state.chosen: told})
+
+    def _reopen(self, state: AutoState, now: Measured) -> AutoState:
+        """Forgets how fast candidates are but for the chosen one."""
+        before = {**state.before, **{name: one.seconds for name, one in state.measured.items()}}
+        return dataclasses.replace(
+            state, measured={state.chosen: now}, before=before, drifted=0,
+            usual={state.chosen: now.seconds}, reopened=state.chosen,
+        )  # fmt: skip
+
+    # What comes next.
+
+    def _go_on(self, state: AutoState, step: int) -> AutoState:
+        """Begins a trial that is worth its price, or stays with the best."""
+        best = self._best(state)
+        near = self._open(state, best)
+        offers = sorted((self._price(state, best, name), self._expected(state, best, name), name) for name in near)
+        for price, _, name in offers:
+            free = state.reopened and name not in state.measured and self._is_near(state, best, name)
+            if free or self._short_of(state, price) <= 0:
+                return self._try(state, name, step, self._why_try(state, best, name))
+        if state.reopened:
+            patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else _PATIENCE
+            state = dataclasses.replace(state, reopened="", patience=patience)
+        short = min((self._short_of(state, price) for price, _, _ in offers), default=None)
+        return self._stay(state, best, step, short)
+
+    def _best(self, state: AutoState) -> str:
+        """The fastest by measurement. What stays is not left for a difference that may be chance."""
+        best = min(state.measured, key=lambda name: state.measured[name].seconds)
+        if state.trying or best == state.chosen:
+            return best
+        fastest, ours = state.measured[best], state.measured[state.chosen]
+        doubt = max(2 * math.hypot(fastest.error, ours.error), _NOTICEABLE * fastest.seconds)
+        return best if ours.seconds - fastest.seconds > doubt else state.chosen
+
+    def _open(self, state: AutoState, best: str) -> list[str]:
+        """The candidates that may turn out to be faster than the best, by a difference that counts."""
+        found = []
+        limit = state.measured[best]
+        for name in state.candidates:
+            one = state.measured.get(name)
+            if one is None:
+                # Dense in any case, whatever the model says: never to be slower than that is what is promised.
+                if name == DENSE or self._is_near(state, best, name):
+                    found.append(name)
+            elif name != best and one.steps < _MOST * self.window:
+                gain = limit.seconds - one.seconds + 2 * math.hypot(limit.error, one.error)
+                if gain > _NOTICEABLE * limit.seconds:
+                    found.append(name)
+        return found
+
+    def _is_near(self, state: AutoState, best: str, name: str) -> bool:
+        """Whether a candidate is within the margin: as predicted, as once measured, or relative to the best's time."""
+        least = min(self._expected(state, best, name), state.before.get(name, state.candidates[name].seconds))
+        return least <= (1 + self.margin) * state.measured[best].seconds
+
+    def _expected(self, state: AutoState, best: str, name: str) -> float:
+        """Seconds of a step as measured, or as predicted, corrected by what the best takes instead of predicted."""
+        if name in state.measured:
+            return state.measured[name].seconds
+        correction = state.measured[best].seconds / state.candidates[best].seconds
+        return state.candidates[name].seconds * correction
+
+    def _price(self, state: AutoState, best: str, name: str) -> float:
+        """Seconds that a trial is expected to cost."""
+        expected = self._expected(state, best, name) * (1 if name in state.measured else 1 - _DOUBT)
+        return max(0.0, expected - state.measured[best].seconds) * (SETTLING + self._steps(state, name))
+
+    def _short_of(self, state: AutoState, price: float) -> float:
+        """Seconds that the training has yet to take until a trial is affordable."""
+        return 0.0 if price == 0 else (state.spent + price) / self.budget - state.elapsed
+
+    def _why_try(self, state: AutoState, best: str, name: str) -> str:
+        known = state.measured[best]
+        if name in state.measured:
+            return f"tries {name} again: {_ms(state.measured[name].seconds)} is too near {best} to be told apart"
+        text = f"tries {name}: {_ms(self._expected(state, best, name))} expected, {best} takes {_ms(known.seconds)}"
+        return f"steps have changed; {text}" if state.reopened else text
+
+    def _try(self, state: AutoState, name: str, step: int, why: str) -> AutoState:
+        same = name == state.chosen
+        since = state.since if same else step
+        until = step + _LEAST + (0 if same else SETTLING)
+        return dataclasses.replace(
+            state, chosen=name, why=why, since=since, until=until, trying=True, times=(), drifted=0
+        )
+
+    def _stay(self, state: AutoState, best: str, step: int, short: float | None) -> AutoState:
+        """Stays with the best, or returns to it, until the next look or until a trial is affordable."""
+        others = {name: one.seconds for name, one in state.measured.items() if name != best}
+        found = state.measured[best].seconds
+        if others:
+            second = min(others, key=lambda name: others[name])
+            why = f"{best} is the fastest measured: {_ms(found)}, then {second}: {_ms(others[second])}"
+        else:
+            why = f"{best} takes {_ms(found)}; nothing else promises to be faster at a price that is low enough"
+        wait = self.every
+        if short is not None and short < self.every * found:
+            wait = max(self.window, math.ceil(short / found))
+        changed = best != state.chosen
+        return dataclasses.replace(
+            state,
+            chosen=best,
+            why=why,
+            since=step if changed else state.since,
+            until=step + wait + (SETTLING if changed else 0),
+            trying=False,
+            times=(),
+        )
+
+    # States as JSON.
+
+    def from_json(self, data: Mapping[str, Any]) -> AutoState:
+        state = super().from_json(data)
+        return dataclasses.replace(
+            state,
+            order=tuple(state.order),
+            candidates={name: _rebuilt(Candidate, one) for name, one in state.candidates.items()},
+            measured={name: _rebuilt(Measured, one) for name, one in state.measured.items()},
+            times=tuple(state.times),
+        )
+
+
+def _rebuilt(kind: type[Any], fields: Any) -> Any:
+    return kind(**fields)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.4g} ms"

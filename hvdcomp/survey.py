@@ -1,0 +1,184 @@
+"""What a training could send instead of what it sends, and how long a step would take: for the policy `auto`.
+
+The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
+everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
+the rest dense or in half precision. Rank 0 alone reads the calibration; the others hear of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from hvdcomp.collectives import TensorInfo, number_of_elements
+from hvdcomp.engine import Engine, Plan
+from hvdcomp.levels import Plans, levelled_tensors
+from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
+from hvdcomp.perfmodel import predict as predict_step
+from hvdcomp.policies.auto import DENSE
+from hvdcomp.policies.base import Candidate, Survey
+from hvdcomp.policies.decisions import Methods
+
+FP16, COMPRESSED = "fp16", "compressed"
+
+_STARTING = 2**16
+"""A tensor takes as long to encode as its elements and so many more, for the operations that have to be started.
+
+The calibration knows the time of the whole model alone. This says how it is shared out among its tensors, and so only
+which mixtures are worth a trial; what they really take is measured.
+"""
+
+_CUTS = 16  # so many mixtures are predicted for each way to send the rest
+
+
+def survey_of(
+    engine: Engine, source: str, model: str | None = None, batch: int | None = None, overlaps: bool = True
+) -> Survey:
+    """The candidates of a training, with their predicted times.
+
+    Args:
+        engine: with the training's tensors, compressor, memory and ranks.
+        source: a calibration file, or the name of a preset.
+        model: of the calibration; None for the one whose tensors have the shapes of the training's.
+        batch: size on one rank; None for the calibration's.
+        overlaps: whether Horovod carries casts itself, during the backward pass.
+
+    Raises:
+        CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
+    """
+    calibration = load(source)
+    facts = _facts(calibration, engine.tensors.values(), source, model)
+    try:
+        setting = Setting(engine.communicator.size, batch_size=batch)
+        return _Model(engine, calibration, facts, setting, overlaps).survey(source)
+    except ValueError as error:
+        if isinstance(error, CalibrationError):
+            raise
+        raise CalibrationError(f"{source}: {error}") from None
+
+
+def _facts(
+    calibration: Calibration, tensors: Iterable[TensorInfo], source: str, model: str | None
+) -> ModelFacts:
+    """The model of a calibration that a training's tensors are of. Names do not count: they are up to programs."""
+    mine = _shapes(tensors)
+    if model is not None and model not in calibration.models:
+        raise CalibrationError(f"{source} has no model {model!r}; it has: {', '.join(calibration.models)}")
+    named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
+    fitting = [name for name, facts in named.items() if _shapes(facts.tensors) == mine]
+    if not fitting:
+        sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
+        raise CalibrationError(
+            f"{source} is of another model: this training has {_size(mine)}, the calibration {sizes}; calibrate with "
+            "this model"
+        )
+    if len(fitting) > 1:
+        raise CalibrationError(
+            f"{source} has more than one model of these tensors; name one of them: model={' or model='.join(fitting)}"
+        )
+    return calibration.models[fitting[0]]
+
+
+def _shapes(tensors: Iterable[TensorInfo]) -> Counter[tuple[tuple[int, ...], str]]:
+    return Counter((tensor.shape, tensor.dtype) for tensor in tensors if tensor.size)
+
+
+def _size(shapes: Counter[tuple[tuple[int, ...], str]]) -> str:
+    elements = sum(count * number_of_elements(shape) for (shape, _), count in shapes.items())
+    return f"{sum(shapes.values())} tensors of {elements:,} elements"
+
+
+class _Tensor(NamedTuple):
+    """A tensor that the training's compressor does compress."""
+
+    name: str
+    weight: float  # its share of the time to encode
+    saved: float  # bytes
+
+
+class _Model:
+    """The performance model of one training."""
+
+    def __init__(
+        self, engine: Engine, calibration: Calibration, facts: ModelFacts, setting: Setting, overlaps: bool
+    ) -> None:
+        self.engine = engine
+        self.facts = facts
+        self._calibration = calibration
+        self._setting = setting
+        self._overlaps = overlaps
+        self._plans = Plans(engine, levelled_tensors(engine))
+        self._own = engine.plan_for(engine.compressor)
+
+    def survey(self, source: str) -> Survey:
+        """All candidates. Those that are another one under a second name are left out."""
+        worthwhile = self._worthwhile()
+        encode = self._encode(source) if worthwhile else None
+        found: dict[str, Candidate] = {}
+        sent: list[dict[str, object]] = []
+
+        def offer(name: str, candidate: Candidate, plan: Plan) -> None:
+            if (sends := self._sends(plan)) not in sent:
+                found[name] = candidate
+                sent.append(sends)
+
+        for name, rest in ((DENSE, "none"), (FP16, "fp16"), (COMPRESSED, None)):
+            plan = self._plans.of(Methods({}, rest))
+            offer(name, Candidate(self._seconds(plan, encode if rest is None else None), 0, rest), plan)
+        order = tuple(tensor.name for tensor in worthwhile)
+        for name, rest in ((f"{COMPRESSED} and {DENSE}", "none"), (f"{COMPRESSED} and {FP16}", "fp16")):
+            if encode is not None and (mixed := self._best_mixture(worthwhile, rest, encode)) is not None:
+                offer(name, mixed, self._plans.of(Methods(dict.fromkeys(order[: mixed.compressed]), rest)))
+        others = tuple(name for name in self._plans.names if name not in order)
+        return Survey((*order, *others), found)
+
+    def _sends(self, plan: Plan) -> dict[str, object]:
+        """By tensor what is sent: the element type of a cast, or the compressor."""
+        return {name: one.wire_dtype(self.engine.tensors[name].dtype) or one for name, one in plan.items()}
+
+    def _encode(self, source: str) -> EncodeTime:
+        spec, known = str(self.engine.compressor), self.facts.compute.encode
+        if spec not in known:
+            raise CalibrationError(
+                f"{source} has no encode time of {spec!r} for this model; it has: {', '.join(known) or 'none'}. "
+                "Calibrate with this compressor, or use one of these"
+            )
+        return known[spec]
+
+    def _worthwhile(self) -> list[_Tensor]:
+        """The compressed tensors, those first that save most bytes for their time to encode."""
+        found = []
+        for name, compressor in self._own.items():
+            tensor = self.engine.tensors[name]
+            if compressor.wire_dtype(tensor.dtype) is None:
+                dense = self._plans.of(Methods({}, "none"))[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
+                saved = dense - compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
+                found.append(_Tensor(name, tensor.size + _STARTING, saved))
+        return sorted(found, key=lambda one: (-one.saved / one.weight, one.name))
+
+    def _best_mixture(self, tensors: list[_Tensor], rest: str, encode: EncodeTime) -> Candidate | None:
+        """The fastest of some mixtures of compressed tensors and others; None if there are no two tensors to mix."""
+        count = len(tensors)
+        total = sum(tensor.weight for tensor in tensors)
+        best = None
+        for number in sorted({round(count * cut / (_CUTS + 1)) for cut in range(1, _CUTS + 1)} - {0, count}):
+            share = sum(tensor.weight for tensor in tensors[:number]) / total
+            plan = self._plans.of(Methods(dict.fromkeys(tensor.name for tensor in tensors[:number]), rest))
+            seconds = self._seconds(plan, _part(encode, share))
+            if best is None or seconds < best.seconds:
+                best = Candidate(seconds, number, rest)
+        return best
+
+    def _seconds(self, plan: Plan, encode: EncodeTime | None) -> float:
+        exchange = exchange_of_plan(self.engine, plan)
+        if not self._overlaps:
+            exchange = dataclasses.replace(exchange, overlapped=False)
+        network, compute = self._calibration.network, self.facts.compute
+        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode)
+        return float(parts.total)
+
+
+def _part(encode: EncodeTime, share: float) -> EncodeTime:
+    return EncodeTime(encode.encode_s * share, encode.decode_s * share, encode.decode_per_rank_s * share)

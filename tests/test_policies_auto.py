@@ -1,0 +1,305 @@
+"""`auto` on trainings whose step times are made up: what it ends at, what its search costs, when it searches again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp import SpecError
+from hvdcomp.policies import Auto
+from hvdcomp.policies.auto import SETTLING, AutoState, Measured
+from hvdcomp.policies.base import Candidate, Period, Statistics, Survey
+from hvdcomp.policies.decisions import Methods
+
+TENSORS = ("conv", "fc", "head")
+KINDS = {"dense": (0, "none"), "fp16": (0, "fp16"), "compressed": (0, None), "compressed and dense": (2, "none")}
+FLUSH = 1.4  # the first step after a change takes so many times one of the candidate
+AUTO = Auto(calibration="cluster.json")
+
+Times = Mapping[str, float | Callable[[int], float]]
+
+
+def survey(predicted: Mapping[str, float]) -> Survey:
+    candidates = {name: Candidate(seconds, *KINDS[name]) for name, seconds in predicted.items()}
+    return Survey(("fc", "conv", "head"), candidates)
+
+
+@dataclass
+class Run:
+    """A training under the policy: what each step sent and took, and the state after each decision."""
+
+    times: Times
+    policy: Auto = AUTO
+    sent: list[str] = field(default_factory=list)
+    took: list[float] = field(default_factory=list)
+    states: list[tuple[int, AutoState]] = field(default_factory=list)
+
+    def go(
+        self, predicted: Mapping[str, float], steps: int, restart: Callable[[int], bool] = lambda step: False
+    ) -> Run:
+        policy = self.policy
+        state, _ = policy.decide(policy.initial_state(TENSORS), Statistics(0, survey=survey(predicted)))
+        self.states = [(0, state)]
+        told: list[float] = []
+        for step in range(steps):
+            self.sent.append(state.chosen)
+            seconds = self.static(state.chosen, step)
+            self.took.append(seconds * (FLUSH if step and state.since == step else 1))
+            told.append(self.took[-1] if step else float("nan"))
+            if policy.period_in(state) == Period(until=step + 1):
+                state, decision = policy.decide(state, Statistics(step + 1, step_times=tuple(told)))
+                assert policy.decision(state) == decision
+                assert state.until > step + 1
+                assert state.why
+                self.states.append((step + 1, state))
+                told.clear()
+            if restart(step):
+                state = policy.from_json(json.loads(json.dumps(policy.to_json(state), allow_nan=False)))
+        return self
+
+    def static(self, name: str, step: int) -> float:
+        known = self.times[name]
+        return known(step) if callable(known) else known
+
+    def over(self, name: str) -> float:
+        """How much longer the training took than with one candidate throughout, as a ratio."""
+        return sum(self.took) / sum(self.static(name, step) for step in range(len(self.took)))
+
+    def reasons(self) -> str:
+        return "\n".join(state.why for _, state in self.states)
+
+
+FAST_DENSE = {"dense": 1.0, "fp16": 1.1, "compressed": 1.3, "compressed and dense": 1.2}
+
+
+# What it decides ------------------------------------------------------------------------------------------------------
+
+
+def test_before_the_survey_everything_is_dense_and_the_survey_is_all_it_wants() -> None:
+    state = AUTO.initial_state(TENSORS)
+    assert AUTO.decision(state) == Methods({}, "none")
+    assert {each.value for each in AUTO.wanted(state)} == {"survey"}
+    state, _ = AUTO.decide(state, Statistics(0, survey=survey(FAST_DENSE)))
+    assert {each.value for each in AUTO.wanted(state)} == {"step_times"}
+
+
+@pytest.mark.parametrize(
+    ("fastest", "decision"),
+    [
+        ("dense", Methods({}, "none")),
+        ("fp16", Methods({}, "fp16")),
+        ("compressed", Methods({}, None)),
+        ("compressed and dense", Methods({"fc": None, "conv": None}, "none")),
+    ],
+)
+def test_it_begins_with_the_fastest_by_the_model(fastest: str, decision: Methods) -> None:
+    predicted = dict.fromkeys(KINDS, 0.5) | {fastest: 0.4}
+    state, made = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=survey(predicted)))
+    assert made == decision
+    assert state.why == f"begins with {fastest}: predicted 400 ms, the fastest of 4"
+
+
+def test_the_steps_of_a_history_by_hand() -> None:
+    """Window 5, two steps not counted: step 0 begins; fp16 is near by the model, and faster; compressed is not."""
+    times = {"dense": 1.0, "fp16": 0.9, "compressed": 3.0}
+    run = Run(times).go({"dense": 1.0, "fp16": 1.05, "compressed": 1.1}, 60)
+    assert run.sent[:7] == ["dense"] * 7
+    assert run.sent[7:14] == ["fp16"] * 7  # within a tenth: tried at no price
+    assert run.sent[14:18] == ["compressed"] * 4  # two settle, two count, and are hopeless
+    assert run.sent[18:] == ["fp16"] * 42
+    last = run.states[-1][1]
+    assert last.measured["compressed"] == Measured(3.0, 0.0, 2)
+    assert last.measured["fp16"].seconds == pytest.approx(0.9)
+    # Four steps of compressed, the first of 4.2, instead of four of fp16, and 1.26 instead of 0.9 to return to that.
+    assert last.spent == pytest.approx(4.2 + 3 * 3.0 - 4 * 0.9 + 0.36)
+    assert "tries fp16: 1050 ms expected, dense takes 1000 ms" in run.reasons()
+    assert "fp16 is the fastest measured: 900 ms, then dense: 1000 ms" in run.reasons()
+
+
+def test_what_is_far_off_by_the_model_is_not_tried_and_dense_only_when_that_is_cheap() -> None:
+    predicted = {"dense": 3.0, "fp16": 2.0, "compressed": 1.0}
+    short = Run(predicted).go(predicted, 300)
+    assert set(short.sent) == {"compressed"}
+    long = Run(predicted).go(predicted, 4000)
+    assert set(long.sent) == {"compressed", "dense"}
+    assert long.sent.count("dense") == SETTLING + 2
+    assert long.over("compressed") < 1.01
+
+
+def test_steps_that_settle_do_not_count() -> None:
+    run = Run({"dense": 1.0, "fp16": lambda step: 5.0 if step in (7, 8) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
+    assert run.sent[-1] == "fp16"
+
+
+def test_one_slow_step_does_not_end_a_trial() -> None:
+    run = Run({"dense": 1.0, "fp16": lambda step: 9.0 if step in (9, 12) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
+    assert run.sent[-1] == "fp16"
+    assert run.states[-1][1].measured["fp16"].seconds == pytest.approx(0.5)
+
+
+def test_a_single_candidate_stays() -> None:
+    assert set(Run({"dense": 1.0}).go({"dense": 1.0}, 100).sent) == {"dense"}
+
+
+def test_candidates_as_fast_as_each_other_are_measured_again_but_not_for_ever() -> None:
+    def shaky(phase: int) -> Callable[[int], float]:
+        return lambda step: 1.0 + 0.05 * ((step * 7 + phase) % 5 - 2)
+
+    run = Run({"dense": shaky(0), "fp16": shaky(3)}).go({"dense": 1.0, "fp16": 1.0}, 2000)
+    looks = [state.why for _, state in run.states if state.why.startswith("tries fp16") or "tries dense" in state.why]
+    assert 2 <= len(looks) <= 8
+    assert any("too near" in why for why in looks)
+    assert len(set(run.sent[-1000:])) == 1
+
+
+# What it costs --------------------------------------------------------------------------------------------------------
+
+seconds = st.floats(0.5, 2.0)
+
+
+@given(
+    times=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+    wrong=st.fixed_dictionaries(dict.fromkeys(KINDS, st.floats(0.95, 1.05))),
+    scale=st.sampled_from([0.2, 1.0, 4.0]),
+)
+def test_with_a_model_that_is_nearly_right_it_is_within_3_percent_of_the_best(
+    times: dict[str, float], wrong: dict[str, float], scale: float
+) -> None:
+    """Also where all predictions are too low or too high alike, as for another batch size."""
+    predicted = {name: times[name] * wrong[name] * scale for name in times}
+    run = Run(times).go(predicted, 400)
+    best = min(times, key=lambda name: times[name])
+    assert run.over(best) <= 1.03
+    if times["dense"] != times[best]:
+        assert run.over("dense") <= 1.03
+
+
+@given(
+    times=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+    predicted=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+)
+def test_it_ends_at_the_best_of_those_within_the_margin_whatever_the_model(
+    times: dict[str, float], predicted: dict[str, float]
+) -> None:
+    """And of those and dense; what is left, of what was tried, is never better than what it stays with."""
+    run = Run(times).go(predicted, 20_000)
+    first = min(predicted, key=lambda name: predicted[name])
+    near = {name for name in KINDS if predicted[name] <= predicted[first] * (1 + AUTO.margin)} | {"dense"}
+    last = run.states[-1][1]
+    assert near <= set(last.measured)
+    assert times[run.sent[-1]] == min(times[name] for name in last.measured)
+
+
+@given(
+    times=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+    predicted=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+    steps=st.integers(100, 2000),
+)
+def test_trials_cost_no_more_than_the_budget_and_one_surprise(
+    times: dict[str, float], predicted: dict[str, float], steps: int
+) -> None:
+    """Of the time spent with something slower than what was known to be best, whatever the model says.
+
+    A trial begins while the account is within the budget, or at no price. Each can surprise once.
+    """
+    run = Run(times).go(predicted, steps)
+    last = run.states[-1][1]
+    longest = (SETTLING + AUTO.window) * (max(times.values()) * FLUSH - min(times.values()))
+    tried = len(last.measured)
+    assert last.spent <= AUTO.budget * sum(run.took) + tried * longest
+    assert last.elapsed == pytest.approx(sum(run.took[1 : run.states[-1][0]]))
+
+
+# Drift ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_network_that_slows_down_makes_it_search_again() -> None:
+    times: Times = {"dense": lambda step: 1.0 if step < 200 else 3.0, "compressed": 1.3}
+    run = Run(times).go({"dense": 1.0, "compressed": 1.3}, 400)
+    assert set(run.sent[150:200]) == {"dense"}
+    assert run.sent.index("compressed", 200) <= 200 + 3 * AUTO.every + SETTLING
+    assert set(run.sent[300:]) == {"compressed"}
+    assert "steps take 3000 ms, 1000 ms before: looks once more at dense" in run.reasons()
+    assert "steps have changed; tries compressed" in run.reasons()
+
+
+def test_less_than_the_drift_and_a_single_look_change_nothing() -> None:
+    for slower in (lambda step: 1.0 if step < 200 else 1.14, lambda step: 3.0 if 300 <= step < 315 else 1.0):
+        run = Run({"dense": slower, "compressed": 1.2}).go({"dense": 1.0, "compressed": 1.2}, 600)
+        assert "compressed" in run.sent[:200]
+        assert set(run.sent[200:]) == {"dense"}
+
+
+def test_steps_that_change_for_ever_are_followed_more_and_more_patiently() -> None:
+    def turns(step: int) -> float:
+        return 1.0 if step // 100 % 2 else 1.5
+
+    run = Run({"dense": turns, "fp16": lambda step: turns(step) * 1.1}).go({"dense": 1.0, "fp16": 1.1}, 6000)
+    assert run.over("dense") < 1.02
+    assert run.states[-1][1].patience > 2
+
+
+# Restarts, and what cannot be -----------------------------------------------------------------------------------------
+
+
+@given(
+    times=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+    predicted=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
+    stops=st.sets(st.integers(0, 150), max_size=20),
+)
+def test_stopped_anywhere_it_goes_on_as_if_it_had_not(
+    times: dict[str, float], predicted: dict[str, float], stops: set[int]
+) -> None:
+    whole = Run(times).go(predicted, 150)
+    stopped = Run(times).go(predicted, 150, stops.__contains__)
+    assert stopped.sent == whole.sent
+    assert stopped.states == whole.states
+
+
+def test_steps_that_were_not_timed_are_made_up_for() -> None:
+    """After a restart the first step has no time."""
+    state, _ = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=survey({"dense": 1.0, "fp16": 1.0})))
+    nan = float("nan")
+    state, _ = AUTO.decide(state, Statistics(4, step_times=(nan, 1.0, nan, 1.0)))
+    assert (state.chosen, state.until, state.times) == ("dense", 8, (1.0,))
+    state, _ = AUTO.decide(state, Statistics(8, step_times=(1.0, 1.0, 1.0, 0.0)))
+    assert (state.chosen, state.until) == ("dense", 9)
+    state, _ = AUTO.decide(state, Statistics(9, step_times=(1.0,)))
+    assert (state.chosen, state.trying) == ("fp16", True)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (Survey(("conv", "fc"), {"dense": Candidate(1.0, 0, "none")}), "survey of other tensors .* missing: head"),
+        (Survey(TENSORS, {}), "needs candidates"),
+        (Survey(TENSORS, {"dense": Candidate(float("nan"), 0, "none")}), "positive finite times"),
+        (Survey(TENSORS, {"dense": Candidate(0.0, 0, "none")}), "positive finite times"),
+    ],
+)
+def test_surveys_that_cannot_be(told: Survey, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=told))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"calibration": ""}, "calibration= .* a calibration file"),
+        ({"window": 2}, "window=2 .* at least 3"),
+        ({"every": 4}, "every=4 .* at least 5"),
+        ({"batch": -1}, "batch=-1 .* at least 0"),
+        ({"margin": 0}, "margin=0 .* above 0"),
+        ({"drift": float("nan")}, "drift=nan"),
+        ({"budget": 1}, "budget=1 .* below 1"),
+        ({"lag": 0}, "lag=0 .* must be 1"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict, words: str) -> None:
+    with pytest.raises(SpecError, match=f"auto: {words}"):
+        Auto(**{"calibration": "cluster.json", **settings})
