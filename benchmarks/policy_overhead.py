@@ -49,9 +49,10 @@ class Training:
         from hvdcomp.train.settings import Settings
 
         settings = Settings(model="cnn", data="digits").resolved()
-        self.data = load_data(settings)
+        data = load_data(settings)
+        self.inputs, self.labels = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
         torch.manual_seed(0)
-        self.model = build_model("cnn", channels=self.data.channels, size=self.data.size, classes=self.data.classes)
+        self.model = build_model("cnn", channels=data.channels, size=data.size, classes=data.classes)
         compression = hvdcomp.Compression.from_spec(
             spec, policy=policy, named_parameters=self.model.named_parameters(), steps_per_epoch=44
         )
@@ -62,7 +63,7 @@ class Training:
             compression=compression,
         )
         own = torch.Generator().manual_seed(hvd.rank())
-        self.batches = torch.randint(len(self.data.train_x), (64, 16), generator=own)
+        self.batches = torch.randint(len(self.inputs), (64, 16), generator=own)
         self.number = 0
 
     def block(self) -> float:
@@ -75,7 +76,7 @@ class Training:
             self.number += 1
             start = time.perf_counter()
             self.optimizer.zero_grad()
-            cross_entropy(self.model(self.data.train_x[batch]), self.data.train_y[batch]).backward()
+            cross_entropy(self.model(self.inputs[batch]), self.labels[batch]).backward()
             self.optimizer.step()
             times.append(time.perf_counter() - start)
         return statistics.median(times)

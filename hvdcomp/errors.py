@@ -10,6 +10,8 @@ class SpecError(ValueError):
 class ConfigurationError(RuntimeError):
     """A use of Horovod, or of a model, that compression cannot serve correctly."""
 
+    ag_pass_through = True  # while TensorFlow traces a step, it stays this error instead of becoming one of AutoGraph's
+
 
 class RankMismatchError(RuntimeError):
     """The ranks were configured differently; raised on every rank in the same step."""

@@ -114,7 +114,9 @@ def globalqsgd(x: np.ndarray, largest: float, levels: int, u: np.ndarray) -> tup
         return np.zeros(len(x)), np.ones(len(x), bool)
     v = x / largest * levels
     whole, sure = choose(v, u, np.floor(v), np.floor(v) + 1)
-    sure &= np.abs(u - (1 - (v - np.floor(v)))) > np.abs(v) * 2.0**-22  # float32 has no more digits
+    # The distance from the border between the two; at a whole v that lies at u = 0 as well as at u = 1.
+    away = np.abs(u - (1 - (v - np.floor(v))))
+    sure &= np.minimum(away, 1 - away) > np.abs(v) * 2.0**-22  # float32 has no more digits
     return np.clip(whole, -levels, levels) * largest / levels, sure
 
 

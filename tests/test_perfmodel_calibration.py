@@ -31,14 +31,32 @@ FAST = CollectiveCost("ring", 1e-6, 1e11)
 MEASURED = Calibration(
     name="here",
     network=Network(
-        CollectiveCost("tree", 2e-5, 1e9, transfer=((1e3, 1e-5), (1e6, 1e-3))),
+        CollectiveCost(
+            "tree",
+            2e-5,
+            1e9,
+            transfer=((1e3, 1e-5), (1e6, 1e-3)),
+            start_s=1e-3,
+            fusion_s_per_byte=1e-10,
+            reduction_s_per_byte={"float16": 1e-9},
+        ),
         CollectiveCost("ring", 1e-5, 9e8, incast=((2, 1.0), (16, 1.4))),
         Inner(8, FAST, FAST),
     ),
     models={
         "mine": ModelFacts(
             tensors=(TensorInfo("w", (300, 20)), TensorInfo("b", (20,), "float16"), TensorInfo("s", ())),
-            compute=Compute(0.1, 0.05, 1.05, 32, {"powersgd:rank=4": EncodeTime(0.01, 0.02, 0.001, "measured")}),
+            compute=Compute(
+                0.1,
+                0.05,
+                1.05,
+                32,
+                {"powersgd:rank=4": EncodeTime(0.01, 0.02, 0.001, "measured")},
+                optimizer_s=0.01,
+                engine_s=0.002,
+                horovod_s=0.001,
+                ready=((0.25, 0.5), (1.0, 1.0)),
+            ),
             bucket_bytes=64e6,
             sources={"gamma": "guessed"},
             estimated=("gamma",),

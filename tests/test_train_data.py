@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hvdcomp.train import data as data_module  # noqa: E402
-from hvdcomp.train import data_cifar, data_text  # noqa: E402
-from hvdcomp.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch  # noqa: E402
-from hvdcomp.train.settings import Settings, SetupError  # noqa: E402
+from hvdcomp.train import data as data_module
+from hvdcomp.train import data_cifar, data_text
+from hvdcomp.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
+from hvdcomp.train.settings import Settings, SetupError
 
 
 def _load(**options: object) -> data_module.DataSet:
@@ -44,7 +42,7 @@ def test_shards_of_an_epoch(samples: int, world_size: int, batch: int, seed: int
     steps = steps_per_epoch(samples, world_size, batch, passes=1)
     shards = [epoch_shard(samples, world_size, rank, batch, seed, epoch) for rank in range(world_size)]
     assert all(shard.shape == (steps, batch) for shard in shards)
-    seen = torch.cat([shard.flatten() for shard in shards]).tolist()
+    seen = np.concatenate([shard.flatten() for shard in shards]).tolist()
     assert len(set(seen)) == len(seen), "no sample is seen twice"
     assert set(seen) <= set(range(samples))
     assert samples - len(seen) < world_size * (batch + 1), "little is left out"
@@ -56,23 +54,32 @@ def test_shards_of_an_epoch(samples: int, world_size: int, batch: int, seed: int
 
 def test_epochs_and_seeds_differ() -> None:
     first = epoch_shard(100, 2, 0, 10, seed=0, epoch=1)
-    assert torch.equal(first, epoch_shard(100, 2, 0, 10, seed=0, epoch=1))
-    assert not torch.equal(first, epoch_shard(100, 2, 0, 10, seed=0, epoch=2))
-    assert not torch.equal(first, epoch_shard(100, 2, 0, 10, seed=1, epoch=1))
+    assert np.array_equal(first, epoch_shard(100, 2, 0, 10, seed=0, epoch=1))
+    assert not np.array_equal(first, epoch_shard(100, 2, 0, 10, seed=0, epoch=2))
+    assert not np.array_equal(first, epoch_shard(100, 2, 0, 10, seed=1, epoch=1))
+
+
+@given(count=st.integers(0, 2000), seed=st.integers(0, 2**31 - 1), stream=st.integers(0, 500))
+def test_shuffles_are_those_of_torch(count: int, seed: int, stream: int) -> None:
+    """Published results were trained in this order."""
+    torch = pytest.importorskip("torch")
+    key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
+    expected = torch.randperm(count, generator=torch.Generator().manual_seed(int(key) % 2**63))
+    assert data_module._shuffle(count, seed, stream).tolist() == expected.tolist()
 
 
 def test_shuffles_leave_the_global_generator_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    np.random.seed(5)
+    expected = np.random.rand(3)
+    np.random.seed(5)
     epoch_shard(100, 2, 0, 10, seed=0, epoch=1)
     _load(data="synthetic", image_size=8, label_noise=0.5)
-    assert torch.equal(torch.rand(3), expected)
+    assert np.array_equal(np.random.rand(3), expected)
 
 
 @given(samples=st.integers(0, 100), world_size=st.integers(1, 8))
 def test_evaluation_covers_each_sample_once(samples: int, world_size: int) -> None:
-    seen = torch.cat([evaluation_shard(samples, world_size, rank) for rank in range(world_size)])
+    seen = np.concatenate([evaluation_shard(samples, world_size, rank) for rank in range(world_size)])
     assert sorted(seen.tolist()) == list(range(samples))
 
 
@@ -84,34 +91,34 @@ def test_digits_split_is_stratified_and_fixed() -> None:
     data = _load(data="digits", seed=1)
     assert data.train_x.shape == (1437, 1, 8, 8)
     assert data.test_x.shape == (360, 1, 8, 8)
-    shares = torch.bincount(data.test_y) / (torch.bincount(data.test_y) + torch.bincount(data.train_y))
-    assert (shares - 0.2).abs().max() < 0.005
-    assert torch.equal(data.train_x, _load(data="digits", seed=2).train_x)
+    shares = np.bincount(data.test_y) / (np.bincount(data.test_y) + np.bincount(data.train_y))
+    assert np.abs(shares - 0.2).max() < 0.005
+    assert np.array_equal(data.train_x, _load(data="digits", seed=2).train_x)
     seen = data.model_input(data.train_x)
-    assert seen.mean().abs() < 1e-4
+    assert abs(seen.mean()) < 1e-4
     assert seen.std() == pytest.approx(1, abs=1e-3)
 
 
 def test_synthetic_is_learnable_and_seeded() -> None:
     data = _load(data="synthetic", image_size=16, seed=3)
     assert data.train_x.shape == (2000, 3, 16, 16)
-    assert torch.equal(data.train_x, _load(data="synthetic", image_size=16, seed=3).train_x)
-    assert not torch.equal(data.train_x, _load(data="synthetic", image_size=16, seed=4).train_x)
+    assert np.array_equal(data.train_x, _load(data="synthetic", image_size=16, seed=3).train_x)
+    assert not np.array_equal(data.train_x, _load(data="synthetic", image_size=16, seed=4).train_x)
     # The means of the classes, learned from the training images, tell the test images apart.
-    means = torch.stack([data.train_x[data.train_y == label].mean(0).flatten() for label in range(10)])
-    nearest = torch.cdist(data.test_x.flatten(1), means).argmin(1)
-    assert (nearest == data.test_y).float().mean() > 0.9
+    means = np.stack([data.train_x[data.train_y == label].mean(axis=0) for label in range(10)])
+    distances = ((data.test_x[:, None] - means) ** 2).sum(axis=(2, 3, 4))
+    assert (distances.argmin(axis=1) == data.test_y).mean() > 0.9
 
 
 def test_samples_and_label_noise() -> None:
     whole = _load(data="synthetic", image_size=8)
     part = _load(data="synthetic", image_size=8, samples=50)
-    assert torch.equal(part.train_x, whole.train_x[:50])
-    assert torch.equal(part.test_x, whole.test_x)
+    assert np.array_equal(part.train_x, whole.train_x[:50])
+    assert np.array_equal(part.test_x, whole.test_x)
     noisy = _load(data="synthetic", image_size=8, label_noise=0.5)
-    assert torch.equal(noisy.test_y, whole.test_y)
+    assert np.array_equal(noisy.test_y, whole.test_y)
     # Of the replaced labels one in ten is drawn as it was.
-    assert (noisy.train_y != whole.train_y).float().mean() == pytest.approx(0.45, abs=0.05)
+    assert (noisy.train_y != whole.train_y).mean() == pytest.approx(0.45, abs=0.05)
     with pytest.raises(SetupError, match="--samples 3000: --data synthetic has 2000"):
         _load(data="synthetic", image_size=8, samples=3000)
 
@@ -122,13 +129,13 @@ def test_standard_library_text(unit: str, vocabulary: range) -> None:
     assert data.is_text
     assert data.classes in vocabulary
     assert data.size == 20
-    assert torch.equal(data.train_x[0, 1:], data.train_y[0, :-1]), "targets are the inputs one further"
-    assert torch.equal(data.train_x[1:, 0], data.train_y[:-1, -1]), "sequences follow each other"
+    assert np.array_equal(data.train_x[0, 1:], data.train_y[0, :-1]), "targets are the inputs one further"
+    assert np.array_equal(data.train_x[1:, 0], data.train_y[:-1, -1]), "sequences follow each other"
     assert int(data.test_x.min()) >= 0
     assert int(data.test_x.max()) < data.classes
     assert len(data.test_x) / len(data.train_x) == pytest.approx(1 / 9, rel=0.1)
     again = data_text.standard_library(50_000 if unit == "char" else 200_000, unit, 20)
-    assert torch.equal(again.train_x, data.train_x)
+    assert np.array_equal(again.train_x, data.train_x)
 
 
 def test_standard_library_cannot_be_longer_than_it_is() -> None:
@@ -140,15 +147,23 @@ def test_standard_library_cannot_be_longer_than_it_is() -> None:
 
 
 def test_augmentation_shifts_and_flips_whole_images() -> None:
-    images = torch.arange(1, 1 + 6 * 3 * 32 * 32).float().view(6, 3, 32, 32)
-    augmented = data_module.augment(images, torch.Generator().manual_seed(0))
+    images = np.arange(1, 1 + 6 * 3 * 32 * 32, dtype=np.float32).reshape(6, 3, 32, 32)
+    augmented = data_module.augment(images, np.random.default_rng(0))
     assert augmented.shape == images.shape
     assert augmented.dtype == images.dtype
     for before, after in zip(images, augmented, strict=True):
-        padded = torch.nn.functional.pad(before, (4, 4, 4, 4))
-        flipped = torch.nn.functional.pad(before.flip(-1), (4, 4, 4, 4))
+        padded = np.pad(before, ((0, 0), (4, 4), (4, 4)))
+        flipped = padded[:, :, ::-1]
         places = [source[:, y : y + 32, x : x + 32] for source in (padded, flipped) for y in range(9) for x in range(9)]
-        assert sum(torch.equal(after, place) for place in places) == 1
+        assert sum(np.array_equal(after, place) for place in places) == 1
+
+
+@pytest.mark.parametrize("size", [4, 7, 32])
+def test_patterns_are_interpolated_between_the_centres_of_pixels(size: int) -> None:
+    weights = data_module._interpolation(4, size)
+    assert weights.sum(axis=1) == pytest.approx(np.ones(size))
+    centres = (np.arange(size) + 0.5) * 4 / size - 0.5
+    assert weights @ np.arange(4) == pytest.approx(np.clip(centres, 0, 3)), "a slope stays one"
 
 
 # -- CIFAR
@@ -202,8 +217,8 @@ def test_cifar10_python(tmp_path: Path, write: Callable[[object], bytes]) -> Non
         assert data.augment
         second = _batch(b"labels", 10, 4, 1)
         assert data.train_y[4:8].tolist() == second[b"labels"]
-        assert torch.equal(data.train_x[4], torch.from_numpy(second[b"data"][0].reshape(3, 32, 32)))
-        assert data.model_input(data.train_x).mean().abs() < 1e-4
+        assert np.array_equal(data.train_x[4], second[b"data"][0].reshape(3, 32, 32))
+        assert abs(data.model_input(data.train_x).mean()) < 1e-4
 
 
 def test_cifar100_python_and_binary_agree(tmp_path: Path) -> None:
@@ -220,7 +235,7 @@ def test_cifar100_python_and_binary_agree(tmp_path: Path) -> None:
     binary = data_cifar.load(tmp_path / "binary", "cifar100")
     assert python.classes == 100
     for name in ("train_x", "train_y", "test_x", "test_y", "mean", "std"):
-        assert torch.equal(getattr(python, name), getattr(binary, name))
+        assert np.array_equal(getattr(python, name), getattr(binary, name))
 
 
 def _short_labels(batch: dict[bytes, object]) -> bytes:

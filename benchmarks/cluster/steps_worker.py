@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ import click
 
 from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
-from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
+from hvdcomp.train.settings import MODELS, SetupError
+
+_QUICK_S = 0.25  # steps of less are measured in blocks of several
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 20
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
 COMPUTE = "compute"  # training alone: no gradient leaves the rank
 
-_CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
-_TOKENS, _LENGTH = 100, 64  # characters of a text
-# After others had their turn: a new method under a known tensor name costs Horovod a negotiation.
+# After others had their turn: the engine's collectives have the same names for all methods, and a known name with
+# another size costs Horovod a negotiation.
 _SETTLING_STEPS = 2
 
 
@@ -62,20 +65,11 @@ class Training:
 
     def __init__(self, method: str, model_name: str, batch_size: int, seed: int) -> None:
         import horovod.torch as hvd
-        import torch
 
-        from hvdcomp.train.models import build_model
+        from hvdcomp.bench.workload import build
 
-        torch.manual_seed(seed)  # the same weights on all ranks and for all methods
-        text = model_name in TEXT_MODELS
-        self.model = build_model(model_name, channels=_CHANNELS, size=_SIZE, classes=_TOKENS if text else _CLASSES)
-        own = torch.Generator().manual_seed(seed + 1 + hvd.rank())
-        if text:
-            self.inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
-            self.labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=own)
-        else:
-            self.inputs = torch.randn((batch_size, _CHANNELS, _SIZE, _SIZE), generator=own)
-            self.labels = torch.randint(_CLASSES, (batch_size,), generator=own)
+        self.workload = build(model_name, batch_size, seed, hvd.rank())
+        self.model = self.workload.model
         self.numel = sum(parameter.numel() for parameter in self.model.parameters())
         self.times = Times(method, dense_bytes=4 * self.numel)
         self.ledger: Any = None
@@ -91,26 +85,29 @@ class Training:
         plain = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         if method == COMPUTE:
             return plain
+        # Names of their own: a known name with another shape costs Horovod a negotiation.
+        named = [(f"{method}.{name}", parameter) for name, parameter in self.model.named_parameters()]
         compression: Any
         if method in STOCK:
             compression = hvd.Compression.none if method == "none" else hvd.Compression.fp16
             self.times.bytes_per_step = self.numel * (4 if method == "none" else 2)
         else:
-            compression = hvdcomp.Compression.from_spec(
-                method, named_parameters=self.model.named_parameters(), seed=seed
-            )
+            compression = hvdcomp.Compression.from_spec(method, named_parameters=named, seed=seed)
             self.ledger = compression.ledger
-        return hvd.DistributedOptimizer(
-            plain, named_parameters=self.model.named_parameters(), compression=compression
-        )
+        return hvd.DistributedOptimizer(plain, named_parameters=named, compression=compression)
 
-    def block(self, steps: int) -> None:
-        """Makes the steps of one round, in step with all other ranks, and adds their times."""
+    def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
+        """Makes the steps of one round, in step with all other ranks, and adds their times.
+
+        Args:
+            steps: that count.
+            settling: that go before them.
+        """
         import horovod.torch as hvd
         import torch
 
         hvd.barrier()
-        for _ in range(_SETTLING_STEPS):
+        for _ in range(settling):
             self._step()
         before = self._costs()
         mine = torch.tensor([self._step() for _ in range(steps)], dtype=torch.float64)
@@ -126,11 +123,9 @@ class Training:
         self._counted = 0
 
     def _step(self) -> float:
-        from torch.nn.functional import cross_entropy
-
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        cross_entropy(self.model(self.inputs).flatten(0, -2), self.labels).backward()
+        self.workload.loss().backward()
         self.optimizer.step()
         return time.perf_counter() - start
 
@@ -152,6 +147,34 @@ class Training:
             past = self._counted * (getattr(self.times, name) or 0.0)
             setattr(self.times, name, (past + grown) / total)
         self._counted = total
+
+
+def measure_within(
+    model: str, methods: Sequence[str], *, batch_size: int, seconds: float, seed: int, show: Callable[[str], None]
+) -> list[Training]:
+    """Trains with all methods in turns, for about so many seconds and three rounds at least.
+
+    Args:
+        show: called on every rank with what comes next.
+    """
+    import horovod.torch as hvd
+
+    trainings = [Training(method, model, batch_size, seed) for method in (COMPUTE, *methods)]
+    turn = 0.0
+    for training in trainings:
+        show(f"warming up: {training.times.method}")
+        training.block(1, settling=1)
+        turn += sum(training.times.step_ms[-1]) / 1000
+        training.forget()
+    turn = hvd.broadcast_object(turn, name="steps.turn")
+    steps = 3 if turn / len(trainings) < _QUICK_S else 1
+    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / (turn * (steps + 1)))))
+    for number in range(rounds):
+        show(f"steps: round {number + 1} of {rounds}")
+        first = number % len(trainings)
+        for training in trainings[first:] + trainings[:first]:
+            training.block(steps, settling=1)
+    return trainings
 
 
 def measure(

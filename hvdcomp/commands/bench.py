@@ -8,13 +8,16 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
+from hvdcomp.bench.compare import Row
 from hvdcomp.bench.encode import METHODS, PEER, Measurement, Request, as_json, measure
 from hvdcomp.bench.shapes import MODELS
+from hvdcomp.bench.steps import Options
 from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
+from hvdcomp.train.settings import MODELS as TRAINED
 
 
 @click.group()
@@ -52,6 +55,122 @@ def encode(methods: tuple[str, ...], output: Path | None, **options: Any) -> Non
         (output / "encode.md").write_text(_markdown(measured, options))
         _plot(measured, options, output / "encode.png")
         click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
+
+
+def _list(_context: click.Context, _option: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+
+
+@command.command()
+@click.option("--hosts", default="2,4", show_default=True, callback=_list, metavar="N,...", help="Numbers of hosts.")
+@click.option(
+    "--rate",
+    "rates",
+    default="100mbit,1gbit,10gbit",
+    show_default=True,
+    callback=_list,
+    metavar="RATE,...",
+    help="Of each host's link, as tc spells it.",
+)
+@click.option(
+    "--model", "models", default="mlp,resnet20,resnet18", show_default=True, callback=_list, metavar="NAME,..."
+)
+@click.option(
+    "--compressor",
+    "specs",
+    multiple=True,
+    metavar="SPEC",
+    default=("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"),
+    show_default=True,
+    help="Beside dense and Horovod's fp16; repeat.",
+)
+@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Of one rank.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1),
+    default=10.0,
+    show_default=True,
+    help="For calibrating, and again for steps, of each model on each cluster; about, as a minimum of steps is made.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("docs"),
+    show_default=True,
+    help="Folder for steps-measured.json, .csv, .md and .png.",
+)
+def steps(
+    hosts: tuple[str, ...],
+    rates: tuple[str, ...],
+    models: tuple[str, ...],
+    specs: tuple[str, ...],
+    output: Path,
+    **options: Any,
+) -> None:
+    """Compare predicted with measured times of steps, on emulated clusters (needs root and iproute2).
+
+    On each cluster: calibrates, then trains with dense gradients, Horovod's fp16 and each compressor in turns.
+    """
+    from hvdcomp.bench import steps as runs
+    from hvdcomp.bench.compare import HEADINGS, cells, compare, gains, summary, write
+
+    try:
+        import matplotlib  # noqa: F401
+
+        compressors = tuple(str(parse_compressor(spec)) for spec in specs)
+        numbers = [int(number) for number in hosts]
+        output.mkdir(parents=True, exist_ok=True)
+        unknown = [model for model in models if ":" not in model and model not in TRAINED]
+        if unknown:
+            raise click.UsageError(f"--model {unknown[0]} is not known; there are: {', '.join(TRAINED)}")
+        runs.check(numbers, rates)
+    except ImportError as error:
+        raise click.ClickException(f"the plot needs {error.name}: pip install 'hvdcomp[train]'") from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    except (runs.StepsError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    wanted = runs.Options(models, compressors, **options)
+    rows: list[Row] = []
+    results = []
+    console = Console(highlight=False, width=max(120, Console().width))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=len(numbers) * len(rates))
+        try:
+            for number, rate, result in runs.measure(
+                numbers, rates, wanted, lambda what: progress.update(task, description=what)
+            ):
+                rows += compare(number, rate, result)
+                results.append({"hosts": number, "rate": rate, **result})
+                details = {"command": _steps_command(numbers, rates, wanted, output), "runs": results}
+                files = write(output, "steps-measured", rows, {**details, **runs.environment_facts()})
+                progress.advance(task)
+                progress.console.print(f"{number} hosts, {rate}: measured", highlight=False)
+        except runs.StepsError as error:
+            raise click.ClickException(str(error)) from None
+    table = Table(*HEADINGS)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    for gain in gains(rows):
+        console.print(
+            f"{gain.hosts} hosts, {gain.rate}, {gain.model}: {gain.best} is {gain.over_dense:.2f} times as fast as "
+            f"dense, {gain.over_fp16:.2f} times as fast as fp16",
+            soft_wrap=True,
+        )
+    console.print(summary(rows), soft_wrap=True)
+    for result in results:
+        if result["noisy"]:
+            console.print(f"noisy on {result['hosts']} hosts, {result['rate']}: {', '.join(result['noisy'])}")
+    click.echo(f"wrote {', '.join(map(str, files))}")
+
+
+def _steps_command(numbers: list[int], rates: tuple[str, ...], options: Options, output: Path) -> str:
+    words = ["hvdcomp bench steps", "--hosts", ",".join(map(str, numbers)), "--rate", ",".join(rates)]
+    words += ["--model", ",".join(options.models), "--batch-size", str(options.batch_size)]
+    words += [word for spec in options.compressors for word in ("--compressor", spec)]
+    return " ".join([*words, "--seconds", f"{options.seconds:g}", "--output", str(output)])
 
 
 _HEADINGS = ("method", "x copy", "step ms", "copy ms", "encode ms", "decode ms", "peak MiB", "bytes", "factor")

@@ -9,9 +9,14 @@ import click
 
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.train import environment
-from hvdcomp.train.settings import DATA, MODELS, Settings
+from hvdcomp.train.checkpoints import EXIT_SAVED
+from hvdcomp.train.settings import DATA, FRAMEWORKS, MODELS, Settings
 
 _DEFAULTS = Settings()
+_NEEDS = {
+    "torch": "PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]'",
+    "tensorflow": "TensorFlow, tf_keras and Horovod: pip install 'hvdcomp[tensorflow,train,build]'",
+}
 
 
 def _epoch_list(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
@@ -31,6 +36,7 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
 
 
 @click.command(epilog="Start it on several ranks with: horovodrun -np 2 hvdcomp train ...")
+@_option("--framework", "What to train in.", type=click.Choice(FRAMEWORKS))
 @_option("--model", "What to train.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
@@ -73,6 +79,19 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
 )
 @_option("--overwrite", "Replace the run that --output holds.", is_flag=True, shown=False)
 @_option("--tensorboard", "Write TensorBoard's files too, below --output.", is_flag=True, shown=False)
+@_option(
+    "--checkpoint-folder",
+    "Folder, shared by all hosts, for checkpoints: go on from the newest. SIGUSR1 and SIGTERM then save and stop.",
+    type=click.Path(path_type=Path),
+    shown=False,
+)
+@_option(
+    "--checkpoint-every",
+    "Steps from one checkpoint to the next.",
+    type=int,
+    metavar="STEPS",
+    shown="at the end of each epoch",
+)
 @_option("--samples", "Train on the first N samples only.", type=int, metavar="N", shown="all")
 @_option("--label-noise", "Fraction of training labels drawn at random.", type=float)
 @_option("--image-size", "Pixels on a side of synthetic images.", type=int)
@@ -89,27 +108,31 @@ def command(context: click.Context, **options: Any) -> None:
     the data.
     """
     environment.prepare_mpi()
+    settings = Settings(**options)
     try:
-        import horovod.torch as hvd
-
-        from hvdcomp.train.ranks import RunRefused
+        from hvdcomp.train.learner import learner_class
+        from hvdcomp.train.ranks import Ranks, RunRefused
         from hvdcomp.train.trainer import train
+
+        learner_class(settings.framework)
+        ranks = Ranks(settings.framework)
     except ImportError as error:
         raise click.ClickException(
-            f"{error}; hvdcomp train needs PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]', "
+            f"{error}; hvdcomp train --framework {settings.framework} needs {_NEEDS[settings.framework]}, "
             "then hvdcomp build-horovod"
         ) from None
-    hvd.init()
     try:
-        summary = train(Settings(**options))
+        summary = train(settings, ranks)
     except RunRefused as refused:
-        if hvd.rank() == 0:
+        if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
-        hvd.barrier()  # a launcher ends the others as soon as one rank is gone: rank 0 speaks first
+        ranks.gather(None, "end")  # a launcher ends the others as soon as one rank is gone: rank 0 speaks first
         context.exit(2)
     except (ConfigurationError, RankMismatchError) as error:
         raise click.ClickException(str(error)) from None
+    if summary["status"] == "stopped":
+        context.exit(EXIT_SAVED)
     if summary["status"] == "diverged":
-        if hvd.rank() == 0:
+        if ranks.rank == 0:
             click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
         context.exit(1)

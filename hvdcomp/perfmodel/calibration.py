@@ -33,7 +33,8 @@ class ModelFacts:
     Attributes:
         tensors: its parameters.
         compute: its times.
-        bucket_bytes: how much the framework sends at a time during the backward pass (Horovod's fusion threshold).
+        bucket_bytes: how much the framework sends at a time during the backward pass; where `compute.ready` is known,
+            how much at most (Horovod's fusion threshold).
         shapes: the name of a model of `hvdcomp.bench.shapes` that the tensors are of, or None.
         sources: where numbers are from, by field.
         estimated: names of fields that are not measured, but estimated as `sources` says.
@@ -183,12 +184,16 @@ def _cost(kind: str, parent: Fields) -> CollectiveCost:
     algorithm = fields.text("algorithm")
     if algorithm not in ALGORITHMS[kind]:
         raise fields.error(f"{algorithm!r} is not known; there are: {', '.join(ALGORITHMS[kind])}", "algorithm")
+    reduction = fields.section("reduction_s_per_byte", optional=True)
     cost = CollectiveCost(
         algorithm=algorithm,
         latency_s=fields.number("latency_s", lowest=0),
         bytes_per_s=fields.number("bytes_per_s", above=0),
         transfer=fields.pairs("transfer", "bytes, seconds", second_rises=True),
         incast=fields.pairs("incast", "ranks, factor", lowest_second=1),
+        start_s=fields.number("start_s", 0.0, lowest=0),
+        fusion_s_per_byte=fields.number("fusion_s_per_byte", 0.0, lowest=0),
+        reduction_s_per_byte={name: reduction.number(name, lowest=0) for name in reduction.names()},
     )
     fields.finish()
     return cost
@@ -196,11 +201,18 @@ def _cost(kind: str, parent: Fields) -> CollectiveCost:
 
 def _cost_as_json(cost: CollectiveCost) -> dict[str, Any]:
     tables = {"transfer": cost.transfer, "incast": cost.incast}
+    optional = {
+        "start_s": cost.start_s,
+        "fusion_s_per_byte": cost.fusion_s_per_byte,
+        "reduction_s_per_byte": dict(cost.reduction_s_per_byte),
+        **{name: [list(pair) for pair in table] for name, table in tables.items()},
+    }
     return {
         "algorithm": cost.algorithm,
         "latency_s": cost.latency_s,
         "bytes_per_s": cost.bytes_per_s,
-    } | {name: [list(pair) for pair in table] for name, table in tables.items() if table}
+        **{name: value for name, value in optional.items() if value},
+    }
 
 
 def _model(fields: Fields) -> ModelFacts:
@@ -218,6 +230,10 @@ def _model(fields: Fields) -> ModelFacts:
             gamma=fields.number("gamma", 1.0, lowest=1),
             batch_size=fields.whole("batch_size", lowest=1) if fields.has("batch_size") else None,
             encode={_spec(encode, name): _encode(encode.section(name)) for name in encode.names()},
+            optimizer_s=fields.number("optimizer_s", 0.0, lowest=0),
+            engine_s=fields.number("engine_s", 0.0, lowest=0),
+            horovod_s=fields.number("horovod_s", 0.0, lowest=0),
+            ready=_ready(fields),
         ),
         bucket_bytes=fields.number("bucket_bytes", above=0),
         shapes=shapes,
@@ -226,6 +242,13 @@ def _model(fields: Fields) -> ModelFacts:
     )
     fields.finish()
     return facts
+
+
+def _ready(fields: Fields) -> tuple[tuple[float, float], ...]:
+    pairs = fields.pairs("ready", "share of the bytes, share of the backward pass", second_rises=True)
+    if pairs and (pairs[-1][0] != 1 or pairs[-1][1] > 1):
+        raise fields.error(f"must end with all bytes and within the backward pass, not with {list(pairs[-1])}", "ready")
+    return pairs
 
 
 def _spec(fields: Fields, spec: str) -> str:
@@ -271,11 +294,14 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
         {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype} for tensor in facts.tensors
     ]
     known = {"forward_s": compute.forward_s, "batch_size": compute.batch_size}
+    optional: dict[str, Any] = {name: getattr(compute, name) for name in ("optimizer_s", "engine_s", "horovod_s")}
+    optional["ready"] = [list(pair) for pair in compute.ready]
     return {
         **({"tensors": tensors} if facts.shapes is None else {"shapes": facts.shapes}),
         "backward_s": compute.backward_s,
         **{name: value for name, value in known.items() if value is not None},
         "gamma": compute.gamma,
+        **{name: value for name, value in optional.items() if value},
         "bucket_bytes": facts.bucket_bytes,
         "sources": dict(facts.sources),
         "estimated": list(facts.estimated),

@@ -41,6 +41,12 @@ class Compute:
     Attributes:
         backward_s: the backward pass alone.
         forward_s: the forward pass and all else that is neither backward pass nor exchange; None if not known.
+        optimizer_s: the optimizer's step, which does not depend on the batch.
+        engine_s: what a step through hvdcomp's engine takes beside passes, encoding and its collectives: the numbers
+            that ride along, and Horovod's handling of each tensor.
+        horovod_s: what a step takes, after its last collective, in which Horovod carries the gradients itself.
+        ready: when Horovod can send what during the backward pass: pairs of the share of all bytes, up to 1, and of
+            the share of the backward pass after which so much is ready. Both rise. Empty if not known.
         gamma: by how much communication that runs at the same time slows the backward pass, 1 or more.
         batch_size: of one rank, that the times are for; None if not known.
         encode: by spec of the compressor.
@@ -51,6 +57,10 @@ class Compute:
     gamma: float = 1.0
     batch_size: int | None = None
     encode: Mapping[str, EncodeTime] = field(default_factory=dict)
+    optimizer_s: float = 0.0
+    engine_s: float = 0.0
+    horovod_s: float = 0.0
+    ready: tuple[tuple[float, float], ...] = ()
 
     def share(self, batch_size: ArrayLike | None) -> Array:
         """By how much another batch size multiplies the times of the passes: taken as proportional.

@@ -17,10 +17,14 @@ from hvdcomp.engine import Engine, Plan
 
 
 class Collective(NamedTuple):
-    """One fused collective: its kind, "allreduce" or "allgather", and the bytes that each rank hands to it."""
+    """One fused collective: its kind, "allreduce" or "allgather", and the bytes that each rank hands to it.
+
+    `dtype` is the element type that an allreduce adds up; empty for an allgather, which carries bytes.
+    """
 
     kind: str
     bytes: float
+    dtype: str = ""
 
 
 Round = tuple[Collective, ...]
@@ -88,7 +92,14 @@ def exchange_of_plan(engine: Engine, plan: Plan) -> Exchange:
             key = (payload.kind, payload.group)
             rounds[number][key] = rounds[number].get(key, 0) + payload.bytes
     return Exchange(
-        rounds=tuple(tuple(Collective(kind, size) for (kind, _), size in one.items()) for one in rounds),
+        rounds=tuple(
+            tuple(Collective(kind, size, _dtype_of(group)) for (kind, group), size in one.items()) for one in rounds
+        ),
         overlapped=engine.casts(plan),
         dense_bytes=sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors),
     )
+
+
+def _dtype_of(group: str) -> str:
+    """The element type in the group of a payload, such as "mean float32"."""
+    return group.rpartition(" ")[2]

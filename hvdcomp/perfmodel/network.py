@@ -6,8 +6,8 @@ of a rank. All functions take numbers or NumPy arrays that broadcast against eac
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,21 +25,25 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of a collective, in s: waiting for messages to arrive, and moving bytes."""
+    """Time of a collective, in s: waiting for messages to arrive, moving bytes, and before both, until it starts.
+
+    Collectives that are asked for together start together.
+    """
 
     latency: Array
     transfer: Array
+    start: Array = 0.0
 
     @property
     def total(self) -> Array:
-        """Both together."""
-        return self.latency + self.transfer
+        """All together."""
+        return self.start + self.latency + self.transfer
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.latency + other.latency, self.transfer + other.transfer)
+        return Seconds(self.latency + other.latency, self.transfer + other.transfer, self.start + other.start)
 
     def __mul__(self, factor: Array) -> Seconds:
-        return Seconds(self.latency * factor, self.transfer * factor)
+        return Seconds(self.latency * factor, self.transfer * factor, self.start * factor)
 
 
 def _ring_allreduce(size: Array, ranks: Array) -> Traffic:
@@ -85,6 +89,11 @@ class CollectiveCost:
             and from (0, 0) to the first the time is interpolated; beyond the last it goes on at `bytes_per_s`.
         incast: optional table of (ranks, factor), for collectives whose senders all reach one receiver at once: by
             how much more than the bandwidth says a transfer takes. Between entries it is interpolated.
+        start_s: seconds until an idle Horovod takes up a collective (its cycle), whatever the number of ranks.
+        fusion_s_per_byte: what copying into Horovod's fusion buffer and back takes, by byte handed over, where several
+            tensors travel together.
+        reduction_s_per_byte: by element type, how much longer a byte over the link takes than one of float32, for the
+            adding up. It does not change with the bandwidth. A type that is not there takes no longer.
     """
 
     algorithm: str
@@ -92,8 +101,19 @@ class CollectiveCost:
     bytes_per_s: float
     transfer: tuple[tuple[float, float], ...] = ()
     incast: tuple[tuple[float, float], ...] = ()
+    start_s: float = 0.0
+    fusion_s_per_byte: float = 0.0
+    reduction_s_per_byte: Mapping[str, float] = field(default_factory=dict)
 
-    def seconds(self, kind: str, size: ArrayLike, ranks: ArrayLike, speed: ArrayLike = 1.0) -> Seconds:
+    def seconds(
+        self,
+        kind: str,
+        size: ArrayLike,
+        ranks: ArrayLike,
+        speed: ArrayLike = 1.0,
+        dtype: str = "",
+        fused: ArrayLike = False,
+    ) -> Seconds:
         """Time of one collective.
 
         Args:
@@ -101,11 +121,16 @@ class CollectiveCost:
             size: bytes that each rank hands over.
             ranks: how many there are; one exchanges nothing and takes no time.
             speed: by how many times the link is faster than `bytes_per_s` and the table say.
+            dtype: element type that an allreduce adds up.
+            fused: whether Horovod puts it together from several tensors.
         """
-        ranks = np.asarray(ranks, float)
-        traffic = ALGORITHMS[kind][self.algorithm](np.asarray(size, float), ranks)
+        ranks, size = np.asarray(ranks, float), np.asarray(size, float)
+        traffic = ALGORITHMS[kind][self.algorithm](size, ranks)
         transfer = self._transfer_s(traffic.bytes) * self._incast(ranks) / np.asarray(speed, float)
-        return Seconds(self.latency_s * traffic.messages, transfer)
+        several = ranks > 1
+        copied = np.where(fused, self.fusion_s_per_byte * size, 0.0) * several
+        added = self.reduction_s_per_byte.get(dtype, 0.0) * traffic.bytes
+        return Seconds(self.latency_s * traffic.messages, transfer + copied + added, self.start_s * several)
 
     def _transfer_s(self, size: Array) -> Array:
         if not self.transfer:
@@ -149,7 +174,15 @@ class Network:
     allgather: CollectiveCost
     inner: Inner | None = None
 
-    def seconds(self, kind: str, size: ArrayLike, ranks: ArrayLike, bytes_per_s: ArrayLike | None = None) -> Seconds:
+    def seconds(
+        self,
+        kind: str,
+        size: ArrayLike,
+        ranks: ArrayLike,
+        bytes_per_s: ArrayLike | None = None,
+        dtype: str = "",
+        fused: ArrayLike = False,
+    ) -> Seconds:
         """Time of one collective.
 
         With an inner link: an allreduce within each node and one between nodes, each of all bytes; an allgather
@@ -161,14 +194,16 @@ class Network:
             size: bytes that each rank hands over.
             ranks: how many there are.
             bytes_per_s: the bandwidth of allreduce if another than measured; that of allgather changes in proportion.
+            dtype, fused: as for `CollectiveCost.seconds`.
         """
         speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
         outer: CollectiveCost = getattr(self, kind)
         if self.inner is None:
-            return outer.seconds(kind, size, ranks, speed)
+            return outer.seconds(kind, size, ranks, speed, dtype, fused)
         local = np.minimum(ranks, self.inner.ranks_per_node)
         nodes = np.ceil(np.asarray(ranks, float) / self.inner.ranks_per_node)
         if kind == "allreduce":
-            return outer.seconds(kind, size, nodes, speed) + self.inner.allreduce.seconds(kind, size, local)
+            between = outer.seconds(kind, size, nodes, speed, dtype, fused)
+            return between + self.inner.allreduce.seconds(kind, size, local, dtype=dtype)
         size = np.asarray(size, float)
         return outer.seconds(kind, size * local, nodes, speed) + self.inner.allgather.seconds(kind, size * nodes, local)

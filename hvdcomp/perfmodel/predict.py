@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange
 from hvdcomp.perfmodel.network import Network, Seconds
-from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
+from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential, when_ready
 
 Array = Any
 
@@ -73,25 +73,44 @@ def predict(
     Args:
         network, compute: of the machine and model.
         exchange: what a method sends.
-        bucket_bytes: how much is sent at a time during the backward pass.
+        bucket_bytes: how much is sent at a time during the backward pass; at most, if `compute.ready` is known.
         setting: where it would run.
         encode: what encoding and decoding take; None for nothing. What an overlapped method spends on it stands
             before its communication and is not hidden either.
     """
-    step, backward = passes(compute, setting)
+    step, _ = passes(compute, setting)
     spent = encode_s(encode, setting)
     cost_of = _cost_of(network, setting)
     if exchange.overlapped:
-        buckets = cut(exchange.bytes, bucket_bytes)
-        parts = overlapped(step, backward, compute.gamma, buckets, cost_of, setting.world_size)
+        parts = _carried(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
         return parts._replace(encode=parts.encode + spent)
-    return sequential(step, spent, exchange, cost_of, setting.payload)
+    parts = sequential(step, spent, exchange, cost_of, setting.payload)
+    return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.engine_s, 0.0))
+
+
+def _carried(
+    compute: Compute, exchange: Exchange, size: Array, bucket_bytes: float, setting: Setting, cost_of: Any
+) -> Parts:
+    """A step whose gradients, of `size` bytes in all, Horovod itself carries."""
+    step, backward = passes(compute, setting)
+    gamma, ranks = compute.gamma, setting.world_size
+    if compute.ready:
+        dtype = max((one for collectives in exchange.rounds for one in collectives), key=lambda one: one.bytes).dtype
+        parts = when_ready(step, backward, gamma, compute.ready, size, bucket_bytes, cost_of, ranks, dtype)
+    else:
+        whole = cut(exchange.bytes, bucket_bytes)
+        share = size / exchange.bytes
+        buckets = Buckets(whole.number, whole.size * share, whole.last * share)
+        parts = overlapped(step, backward, gamma, buckets, cost_of, ranks)
+    return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.horovod_s, 0.0))
 
 
 def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
     """Seconds of a step without communication, and of the backward pass in it."""
-    share = compute.share(setting.batch_size) / np.asarray(setting.compute_speed, float)
-    return ((compute.forward_s or 0.0) + compute.backward_s) * share, compute.backward_s * share
+    faster = np.asarray(setting.compute_speed, float)
+    share = compute.share(setting.batch_size) / faster
+    both = ((compute.forward_s or 0.0) + compute.backward_s) * share
+    return both + compute.optimizer_s / faster, compute.backward_s * share
 
 
 def encode_s(encode: EncodeTime | None, setting: Setting) -> Array:
@@ -136,12 +155,10 @@ def least_compression_factor(
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency must be between 0 and 1, not {efficiency}")
     step, backward = passes(compute, setting)
-    buckets = cut(dense.bytes, bucket_bytes)
     cost_of = _cost_of(network, setting)
 
     def seconds(factor: Array) -> Array:
-        smaller = Buckets(buckets.number, buckets.size / factor, buckets.last / factor)
-        return overlapped(step, backward, compute.gamma, smaller, cost_of, setting.world_size).total
+        return _carried(compute, dense, dense.bytes / factor, bucket_bytes, setting, cost_of).total
 
     slowed = np.where(setting.exchanges, compute.gamma, 1.0) * backward
     allowed = (step - backward + slowed) / efficiency
@@ -156,7 +173,7 @@ def least_compression_factor(
 
 
 def _cost_of(network: Network, setting: Setting) -> Any:
-    def cost_of(kind: str, size: Array) -> Seconds:
-        return network.seconds(kind, size, setting.world_size, setting.bytes_per_s)
+    def cost_of(kind: str, size: Array, **what: Any) -> Seconds:
+        return network.seconds(kind, size, setting.world_size, setting.bytes_per_s, **what)
 
     return cost_of

@@ -1,12 +1,13 @@
-"""How computing and exchanging overlap: two schedules, as hvdcomp and Horovod run them.
+"""How computing and exchanging overlap: as hvdcomp and Horovod run a step.
 
-Overlapped (dense and casts): Horovod sends buckets while the backward pass goes on. Sequential (all else): hvdcomp's
-engine encodes, exchanges and decodes after the backward pass. After Agarwal et al. 2022, section 4.1 and appendix B.
+Overlapped (dense and casts): Horovod sends buckets while the backward pass goes on; or, where it is known when which
+gradients are ready, all that are, one collective after the other. Sequential (all else): hvdcomp's engine encodes,
+exchanges and decodes after the backward pass. After Agarwal et al. 2022, section 4.1 and appendix B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from hvdcomp.perfmodel.exchanges import Exchange
 from hvdcomp.perfmodel.network import Seconds
 
 Array = Any
-CostOf = Callable[[str, Any], Seconds]  # time of a collective of a kind, for the bytes of one rank
+CostOf = Callable[..., Seconds]  # time of a collective: its kind, the bytes of one rank, `dtype` and `fused`
 
 
 class Buckets(NamedTuple):
@@ -73,11 +74,62 @@ def overlapped(compute: Array, backward: Array, gamma: Array, buckets: Buckets, 
     # What sticks out is of the same mixture as all of it.
     share = beyond / np.where(hidden.total > 0, hidden.total, 1)
     seen = hidden * share + last
-    return Parts(compute - backward + slowed, np.zeros_like(seen.total), seen.transfer, seen.latency, beyond > 0)
+    waiting = seen.latency + seen.start
+    return Parts(compute - backward + slowed, np.zeros_like(seen.total), seen.transfer, waiting, beyond > 0)
+
+
+def when_ready(
+    compute: Array,
+    backward: Array,
+    gamma: Array,
+    ready: Sequence[tuple[float, float]],
+    size: Array,
+    most: float,
+    cost_of: CostOf,
+    ranks: Array,
+    dtype: str = "",
+) -> Parts:
+    """Goes through a step as Horovod's background thread does.
+
+    The thread runs one collective at a time. When it is free, it sends all gradients that are ready by then, up to
+    `most` bytes, as one collective. If it has to wait for the first of them, it sleeps until its next cycle, and what
+    becomes ready meanwhile goes along.
+
+    Args:
+        compute, backward, gamma, cost_of, ranks: as for `overlapped`.
+        ready: as in `Compute`.
+        size: bytes of all gradients.
+        most: bytes of a collective at most, unless one gradient has more (Horovod's fusion threshold).
+        dtype: element type in which they travel.
+    """
+    shares, moments = (np.array(column) for column in zip(*ready, strict=True))
+    several = np.asarray(ranks) > 1
+    slowed = np.where(several, gamma, 1.0) * backward
+    shape = np.broadcast_shapes(np.shape(slowed), np.shape(size), np.shape(cost_of("allreduce", size).total))
+    clock, spent = np.zeros(shape), Seconds(np.zeros(shape), np.zeros(shape))
+    sent, waits = np.zeros(shape, int), np.zeros(shape, bool)
+    edges = np.concatenate([[0.0], shares])
+    while np.any(under_way := sent < len(shares)):
+        at = np.minimum(sent, len(shares) - 1)
+        arrives = moments[at] * slowed
+        idle = arrives >= clock
+        begins = np.where(idle, arrives + cost_of("allreduce", size).start, clock)
+        here = np.searchsorted(moments, begins / slowed, side="right")
+        fits = np.searchsorted(shares, edges[at] + most / size * (1 + 1e-9), side="right")
+        upto = np.maximum(at + 1, np.minimum(here, fits))
+        cost = cost_of("allreduce", (edges[upto] - edges[at]) * size, dtype=dtype, fused=upto - at > 1)
+        waits = np.where(under_way, ~idle & (clock > slowed), waits)
+        clock = np.where(under_way, begins + cost.latency + cost.transfer, clock)
+        spent = spent + Seconds(cost.latency, cost.transfer, np.where(idle, cost.start, 0.0)) * under_way
+        sent = np.where(under_way, upto, sent)
+    beyond = np.maximum(clock - slowed, 0) * several
+    # What sticks out is of the same mixture as all of it.
+    seen = spent * (beyond / np.where(spent.total > 0, spent.total, 1))
+    return Parts(compute - backward + slowed, np.zeros(shape), seen.transfer, seen.latency + seen.start, waits)
 
 
 def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostOf, payload: Array = 1.0) -> Parts:
-    """compute + encode and decode + every collective, one after the other.
+    """compute + encode and decode + every collective, one after the other; those of a round start together.
 
     Args:
         compute: seconds of a step without communication.
@@ -86,8 +138,11 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
         cost_of: the network.
         payload: by how much the bytes are multiplied.
     """
-    spent = Seconds(0.0, 0.0)
+    latency: Array = 0.0
+    transfer: Array = 0.0
     for collectives in exchange.rounds:
-        for collective in collectives:
-            spent = spent + cost_of(collective.kind, collective.bytes * payload)
-    return Parts(compute, encode, spent.transfer, spent.latency, np.False_)
+        costs = [cost_of(one.kind, one.bytes * payload, dtype=one.dtype) for one in collectives]
+        latency = latency + sum(cost.latency for cost in costs)
+        latency = latency + np.maximum.reduce([np.asarray(cost.start, float) for cost in costs])
+        transfer = transfer + sum(cost.transfer for cost in costs)
+    return Parts(compute, encode, transfer, latency, np.False_)

@@ -12,7 +12,7 @@ from rich import filesize
 
 from hvdcomp.report.runs import PHASES, Run, RunError, printable
 
-_WORK_OPTIONS = ("batch_size", "backward_passes_per_step", "sequence_length", "image_size")
+_WORK_OPTIONS = ("framework", "batch_size", "backward_passes_per_step", "sequence_length", "image_size")
 _AVERAGED = ("quality", "ms_per_step", "bytes_sent_per_step", "compression_factor", "speed_vs_baseline")
 
 

@@ -101,11 +101,13 @@ class TensorFlowBinding(Binding):
         tensors = [
             TensorInfo(name, tuple(variable.shape), variable.dtype.name) for name, variable in self._variables.items()
         ]
-        with tf.init_scope():  # not in the graph that is being traced
+        with tf.init_scope(), tf.device("CPU:0"):  # not in the graph that is being traced
             super().__init__(compression, tensors, communicator, tf.zeros((0,)))
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
+        if self.communicator.size == 1:  # Horovod exchanges nothing, but makes this branch of the graph all the same
+            return tensor, _Ticket(None, tensor.dtype)
         if self._traced is None or (position := self._traced.position(tensor)) is None:
             self._traced = self._trace(gradients_call(tensor))
             position = self._traced.position(tensor)
@@ -192,7 +194,8 @@ class TensorFlowBinding(Binding):
 
     def _begin(self) -> int:
         self.begin()
-        presence = tf.constant([self.presence], tf.int64)
+        with tf.device("CPU:0"):  # read on the host
+            presence = tf.constant([self.presence], tf.int64)
         self._presence_started = self.communicator.start_allreduce(presence, "sum", "hvdcomp.presence")
         return self.engine.step_number
 

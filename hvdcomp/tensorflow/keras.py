@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import tf_keras
 
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.ledger import Cost
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.tensorflow.caller import refuse_keras_3
 from hvdcomp.tensorflow.optimizer import learning_rate_of, unwrapped
@@ -25,14 +27,15 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     - At the end of each epoch it adds `compression_factor` (dense bytes / bytes sent in that epoch), `megabytes_sent`
       (by this rank in that epoch) and `learning_rate` to the logs, where History, CSVLogger and the progress bar show
       them.
-    - On rank 0 it writes the same, and the level of each tensor, as TensorBoard scalars.
+    - On rank 0 it writes the same, and the level of each tensor, as TensorBoard scalars: what was sent since the epoch
+      began.
 
     The decisions themselves do not need it: `fit` without this callback trains alike.
 
     Args:
         compression: as in Horovod's optimizer.
         log_dir: of the TensorBoard scalars; None for none.
-        update_freq: "epoch", or after how many batches to write the scalars too.
+        update_freq: when to write the scalars: "epoch", or after how many batches.
 
     Raises:
         ConfigurationError: for another update_freq; in `fit`, for what it checks.
@@ -48,7 +51,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         self._log_dir = log_dir
         self._update_freq = update_freq
         self._writer: tf.summary.SummaryWriter | None = None
-        self._before = (0, 0)  # bytes sent, and dense bytes, up to the last scalars
+        self._epoch_began = Cost()  # what was sent until then
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, and opens the TensorBoard file."""
@@ -76,17 +79,21 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if self._log_dir is not None and hvd.rank() == 0:
             self._writer = tf.summary.create_file_writer(str(self._log_dir))
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes what was sent until now."""
+        self._epoch_began = replace(self._compression.ledger.totals)
+
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Writes the scalars, if it is time."""
         if self._update_freq != "epoch" and (batch + 1) % int(self._update_freq) == 0:
-            self._write(self._since_last())
+            self._write(self._scalars())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds to the logs, and writes the scalars."""
-        scalars = self._since_last()
         if logs is not None:
-            logs |= scalars
-        self._write(scalars)
+            logs |= self._scalars()
+        if self._update_freq == "epoch":
+            self._write(self._scalars())
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the TensorBoard file."""
@@ -94,12 +101,13 @@ class PolicyCallback(tf_keras.callbacks.Callback):
             self._writer.close()
             self._writer = None
 
-    def _since_last(self) -> dict[str, float]:
+    def _scalars(self) -> dict[str, float]:
+        """The learning rate, and what was sent since the epoch began."""
         totals = self._compression.ledger.totals
-        sent, dense = totals.bytes_sent - self._before[0], totals.dense_bytes - self._before[1]
-        self._before = (totals.bytes_sent, totals.dense_bytes)
+        sent = totals.bytes_sent - self._epoch_began.bytes_sent
         scalars = {"learning_rate": learning_rate_of(unwrapped(self.model.optimizer))}
         if sent:
+            dense = totals.dense_bytes - self._epoch_began.dense_bytes
             scalars |= {"compression_factor": dense / sent, "megabytes_sent": sent / 1e6}
         return scalars
 

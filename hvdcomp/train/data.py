@@ -1,6 +1,7 @@
 """The data of the reference training program, held in memory, and how each epoch deals it to the ranks.
 
-Every data set is four tensors. Images are (N, channels, size, size) with integer labels (N,); text is token
+All of it is NumPy, so that every framework trains on the same batches in the same order. Every data set is four
+arrays. Images are (N, channels, size, size) with integer labels (N,); text is token
 ids (N, length) whose targets, the same ids one further, are (N, length). What is trained on and what is
 tested on never depends on the seed.
 """
@@ -11,15 +12,16 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hvdcomp.train.settings import Settings, SetupError
+
+# Numbers of what is drawn at random from one seed; the shuffles of the epochs take those that follow.
+_PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Training and test tensors, and what a model must know of them.
+    """Training and test arrays, and what a model must know of them.
 
     Attributes:
         classes: labels, or the tokens of the vocabulary.
@@ -27,13 +29,13 @@ class DataSet:
         augment: whether training images are flipped and shifted.
     """
 
-    train_x: Tensor
-    train_y: Tensor
-    test_x: Tensor
-    test_y: Tensor
+    train_x: np.ndarray
+    train_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
     classes: int
-    mean: Tensor | None = None
-    std: Tensor | None = None
+    mean: np.ndarray | None = None
+    std: np.ndarray | None = None
     augment: bool = False
 
     @property
@@ -49,24 +51,20 @@ class DataSet:
         """Height and width of an image in pixels, or the length of a sequence in tokens."""
         return self.train_x.shape[-1]
 
-    def to(self, device: torch.device) -> DataSet:
-        """The same data with every tensor on `device`."""
-        return DataSet(
-            train_x=self.train_x.to(device),
-            train_y=self.train_y.to(device),
-            test_x=self.test_x.to(device),
-            test_y=self.test_y.to(device),
-            classes=self.classes,
-            mean=None if self.mean is None else self.mean.to(device),
-            std=None if self.std is None else self.std.to(device),
-            augment=self.augment,
-        )
-
-    def model_input(self, x: Tensor) -> Tensor:
+    def model_input(self, x: np.ndarray) -> np.ndarray:
         """Stored images as models want them: float, mean 0, standard deviation 1 per channel. Text as it is."""
         if self.mean is None or self.std is None:
             return x
-        return (x.float() - self.mean.view(-1, 1, 1)) / self.std.view(-1, 1, 1)
+        return (x.astype(np.float32) - self.mean[:, None, None]) / self.std[:, None, None]
+
+    def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of these training samples, augmented by `draws` where the data set is."""
+        x = self.train_x[samples]
+        return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
+
+    def test_batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of these test samples."""
+        return self.model_input(self.test_x[samples]), self.test_y[samples]
 
 
 def load_data(settings: Settings) -> DataSet:
@@ -124,14 +122,21 @@ def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes:
 
     The patterns are the same for every seed; the seed draws the images.
     """
-    patterns = _generator(0, 0)
-    coarse = torch.randn(classes, 3, 4, 4, generator=patterns)
-    pattern = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bilinear", align_corners=False)
-    draws = _generator(seed, 1)
-    labels = torch.randint(classes, (train + test,), generator=draws)
-    images = 0.5 * pattern[labels] + torch.randn(train + test, 3, size, size, generator=draws)
-    x, y = images.numpy(), labels.numpy()
+    coarse = np.random.default_rng([0, _PATTERNS]).standard_normal((classes, 3, 4, 4))
+    along = _interpolation(4, size)
+    pattern = along @ coarse @ along.T
+    draws = np.random.default_rng([seed, _IMAGES])
+    y = draws.integers(classes, size=train + test)
+    noise = draws.standard_normal((train + test, 3, size, size), dtype=np.float32)
+    x = 0.5 * pattern[y].astype(np.float32) + noise
     return image_data(x[:train], y[:train], x[train:], y[train:], classes=classes)
+
+
+def _interpolation(coarse: int, fine: int) -> np.ndarray:
+    """Weights (fine, coarse) that interpolate between the centres of pixels; beyond the outer ones is no change."""
+    centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
+    distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
+    return np.maximum(0, 1 - distances)
 
 
 def image_data(
@@ -144,22 +149,22 @@ def image_data(
 ) -> DataSet:
     """A data set from arrays of images (N, channels, size, size) and labels (N,), scaled by the training part."""
     return DataSet(
-        train_x=torch.from_numpy(train_x),
-        train_y=torch.from_numpy(train_y).long(),
-        test_x=torch.from_numpy(test_x),
-        test_y=torch.from_numpy(test_y).long(),
+        train_x=train_x,
+        train_y=train_y.astype(np.int64),
+        test_x=test_x,
+        test_y=test_y.astype(np.int64),
         classes=classes,
-        mean=torch.from_numpy(train_x.mean(axis=(0, 2, 3), dtype=np.float64)).float(),
-        std=torch.from_numpy(train_x.std(axis=(0, 2, 3), dtype=np.float64)).float().clamp(min=1e-6),
+        mean=train_x.mean(axis=(0, 2, 3), dtype=np.float64).astype(np.float32),
+        std=np.maximum(train_x.std(axis=(0, 2, 3), dtype=np.float64), 1e-6).astype(np.float32),
         augment=augment,
     )
 
 
-def _noisy(data: DataSet, fraction: float, seed: int) -> Tensor:
+def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
     """Training labels of which this fraction was replaced by labels drawn at random."""
-    draws = _generator(seed, 2)
-    replaced = torch.rand(len(data.train_y), generator=draws) < fraction
-    return torch.where(replaced, torch.randint(data.classes, data.train_y.shape, generator=draws), data.train_y)
+    draws = np.random.default_rng([seed, _NOISE])
+    replaced = draws.random(len(data.train_y)) < fraction
+    return np.where(replaced, draws.integers(data.classes, size=data.train_y.shape), data.train_y)
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int) -> int:
@@ -177,41 +182,47 @@ def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int)
     return steps
 
 
-def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int, epoch: int) -> Tensor:
+def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int, epoch: int) -> np.ndarray:
     """The samples that `rank` sees in `epoch`, step by step: indices of shape (steps, batch).
 
     One shuffle, the same on every rank, is dealt out in turn: the ranks' shards do not overlap, and with
     other ranks the same samples come in nearly the same order.
     """
-    order = torch.randperm(samples, generator=_generator(seed, 3 + epoch))
-    shard = order[rank::world_size]
+    shard = _shuffle(samples, seed, _SHUFFLES + epoch)[rank::world_size]
     steps = samples // world_size // batch
-    return shard[: steps * batch].view(steps, batch)
+    return shard[: steps * batch].reshape(steps, batch)
 
 
-def evaluation_shard(samples: int, world_size: int, rank: int) -> Tensor:
+def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
     """The test samples that `rank` evaluates: together the ranks see each exactly once."""
-    return torch.arange(samples)[rank::world_size]
+    return np.arange(samples)[rank::world_size]
 
 
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     """Flip each image left to right at random and shift it by up to 4 pixels, filling up with zeros.
 
     References: He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2.
     """
     count, _, height, width = images.shape
-    flip = torch.rand(count, generator=generator) < 0.5
-    images = torch.where(flip.to(images.device).view(-1, 1, 1, 1), images.flip(-1), images)
-    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
-    top, left = torch.randint(9, (2, count, 1), generator=generator).to(images.device)
-    rows = top + torch.arange(height, device=images.device)
-    columns = left + torch.arange(width, device=images.device)
-    which = torch.arange(count, device=images.device).view(-1, 1, 1)
+    flip = draws.random((count, 1, 1, 1)) < 0.5
+    images = np.where(flip, images[..., ::-1], images)
+    padded = np.pad(images, ((0, 0), (0, 0), (4, 4), (4, 4)))
+    top, left = draws.integers(9, size=(count, 1)), draws.integers(9, size=(count, 1))
+    rows, columns = top + np.arange(height), left + np.arange(width)
+    which = np.arange(count)[:, None, None]
     # Indexing with the channels in a slice moves them last.
-    return padded[which, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
+    return padded[which, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)
 
 
-def _generator(seed: int, stream: int) -> torch.Generator:
-    """A private generator; streams of one seed, and neighbouring seeds, draw independently."""
-    key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(key) & (2**63 - 1))
+def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
+    """The numbers below `count` in random order: the one of `torch.randperm`, with which results were published.
+
+    References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
+    """
+    key = int(np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0])
+    draws = np.random.RandomState(key % 2**32).randint(2**32, size=count, dtype=np.uint32)
+    order = np.arange(count)
+    for place, draw in enumerate(draws.tolist()):
+        other = place + draw % (count - place)
+        order[place], order[other] = order[other], order[place]
+    return order

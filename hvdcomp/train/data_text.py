@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from hvdcomp.train.data import DataSet
 from hvdcomp.train.settings import SetupError
@@ -126,12 +125,12 @@ def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
     return [_UNKNOWN, *ordered[: None if limit is None else limit - 1]]
 
 
-def _sequences(tokens: list[str], ids: dict[str, int], length: int, source: str) -> tuple[Tensor, Tensor]:
+def _sequences(tokens: list[str], ids: dict[str, int], length: int, source: str) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, (N, length) each; a last piece that is shorter is left out."""
     count = (len(tokens) - 1) // length
     if count < 1:
         raise SetupError(
             f"{source}: a text of {len(tokens)} tokens has no sequence of --sequence-length {length}; shorten it"
         )
-    flat = torch.tensor([ids.get(token, 0) for token in tokens[: count * length + 1]])
-    return flat[:-1].view(count, length), flat[1:].view(count, length)
+    flat = np.array([ids.get(token, 0) for token in tokens[: count * length + 1]], dtype=np.int64)
+    return flat[:-1].reshape(count, length), flat[1:].reshape(count, length)

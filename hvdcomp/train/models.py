@@ -2,34 +2,43 @@
 
 Image models take float batches of shape (N, channels, size, size) and give logits (N, classes); the language
 model takes token ids (N, length) and gives logits (N, length, classes). The convolutional networks have their
-CIFAR form: no early downsampling, one linear layer at the end.
+CIFAR form: no early downsampling, one linear layer at the end. Here is what all frameworks share; `models_torch`
+and `models_tensorflow` build the same networks, with the same parameters under the same names.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any, NamedTuple
 
 from hvdcomp.train.settings import SetupError
 
 _SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32}
 
 # Convolutions by width, "M" a max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
-_VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
-_VGG19: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", *[256] * 4, "M", *[512] * 4, "M", *[512] * 4, "M")
+VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
+VGG19: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", *[256] * 4, "M", *[512] * 4, "M", *[512] * 4, "M")
 
 
-def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Module:
-    """Build a model for data of this shape.
+class LSTMSize(NamedTuple):
+    """Widths of the language model, and the fraction of what is dropped out."""
 
-    Args:
-        name: one of `settings.MODELS`.
-        channels, size: of the images, `size` pixels high and wide; not used by the language model.
-        classes: labels, or the tokens of the vocabulary.
+    embedding: int
+    hidden: int
+    dropout: float
 
-    Raises:
-        SetupError: the images are too small for the network's pooling.
-    """
+    @classmethod
+    def for_tokens(cls, tokens: int) -> LSTMSize:
+        """Characters need little; words get the width of the LSTM in PowerSGD (Vogels et al., 2019)."""
+        return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
+
+
+def pooling(size: int) -> tuple[int, int]:
+    """By how much the two poolings of the cnn make an image smaller: those of 8x8 cannot spare much."""
+    return (2, 2) if size >= 16 else (1, 2)
+
+
+def check_image_size(name: str, size: int) -> None:
+    """Raises SetupError if images are too small for a network's pooling."""
     smallest = _SMALLEST_IMAGE.get(name, 0)
     if size < smallest:
         fitting = [model for model, needed in _SMALLEST_IMAGE.items() if needed <= size]
@@ -37,146 +46,24 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
             f"--model {name} needs images of at least {smallest}x{smallest} pixels and these have {size}x{size}; "
             f"choose one of {', '.join(fitting)}"
         )
-    if name == "lstm":
-        # Characters need little; words get the width of the LSTM in PowerSGD (Vogels et al., 2019).
-        embedding, hidden, dropout = (64, 128, 0.0) if classes < 1000 else (650, 650, 0.5)
-        return LSTM(classes, embedding=embedding, hidden=hidden, dropout=dropout)
-    builders = {
-        "mlp": lambda: mlp(channels * size * size, classes),
-        "cnn": lambda: cnn(channels, size, classes),
-        "resnet20": lambda: ResNet(channels, classes, widths=(16, 32, 64), blocks=3),
-        "resnet18": lambda: ResNet(channels, classes, widths=(64, 128, 256, 512), blocks=2),
-        "vgg16": lambda: vgg(_VGG16, channels, size, classes, norm=False),
-        "vgg19_bn": lambda: vgg(_VGG19, channels, size, classes, norm=True),
-    }
-    return builders[name]()
 
 
-def mlp(inputs: int, classes: int) -> nn.Sequential:
-    """Two hidden layers on the flattened image."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(inputs, 256),
-        nn.ReLU(inplace=True),
-        nn.Linear(256, 128),
-        nn.ReLU(inplace=True),
-        nn.Linear(128, classes),
-    )
+def build_model(name: str, *, channels: int, size: int, classes: int, framework: str = "torch") -> Any:
+    """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
 
+    Args:
+        name: one of `settings.MODELS`.
+        channels, size: of the images, `size` pixels high and wide; not used by the language model.
+        classes: labels, or the tokens of the vocabulary.
+        framework: one of `settings.FRAMEWORKS`.
 
-def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
-    """Two convolutions and two linear layers; no normalization, so no buffers that differ between ranks."""
-    first_pool, second_pool = (2, 2) if size >= 16 else (1, 2)  # images of 8x8 cannot spare much
-    side = size // first_pool // second_pool
-    return nn.Sequential(
-        nn.Conv2d(channels, 32, 3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(first_pool),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(second_pool),
-        nn.Flatten(),
-        nn.Linear(64 * side * side, 128),
-        nn.ReLU(inplace=True),
-        nn.Linear(128, classes),
-    )
-
-
-def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-
-
-class _Block(nn.Module):
-    """Two 3x3 convolutions around a shortcut; where the shape changes, the shortcut is a 1x1 convolution."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(
-            _conv3x3(inputs, outputs, stride),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(inplace=True),
-            _conv3x3(outputs, outputs),
-            nn.BatchNorm2d(outputs),
-        )
-        self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.branch(x) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    """A residual network for small images: a 3x3 stem, then one stage of basic blocks per width.
-
-    `widths=(16, 32, 64), blocks=3` is ResNet-20, `widths=(64, 128, 256, 512), blocks=2` is ResNet-18 in its
-    CIFAR form.
-
-    References: He et al., Deep Residual Learning for Image Recognition, 2016, sections 3.3 and 4.2.
+    Raises:
+        SetupError: the images are too small for the network's pooling.
     """
+    if framework == "torch":
+        from hvdcomp.train import models_torch
 
-    def __init__(self, channels: int, classes: int, widths: tuple[int, ...], blocks: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(_conv3x3(channels, widths[0]), nn.BatchNorm2d(widths[0]), nn.ReLU(inplace=True))
-        stages: list[nn.Module] = []
-        inputs = widths[0]
-        for stage, width in enumerate(widths):
-            for block in range(blocks):
-                stages.append(_Block(inputs, width, stride=2 if stage > 0 and block == 0 else 1))
-                inputs = width
-        self.stages = nn.Sequential(*stages)
-        self.head = nn.Linear(inputs, classes)
-        _initialize_convolutions(self)
+        return models_torch.build_model(name, channels=channels, size=size, classes=classes)
+    from hvdcomp.train import models_tensorflow
 
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.stages(self.stem(x))
-        return self.head(features.mean(dim=(2, 3)))
-
-
-def vgg(layers: tuple[int | str, ...], channels: int, size: int, classes: int, norm: bool) -> nn.Sequential:
-    """The convolutions of a VGG network, then one linear layer.
-
-    References: Simonyan and Zisserman, Very Deep Convolutional Networks for Large-Scale Image Recognition,
-    2015.
-    """
-    modules: list[nn.Module] = []
-    inputs = channels
-    for layer in layers:
-        if isinstance(layer, str):
-            modules.append(nn.MaxPool2d(2))
-            continue
-        modules.append(nn.Conv2d(inputs, layer, 3, padding=1))
-        if norm:
-            modules.append(nn.BatchNorm2d(layer))
-        modules.append(nn.ReLU(inplace=True))
-        inputs = layer
-    side = size // 2 ** layers.count("M")
-    model = nn.Sequential(*modules, nn.Flatten(), nn.Linear(inputs * side * side, classes))
-    _initialize_convolutions(model)
-    return model
-
-
-def _initialize_convolutions(model: nn.Module) -> None:
-    """Weights as in He et al., Delving Deep into Rectifiers, 2015, equation 14; else VGG-16 does not learn."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-
-
-class LSTM(nn.Module):
-    """A language model: embedding, two LSTM layers, linear layer. Each sequence starts from a zero state."""
-
-    def __init__(self, tokens: int, embedding: int, hidden: int, dropout: float) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(tokens, embedding)
-        self.lstm = nn.LSTM(embedding, hidden, num_layers=2, batch_first=True, dropout=dropout)
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(hidden, tokens)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
-        return self.head(self.dropout(hidden))
+    return models_tensorflow.build_model(name, channels=channels, size=size, classes=classes)

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+FRAMEWORKS = ("torch", "tensorflow")
+
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
 TEXT_MODELS = ("lstm",)
 MODELS = IMAGE_MODELS + TEXT_MODELS
@@ -42,6 +44,7 @@ class SetupError(ValueError):
 class Settings:
     """The options of one run. None means "choose for me" until `resolved` has filled it in."""
 
+    framework: str = "torch"
     model: str = "cnn"
     data: str = "digits"
     data_dir: Path | None = None
@@ -63,6 +66,8 @@ class Settings:
     output: Path | None = None
     overwrite: bool = False
     tensorboard: bool = False
+    checkpoint_folder: Path | None = None
+    checkpoint_every: int | None = None  # steps; None: at the end of each epoch
     samples: int | None = None
     label_noise: float = 0.0
     image_size: int = 32  # synthetic
@@ -90,7 +95,11 @@ class Settings:
         return chosen
 
     def _check_names(self) -> None:
-        for option, value, known in (("--model", self.model, MODELS), ("--data", self.data, DATA)):
+        for option, value, known in (
+            ("--framework", self.framework, FRAMEWORKS),
+            ("--model", self.model, MODELS),
+            ("--data", self.data, DATA),
+        ):
             if value not in known:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
         suitable = IMAGE_DATA if self.model in IMAGE_MODELS else TEXT_DATA
@@ -149,6 +158,14 @@ class Settings:
             (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r}: char or word"),
             (self.text_size >= 10_000, f"--text-size {self.text_size}: at least 10000 characters"),
             ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length}: at least 1"),
+            (
+                self.checkpoint_every is None or self.checkpoint_every >= 1,
+                f"--checkpoint-every {self.checkpoint_every}: at least 1 step",
+            ),
+            (
+                self.checkpoint_every is None or self.checkpoint_folder is not None,
+                "--checkpoint-every writes to --checkpoint-folder DIR: give one",
+            ),
             (
                 not self.tensorboard or self.output is not None,
                 "--tensorboard writes below --output DIR: give one",

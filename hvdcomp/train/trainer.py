@@ -1,110 +1,113 @@
-"""The training loop under stock Horovod: `hvd.DistributedOptimizer` with `compression=hvdcomp.Compression`.
+"""The training loop under stock Horovod, the same for every framework; a `Learner` is what differs.
 
 Every rank starts from rank 0's weights, sees its own part of each epoch's common shuffle, and ends with the
-same weights; the digest of each rank's weights in the summary says whether that came true. On a CPU with two
-ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in Horovod's
-fused allreduce may change the last bits.
+same weights; the digest of each rank's weights in the summary says whether that came true.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 import hvdcomp
 from hvdcomp.train import environment, outputs
-from hvdcomp.train.data import DataSet, augment, epoch_shard, evaluation_shard, load_data, steps_per_epoch
-from hvdcomp.train.models import build_model
+from hvdcomp.train.checkpoints import Checkpoints, Warnings
+from hvdcomp.train.data import DataSet, epoch_shard, evaluation_shard, load_data, steps_per_epoch
+from hvdcomp.train.learner import Arrays, Learner, learner_class
 from hvdcomp.train.progress import Reporter
-from hvdcomp.train.ranks import check_same, gather, together
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.ranks import Ranks
+from hvdcomp.train.settings import Settings, SetupError
 
-_STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss
+_STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
+_SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
 _FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
 _EVALUATION_BATCH = 256
+# What of a `_Run` a checkpoint keeps.
+_KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 
 
-def train(settings: Settings) -> dict[str, Any]:
+def train(settings: Settings, ranks: Ranks | None = None) -> dict[str, Any]:
     """Train under Horovod as `settings` say, writing and showing what they ask for. Call it on every rank.
+
+    Args:
+        ranks: those of `settings.framework`; None to reach them here.
 
     Returns:
         The summary, as in summary.json; the same on every rank but for what is rank 0's own (its loss and
-        times).
+        times). Its status is "finished", "diverged", or "stopped" if a rank was told to save and stop.
 
     Raises:
         RunRefused: on every rank, if the run cannot start as asked.
+        ImportError: the framework, or Horovod for it, is not installed.
     """
-    if not hvd.is_initialized():
-        hvd.init()
-    settings = together(lambda: _checked(settings))
-    environment.use_threads(hvd.local_size())
-    data, model, steps = together(lambda: _build(settings))
-    check_same({**_comparable(settings), "training samples": len(data.train_x), "classes": data.classes})
-    optimizer = _broadcast(settings, model)
-    compression = together(lambda: _compression(settings, model, steps))
-    return _Run(settings, data, model, optimizer, compression, steps).run()
+    with Warnings() if settings.checkpoint_folder is not None else contextlib.nullcontext() as warnings:
+        return _set_up(settings, ranks, warnings).run()
 
 
-def _checked(settings: Settings) -> Settings:
-    environment.check_world_size(hvd.size())
-    settings = settings.resolved()
-    if settings.output is not None and hvd.rank() == 0:
-        outputs.check_output(settings.output, settings.overwrite)
+def _set_up(settings: Settings, ranks: Ranks | None, warnings: Warnings | None) -> _Run:
+    make_learner = learner_class(settings.framework)
+    ranks = ranks or Ranks(settings.framework)
+    make_learner.prepare(ranks.local_rank, ranks.local_size)
+    settings = ranks.together(lambda: _checked(settings, ranks))
+    checkpoints, saved = None, None
+    if settings.checkpoint_folder is not None:
+        ranks.check_same(_comparable(settings))  # or some would look for a checkpoint, and others not
+        checkpoints = Checkpoints(settings, _comparable(settings), ranks)
+        saved = checkpoints.find()
+    ranks.together(lambda: _check_outputs(settings, ranks, saved))
+    data, learner, steps = ranks.together(lambda: _build(settings, ranks, make_learner))
+    ranks.check_same({**_comparable(settings), "training samples": len(data.train_x), "classes": data.classes})
+    learner.broadcast()
+    compression = ranks.together(lambda: _compression(settings, learner, steps))
+    learner.distribute(compression)
+    run = _Run(settings, ranks, data, learner, compression, steps, checkpoints, saved, warnings)
+    if checkpoints is not None and saved is not None:
+        checkpoints.restore(learner)
+        run.go_on_from(saved)
+    return run
+
+
+def _checked(settings: Settings, ranks: Ranks) -> Settings:
+    environment.check_world_size(ranks.size)
+    return settings.resolved()
+
+
+def _check_outputs(settings: Settings, ranks: Ranks, saved: dict[str, Any] | None) -> bool:
+    if settings.output is not None and ranks.rank == 0:
+        if saved is not None and saved["sizes"] is None:
+            raise SetupError("--output: the run in --checkpoint-folder had none, and its first steps would be missing")
+        outputs.check_output(settings.output, settings.overwrite, None if saved is None else saved["sizes"])
     if settings.tensorboard:
         outputs.check_tensorboard()
-    return settings
+    return True
 
 
-def _build(settings: Settings) -> tuple[DataSet, nn.Module, int]:
-    """The data, the model, both on this rank's device, and the steps of an epoch."""
+def _build(settings: Settings, ranks: Ranks, make_learner: type[Learner]) -> tuple[DataSet, Learner, int]:
+    """The data, the model in it, and the steps of an epoch."""
     assert settings.batch_size is not None
     data = load_data(settings)
-    steps = steps_per_epoch(len(data.train_x), hvd.size(), settings.batch_size, settings.backward_passes_per_step)
-    torch.manual_seed(settings.seed)
-    model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-        device = torch.device("cuda")
-    return data.to(device), model.to(device), steps
+    steps = steps_per_epoch(len(data.train_x), ranks.size, settings.batch_size, settings.backward_passes_per_step)
+    return data, make_learner(settings, data, ranks.rank), steps
 
 
 def _comparable(settings: Settings) -> dict[str, Any]:
     """The options in which all ranks must agree: all but places, which each host may name its own way."""
-    return {key: value for key, value in settings.as_options().items() if key not in ("data_dir", "output")}
+    places = ("data_dir", "output", "checkpoint_folder")
+    return {key: value for key, value in settings.as_options().items() if key not in places}
 
 
-def _broadcast(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """Rank 0's weights on every rank, and an optimizer that starts there."""
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # Horovod fills the optimizer's state by a step of its own with zero gradients. With a learning rate and a
-    # weight decay of zero that changes nothing; both are set afterwards.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer.zero_grad()
-    for group in optimizer.param_groups:
-        group["weight_decay"] = settings.weight_decay
-        group["lr"] = settings.lr
-    # From here on random choices of the model (dropout) differ between ranks.
-    torch.manual_seed(settings.seed + hvd.rank() * 2**31)
-    return optimizer
-
-
-def _compression(settings: Settings, model: nn.Module, steps: int) -> hvdcomp.Compression:
-    return hvdcomp.Compression.from_spec(
+def _compression(settings: Settings, learner: Learner, steps: int) -> hvdcomp.Compression:
+    return learner.compression(
         settings.compression,
         memory=settings.memory,
         policy=settings.policy,
         steps_per_epoch=steps,
         decision_log=None if settings.output is None else settings.output / outputs.DECISIONS,
-        named_parameters=model.named_parameters(),
         seed=settings.seed,
     )
 
@@ -115,38 +118,66 @@ class _Run:
     def __init__(
         self,
         settings: Settings,
+        ranks: Ranks,
         data: DataSet,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        learner: Learner,
         compression: hvdcomp.Compression,
         steps: int,
+        checkpoints: Checkpoints | None,
+        saved: dict[str, Any] | None,
+        warnings: Warnings | None,
     ) -> None:
         self._settings = settings
+        self._ranks = ranks
         self._data = data
-        self._model = model
+        self._learner = learner
         self._compression = compression
         self._steps_per_epoch = steps
-        self._optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            compression=compression,
-            backward_passes_per_step=settings.backward_passes_per_step,
-        )
+        self._checkpoints = checkpoints
+        self._warnings = warnings
         self._writer: outputs.RunWriter | None = None
-        if settings.output is not None and hvd.rank() == 0:
-            self._writer = outputs.RunWriter(settings.output, settings.tensorboard)
+        if settings.output is not None and ranks.rank == 0:
+            sizes, done = (None, 0) if saved is None else (saved["sizes"], saved["step"])
+            self._writer = outputs.RunWriter(settings.output, settings.tensorboard, sizes, done)
         self._reporter = Reporter(
-            steps * settings.epochs, settings.epochs, visible=hvd.rank() == 0, progress=settings.progress
+            steps * settings.epochs, settings.epochs, visible=ranks.rank == 0, progress=settings.progress
         )
-        self._augmenting = torch.Generator().manual_seed(settings.seed + hvd.rank() * 2**31)
+        self._augmenting = np.random.default_rng([settings.seed, ranks.rank])
         self._metric = "perplexity" if data.is_text else "accuracy"
         self._step = 0
-        self._batches = 0  # of the starting size, that were taken
+        self._epoch = 1  # the one that is trained
+        self._taken = 0  # batches of the starting size, in this epoch
+        self._losses: list[float] = []  # of the steps of this epoch
         self._rate = 0.0
         self._finite = True  # on this rank
         self._times: list[float] = []  # ms of each step
         self._epochs: list[dict[str, Any]] = []
-        self._start = time.perf_counter()
+        self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
+        self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
+        self._start = self._epoch_start = time.perf_counter()
+
+    def go_on_from(self, saved: dict[str, Any]) -> None:
+        """Go on from where `_position` told when this was saved."""
+        for name in _KEPT:
+            setattr(self, f"_{name}", saved[name])
+        self._augmenting.bit_generator.state = saved["augmenting"]
+        self._resumed_at = [*saved["resumed_at"], self._step]
+        self._next_check = self._step + 1
+        now = time.perf_counter()
+        self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
+        self._reporter.say(f"going on after step {self._step} from {self._settings.checkpoint_folder}")
+
+    def _position(self) -> dict[str, Any]:
+        """Where this rank is in the run, as JSON."""
+        now = time.perf_counter()
+        return {
+            **{name: getattr(self, f"_{name}") for name in _KEPT},
+            "augmenting": self._augmenting.bit_generator.state,
+            "resumed_at": self._resumed_at,
+            "seconds": now - self._start,
+            "epoch_seconds": now - self._epoch_start,
+            "sizes": None if self._writer is None else self._writer.sizes(),
+        }
 
     def run(self) -> dict[str, Any]:
         status = "failed"
@@ -154,7 +185,7 @@ class _Run:
         try:
             with self._reporter:
                 status = self._train()
-            summary = self._summary(status, gather(_digest(self._model), "weights"))
+            summary = self._summary(status, self._ranks.gather(_digest(self._learner.parameters()), "weights"))
         except BaseException as error:
             # The other ranks may be gone: nothing is asked of them.
             summary = {**self._summary(status, []), "error": f"{type(error).__name__}: {error}"}
@@ -167,105 +198,130 @@ class _Run:
         return summary
 
     def _train(self) -> str:
-        """Train all epochs; "finished", or "diverged" as soon as the ranks know of a non-finite loss."""
-        settings, data = self._settings, self._data
-        assert settings.batch_size is not None
-        for epoch in range(1, settings.epochs + 1):
-            start = time.perf_counter()
-            shard = epoch_shard(
-                len(data.train_x),
-                hvd.size(),
-                hvd.rank(),
-                settings.batch_size * settings.backward_passes_per_step,
-                settings.seed,
-                epoch,
-            )
-            self._model.train()
-            losses = []
-            while len(shard) >= (accumulation := self._next_accumulation(epoch, len(shard))):
-                losses.append(self._timed_step(shard[:accumulation].flatten(), accumulation, epoch))
-                shard = shard[accumulation:]
-                if self._step % _STEPS_BETWEEN_CHECKS == 0 and self._any_diverged():
-                    return "diverged"
-            if self._any_diverged():
-                return "diverged"
-            self._end_epoch(epoch, sum(losses) / len(losses), start)
+        """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
+        while self._epoch <= self._settings.epochs:
+            ended = self._train_epoch()
+            if ended is not None and self._epoch <= self._settings.epochs:
+                return ended
         return "finished"
 
-    def _next_accumulation(self, epoch: int, batches_left: int) -> int:
+    def _train_epoch(self) -> str | None:
+        """Train what is left of this epoch; "diverged" or "stopped" if the run ends by it."""
+        settings, data = self._settings, self._data
+        assert settings.batch_size is not None
+        shard = epoch_shard(
+            len(data.train_x),
+            self._ranks.size,
+            self._ranks.rank,
+            settings.batch_size * settings.backward_passes_per_step,
+            settings.seed,
+            self._epoch,
+        )[self._taken :]
+        while len(shard) >= (accumulation := self._next_accumulation()):
+            self._timed_step(shard[:accumulation].flatten(), accumulation)
+            shard = shard[accumulation:]
+            due = self._checkpoints is not None and self._checkpoints.due(self._step)
+            if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
+                return ended
+        if ended := self._agree():
+            return ended
+        self._end_epoch()
+        over = self._epoch > settings.epochs
+        if self._checkpoints is not None and (over or self._checkpoints.due_each_epoch):
+            return self._agree(save=True)
+        return None
+
+    def _agree(self, save: bool = False) -> str | None:
+        """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
+        told = self._warnings is not None and self._warnings.told
+        answers = self._ranks.gather((self._finite, told, self._steps_to_next_check()), "agree")
+        finite, stop, steps = zip(*answers, strict=True)
+        self._next_check = self._step + min(steps)
+        if not all(finite):
+            return "diverged"
+        if self._checkpoints is not None and (save or any(stop)):
+            self._checkpoints.save(self._step, self._learner, self._position)
+        return "stopped" if any(stop) else None
+
+    def _steps_to_next_check(self) -> int:
+        if self._checkpoints is None:
+            return _STEPS_BETWEEN_CHECKS
+        seconds = float(np.median(self._times[-_FIRST_STEPS:])) / 1000
+        return max(1, min(_STEPS_BETWEEN_CHECKS, int(_SECONDS_BETWEEN_CHECKS / seconds)))
+
+    @property
+    def _batches(self) -> int:
+        """Of the starting size, that were taken."""
+        return (self._epoch - 1) * self._steps_per_epoch + self._taken
+
+    def _next_accumulation(self) -> int:
         """How many batches the next step takes: more than one only where a policy has made them larger.
 
         The learning rate is set before, as a scheduler would do it, because policies look at it.
         """
-        self._batches = epoch * self._steps_per_epoch - batches_left
         self._rate = self._settings.learning_rate(self._batches / self._steps_per_epoch)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._rate
+        self._learner.set_learning_rate(self._rate)
         return self._compression.accumulation
 
-    def _timed_step(self, batch: Tensor, accumulation: int, epoch: int) -> float:
-        """One optimizer step on this rank's samples `batch`; returns its loss."""
+    def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
+        """One optimizer step on these samples of this rank."""
         start = time.perf_counter()
-        loss = self._optimizer_step(batch, accumulation * self._settings.backward_passes_per_step)
+        loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
         milliseconds = 1000 * (time.perf_counter() - start)
         self._step += 1
+        self._taken += accumulation
+        self._losses.append(loss)
         self._times.append(milliseconds)
         self._finite = self._finite and math.isfinite(loss)
-        self._reporter.step(self._batches + accumulation, epoch, loss, milliseconds)
+        self._reporter.step(self._batches, self._epoch, loss, milliseconds)
         if self._writer is not None:
             record = {
                 "step": self._step,
-                "epoch": epoch,
+                "epoch": self._epoch,
                 "loss": loss,
                 "learning_rate": self._rate,
                 "accumulation": accumulation,
                 "ms": milliseconds,
             }
             self._writer.step({**record, **_cost(self._compression)})
-        return loss
 
-    def _optimizer_step(self, batch: Tensor, passes: int) -> float:
-        self._optimizer.zero_grad()
-        total = torch.zeros((), device=self._data.train_x.device)
-        for part in batch.to(total.device).chunk(passes):
-            images = self._data.train_x[part]
-            if self._data.augment:
-                images = augment(images, self._augmenting)
-            # Horovod adds the gradients of the passes up.
-            loss = _loss(self._model(self._data.model_input(images)), self._data.train_y[part]) / passes
-            loss.backward()
-            total += loss.detach()
-        if self._settings.clip_norm:
-            # The norm of the averaged gradient: it is there only after the exchange.
-            self._optimizer.synchronize()
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_norm)
-            with self._optimizer.skip_synchronize():
-                self._optimizer.step()
-        else:
-            self._optimizer.step()
-        return total.item()  # on an accelerator this waits for the step to be done
-
-    def _any_diverged(self) -> bool:
-        finite = hvd.allreduce(torch.tensor(float(self._finite)), name="hvdcomp.train.finite", op=hvd.Min)
-        return finite.item() == 0
-
-    def _end_epoch(self, epoch: int, loss: float, start: float) -> None:
-        _average_buffers(self._model)
-        mean_loss = hvd.allreduce(torch.tensor(loss, dtype=torch.float64), name="hvdcomp.train.loss").item()
-        test_loss, accuracy = evaluate(self._model, self._data)
+    def _end_epoch(self) -> None:
+        self._average_buffers()
+        loss = sum(self._losses) / len(self._losses)
+        mean_loss = float(self._ranks.sum(loss, "loss")) / self._ranks.size
+        test_loss, accuracy = self._evaluate()
         record = {
-            "epoch": epoch,
+            "epoch": self._epoch,
             "step": self._step,
             "train_loss": mean_loss,
             "test_loss": test_loss,
             self._metric: accuracy if self._metric == "accuracy" else _exp(test_loss),
-            "seconds": time.perf_counter() - start,
+            "seconds": time.perf_counter() - self._epoch_start,
             "bytes_sent": self._compression.ledger.totals.bytes_sent,
         }
         self._epochs.append(record)
         self._reporter.epoch(record)
         if self._writer is not None:
             self._writer.epoch(record)
+        self._epoch, self._taken, self._losses = self._epoch + 1, 0, []
+        self._epoch_start = time.perf_counter()
+
+    def _average_buffers(self) -> None:
+        """Average the running statistics of normalization layers, which each rank takes from its own shard."""
+        everywhere = self._ranks.gather(self._learner.buffers(), "buffers")
+        means = {name: np.mean([own[name] for own in everywhere], axis=0) for name in everywhere[0]}
+        self._learner.set_buffers(means)
+
+    def _evaluate(self) -> tuple[float, float]:
+        """Mean loss and accuracy over the whole test set (of text: per token), each rank doing its share."""
+        totals = np.zeros(3)  # loss, right answers, answers
+        shard = evaluation_shard(len(self._data.test_x), self._ranks.size, self._ranks.rank)
+        for first in range(0, len(shard), _EVALUATION_BATCH):
+            inputs, targets = self._data.test_batch(shard[first : first + _EVALUATION_BATCH])
+            loss, right = self._learner.evaluate(inputs, targets)
+            totals += loss * targets.size, right, targets.size
+        loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
+        return loss / count, right / count
 
     def _summary(self, status: str, digests: list[str]) -> dict[str, Any]:
         settings, totals = self._settings, self._compression.ledger.totals
@@ -273,9 +329,11 @@ class _Run:
         values = [record[self._metric] for record in self._epochs]
         best = max if self._metric == "accuracy" else min
         median, over = self._time_per_step()
-        note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if hvd.size() == 1 else None
+        alone = self._ranks.size == 1
+        note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else None
         return {
             "status": status,
+            "framework": settings.framework,
             "model": settings.model,
             "data": settings.data,
             "spec": settings.compression,
@@ -286,8 +344,9 @@ class _Run:
             "train_loss": last.get("train_loss"),
             "steps": self._step,
             "epochs": len(self._epochs),
-            "world_size": hvd.size(),
-            "controller": environment.controller(hvd),
+            "resumed_at": self._resumed_at,
+            "world_size": self._ranks.size,
+            "controller": self._ranks.controller,
             "seconds": time.perf_counter() - self._start,
             "ms_per_step": median,
             "ms_per_step_over": over,
@@ -296,13 +355,13 @@ class _Run:
             "bytes_sent_per_step": totals.bytes_sent / self._step if self._step else None,
             "floats_sent": totals.floats_sent,
             "compression_factor": totals.dense_bytes / totals.bytes_sent if totals.bytes_sent else None,
-            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),
             "weights_sha256": digests,
             "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
             "identical": len(set(digests)) == 1 if digests else None,
             "note": note,
             "options": settings.as_options(),
-            "versions": environment.versions(),
+            "versions": environment.versions(settings.framework),
         }
 
     def _time_per_step(self) -> tuple[float | None, str]:
@@ -314,39 +373,12 @@ class _Run:
         return float(np.median(counted)), f"median of steps {skipped + 1} to {len(self._times)}"
 
 
-def evaluate(model: nn.Module, data: DataSet) -> tuple[float, float]:
-    """Mean loss and accuracy over the whole test set (of text: per token), each rank doing its share."""
-    model.eval()
-    totals = torch.zeros(3, dtype=torch.float64)  # loss, right answers, answers
-    with torch.no_grad():
-        shard = evaluation_shard(len(data.test_x), hvd.size(), hvd.rank())
-        for batch in shard.split(_EVALUATION_BATCH) if len(shard) else ():
-            batch = batch.to(data.test_x.device)
-            logits, targets = model(data.model_input(data.test_x[batch])), data.test_y[batch]
-            right = (logits.argmax(dim=-1) == targets).sum()
-            count = targets.numel()
-            totals += torch.tensor([_loss(logits, targets).item() * count, right.item(), count])
-    loss, right, count = hvd.allreduce(totals, name="hvdcomp.train.evaluation", op=hvd.Sum).tolist()
-    return loss / count, right / count
-
-
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-def _average_buffers(model: nn.Module) -> None:
-    """Average the running statistics of normalization layers, which each rank takes from its own shard."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():
-            buffer.copy_(hvd.allreduce(buffer, name=f"hvdcomp.train.buffer.{name}"))
-
-
-def _digest(model: nn.Module) -> str:
+def _digest(parameters: Arrays) -> str:
     """SHA-256 over the names and the bytes of all parameters."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in sorted(parameters.items()):
         digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+        digest.update(parameter.tobytes())
     return digest.hexdigest()
 
 

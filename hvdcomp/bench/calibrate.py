@@ -1,0 +1,124 @@
+"""Puts a calibration together: the network once, then each model, then what was too noisy to trust. PyTorch."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import numpy as np
+
+from hvdcomp.bench.fit import NOISY, Reading
+from hvdcomp.bench.probe_model import probe_model
+from hvdcomp.bench.probe_network import cycle_seconds, probe_network
+from hvdcomp.bench.workload import build
+from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.perfmodel.calibration import Calibration
+from hvdcomp.perfmodel.exchanges import exchange_of
+from hvdcomp.train import environment
+
+NETWORK_SHARE = 0.3  # of the time of a calibration
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A calibration, and the readings of it that are too noisy, by what they are."""
+
+    calibration: Calibration
+    noisy: dict[str, Reading]
+
+
+def calibrate(
+    models: Sequence[str],
+    compressors: Sequence[Compressor],
+    *,
+    name: str,
+    batch_size: int,
+    seed: int,
+    seconds: float,
+    show: Show = lambda _: None,
+) -> Calibrated:
+    """Measures network and models. To be called on every rank, two or more, with the same arguments.
+
+    Args:
+        models: as for `hvdcomp.bench.workload.build`.
+        compressors: whose encoding to time.
+        name: of the calibration.
+        batch_size: of one rank.
+        seed: of weights and data.
+        seconds: about how long to measure.
+        show: called with what comes next.
+    """
+    largest, gathered = _largest(models, compressors, batch_size, seed)
+    network = probe_network(largest, gathered, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
+    readings = {f"network, {what}": one for what, one in network.readings.items()}
+    facts = {}
+    for model in models:
+        probe = probe_model(
+            model,
+            compressors,
+            network.network,
+            batch_size=batch_size,
+            seed=seed,
+            seconds=(1 - NETWORK_SHARE) * seconds / len(models),
+            show=lambda what, model=model: show(f"{model}: {what}"),  # type: ignore[misc]
+        )
+        facts[model] = probe.facts
+        readings |= {f"{model}, {what}": one for what, one in probe.readings.items()}
+        gc.collect()  # optimizers and their hooks hold each other
+    noisy = {what: one for what, one in readings.items() if one.noisy}
+    calibration = Calibration(
+        name=name,
+        network=network.network,
+        models=facts,
+        machine=machine_facts(),
+        noise=float(np.median([one.spread for one in readings.values()])),
+        noise_note=noise_note(noisy),
+        network_source=f"hvdcomp calibrate, {hvd.size()} ranks",
+    )
+    return Calibrated(calibration, noisy)
+
+
+def noise_note(noisy: dict[str, Reading]) -> str:
+    """What to say of noise in a calibration."""
+    said = "the median, over all measurements, of the relative difference between repeated medians"
+    if not noisy:
+        return f"{said}; none differs by more than {NOISY:.0%}"
+    which = "; ".join(f"{what}: {one.spread:.0%}" for what, one in noisy.items())
+    return f"{said}. Too noisy to trust, as repeated medians differ by more than {NOISY:.0%}: {which}"
+
+
+def machine_facts() -> dict[str, str]:
+    """What the numbers depend on, in words."""
+    import torch
+
+    return {
+        "host": platform.node(),
+        "processor": platform.machine(),
+        "cores": str(os.cpu_count()),
+        "ranks": str(hvd.size()),
+        "ranks per host": str(hvd.local_size()),
+        "threads of PyTorch": str(torch.get_num_threads()),
+        "Horovod's controller": environment.controller(hvd),
+        "Horovod's cycle": f"{1000 * cycle_seconds():g} ms",
+        **{package: importlib.metadata.version(package) for package in ("hvdcomp", "torch", "horovod")},
+    }
+
+
+def _largest(
+    models: Sequence[str], compressors: Sequence[Compressor], batch_size: int, seed: int
+) -> tuple[int, int]:
+    """Bytes of the largest allreduce and of the largest allgather in a step of any model, of one rank."""
+    found = {"allreduce": 0.0, "allgather": 0.0}
+    for model in models:
+        tensors = build(model, batch_size, seed, hvd.rank()).tensors()
+        for compressor in (NoCompression(), *compressors):
+            for collectives in exchange_of(compressor, tensors).rounds:
+                for one in collectives:
+                    found[one.kind] = max(found[one.kind], one.bytes)
+    return int(found["allreduce"]), int(found["allgather"])

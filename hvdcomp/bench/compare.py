@@ -1,0 +1,250 @@
+"""Predicted beside measured times of steps: the rows, what they amount to, and files of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.bench.fit import NOISY
+from hvdcomp.perfmodel import Adviser, Setting, from_json
+from hvdcomp.spec import parse_compressor
+
+STOCK_SPECS = {"none": "none", "hvd.fp16": "fp16"}
+"""Horovod's own compressions, by the spec that describes the same exchange."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method, model, rate and number of hosts. Times in ms, of one step.
+
+    Attributes:
+        measured_ms, low_ms, high_ms: median and quartiles of the steps.
+        error: predicted / measured - 1.
+        compute_ms, encode_ms, network_ms, latency_ms: the parts of the prediction.
+        noise: relative distance between the quartiles of the measured steps.
+    """
+
+    hosts: int
+    rate: str
+    model: str
+    method: str
+    measured_ms: float
+    low_ms: float
+    high_ms: float
+    predicted_ms: float
+    error: float
+    compute_ms: float
+    encode_ms: float
+    network_ms: float
+    latency_ms: float
+    noise: float
+    bytes_per_step: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The fastest compressor of one setting, and how many times as fast it is as dense and as fp16, as measured."""
+
+    hosts: int
+    rate: str
+    model: str
+    best: str
+    over_dense: float
+    over_fp16: float
+    predicted_best: str
+
+
+def compare(hosts: int, rate: str, result: dict[str, Any]) -> list[Row]:
+    """The rows of one cluster, from what its ranks wrote."""
+    calibration = from_json(result["calibration"])
+    rows = []
+    for model, steps in result["steps"].items():
+        measured = {method: one for method, one in steps.items() if method != result["alone"]}
+        specs = {method: STOCK_SPECS.get(method, method) for method in measured}
+        adviser = Adviser(calibration, model, list(specs.values()))
+        for method, one in measured.items():
+            spec = str(parse_compressor(specs[method]))
+            parts = adviser.parts(spec, Setting(int(calibration.machine["ranks"])))
+            low, high = one["quartiles_ms"]
+            predicted = 1e3 * float(parts.total)
+            rows.append(
+                Row(
+                    hosts=hosts,
+                    rate=rate,
+                    model=model,
+                    method=method,
+                    measured_ms=one["median_ms"],
+                    low_ms=low,
+                    high_ms=high,
+                    predicted_ms=predicted,
+                    error=predicted / one["median_ms"] - 1,
+                    compute_ms=1e3 * float(parts.compute),
+                    encode_ms=1e3 * float(parts.encode),
+                    network_ms=1e3 * float(parts.transfer),
+                    latency_ms=1e3 * float(parts.latency),
+                    noise=(high - low) / one["median_ms"],
+                    bytes_per_step=one["bytes_per_step"],
+                )
+            )
+    return rows
+
+
+def gains(rows: Sequence[Row]) -> list[Gain]:
+    """For each setting in which there is a compressor, the one that was fastest."""
+    found = []
+    for place in dict.fromkeys((row.hosts, row.rate, row.model) for row in rows):
+        here = [row for row in rows if (row.hosts, row.rate, row.model) == place]
+        stock = {row.method: row for row in here if row.method in STOCK_SPECS}
+        others = [row for row in here if row.method not in STOCK_SPECS]
+        if others and len(stock) == len(STOCK_SPECS):
+            best = min(others, key=lambda row: row.measured_ms)
+            over = {method: row.measured_ms / best.measured_ms for method, row in stock.items()}
+            predicted = min(others, key=lambda row: row.predicted_ms)
+            found.append(Gain(*place, best.method, over["none"], over["hvd.fp16"], predicted.method))
+    return found
+
+
+def errors(rows: Sequence[Row]) -> tuple[float, Row]:
+    """The median of the absolute errors, and the row with the largest."""
+    return statistics.median(abs(row.error) for row in rows), max(rows, key=lambda row: abs(row.error))
+
+
+def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
+    """Writes STEM.json, .csv, .md and .png; returns their places.
+
+    Args:
+        details: what else belongs into the JSON: options, calibrations, all step times.
+    """
+    files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
+    data = {"rows": [asdict(row) for row in rows], "gains": [asdict(gain) for gain in gains(rows)], **details}
+    files[0].write_text(json.dumps(data, indent=1) + "\n")
+    with files[1].open("w", newline="") as stream:
+        table = csv.DictWriter(stream, [field.name for field in fields(Row)])
+        table.writeheader()
+        table.writerows(asdict(row) for row in rows)
+    files[2].write_text(markdown(rows, details))
+    _draw(rows, files[3])
+    return files
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What the rows amount to, in two sentences."""
+    middle, worst = errors(rows)
+    return (
+        f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, {worst.model}, "
+        f"{worst.hosts} hosts, {worst.rate}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} "
+        f"ms, quartiles {worst.low_ms:.1f} to {worst.high_ms:.1f})."
+    )
+
+
+HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "of it")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row in words."""
+    parts = {
+        "compute": row.compute_ms, "encode": row.encode_ms, "network": row.network_ms, "latency": row.latency_ms
+    }
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        str(row.hosts),
+        row.rate,
+        row.model,
+        row.method,
+        f"{row.measured_ms:.1f}",
+        f"{row.low_ms:.1f} to {row.high_ms:.1f}",
+        f"{row.predicted_ms:.1f}",
+        f"{row.error:+.0%}",
+        f"{largest} {parts[largest]:.1f}",
+    )
+
+
+def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
+    """Tables of the rows and of the gains, and the notes on noise."""
+    lines = [
+        "# Predicted and measured times of steps",
+        "",
+        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps; the last column "
+        "is the largest part of the prediction, in ms.",
+        "",
+        *_markdown_table(HEADINGS, [cells(row) for row in rows]),
+        "",
+        "The fastest compressor of each setting, as measured, and how many times as fast it is:",
+        "",
+        *_markdown_table(
+            ("hosts", "rate", "model", "fastest", "over dense", "over fp16", "predicted fastest"),
+            [
+                (
+                    str(gain.hosts),
+                    gain.rate,
+                    gain.model,
+                    gain.best,
+                    f"{gain.over_dense:.2f}",
+                    f"{gain.over_fp16:.2f}",
+                    gain.predicted_best,
+                )
+                for gain in gains(rows)
+            ],
+        ),
+        "",
+        *_noise(details.get("runs", ())),
+    ]
+    return "\n".join(lines)
+
+
+def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What was too noisy to trust, by the calibrations' own account."""
+    lines = [
+        f"- {run['hosts']} hosts, {run['rate']}: "
+        + "; ".join(f"{what} ({one['spread']:.0%})" for what, one in run["noisy"].items())
+        for run in runs
+        if run["noisy"]
+    ]
+    if not lines:
+        return []
+    return [f"Calibrated numbers whose repeated medians differ by more than {NOISY:.0%}:", "", *lines, ""]
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    every = [headings, ["---"] * len(headings), *rows]
+    return [f"| {' | '.join(row)} |" for row in every]
+
+
+def _draw(rows: Sequence[Row], file: Path) -> None:
+    """Measured against predicted: on the diagonal they are equal."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    markers = dict(zip(dict.fromkeys((row.hosts, row.rate) for row in rows), "o^sDvP*X<>", strict=False))
+    methods = list(dict.fromkeys(row.method for row in rows))
+    for number, method in enumerate(methods):
+        for place, marker in markers.items():
+            here = [row for row in rows if row.method == method and (row.hosts, row.rate) == place]
+            axes.plot(
+                [row.measured_ms for row in here],
+                [row.predicted_ms for row in here],
+                marker,
+                color=f"C{number}",
+                markersize=5,
+                label=method if place == next(iter(markers)) else None,
+            )
+    for (hosts, rate), marker in markers.items():
+        axes.plot([], [], marker, color="0.5", label=f"{hosts} hosts, {rate}")
+    ends = [min(row.measured_ms for row in rows) / 1.5, max(row.measured_ms for row in rows) * 1.5]
+    axes.plot(ends, ends, color="0.3", linewidth=1)
+    axes.fill_between(ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="0.9", label="25%")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured time of a step (ms)")
+    axes.set_ylabel("predicted time of a step (ms)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,354 @@
+"""What a training step of one model takes here, measured by all ranks at once. PyTorch, on the CPU.
+
+The model is trained in several ways that take turns: alone; with stock Horovod, whose allreduce overlaps with the
+backward pass; with a stand-in that sends one number for each tensor; and with that and each compressor, whose
+collectives have no payload: all that a real step does but to move bytes. The parts of the step are timed in each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from hvdcomp.bench.fit import Reading, halves
+from hvdcomp.bench.probe_network import Show, fusion_threshold
+from hvdcomp.bench.workload import Workload, build
+from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import Compressor
+from hvdcomp.engine import Engine
+from hvdcomp.perfmodel.calibration import ModelFacts
+from hvdcomp.perfmodel.compute import Compute, EncodeTime
+from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
+from hvdcomp.perfmodel.network import Network
+from hvdcomp.perfmodel.schedule import sequential
+
+_FORWARD, _BACKWARD, _MIDDLE, _OPTIMIZER = range(4)  # parts of a step; the middle is the exchange, or stands for it
+_LEARNING_RATE = 1e-4
+_FEWEST, _MOST = 3, 20  # rounds of turns
+_QUICK_S = 0.25  # steps of less are measured in blocks, after one that brings the model back into the caches
+_READY_STEPS = 5
+_DECODES = 3
+_SOURCE = "hvdcomp calibrate"
+
+Ways = dict[str, "Training"]
+
+
+class _NoPayload(LoopbackCommunicator):
+    """Carries out every collective on all ranks, but sends eight bytes in it; the answers are those of a loopback."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(hvd.size())
+        self._method = method
+
+    def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Any:
+        handle = hvd.allreduce_async_(torch.zeros(2), name=f"{self._method}.{name}", op=hvd.Sum)
+        return handle, super().start_allreduce(array, op, name)
+
+    def start_allgather(self, array: torch.Tensor, name: str) -> Any:
+        handle = hvd.allgather_async(torch.zeros(8, dtype=torch.uint8), name=f"{self._method}.{name}")
+        return handle, super().start_allgather(array, name)
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        hvd.synchronize(handle[0])
+        return handle[1]
+
+
+@dataclass(frozen=True)
+class ModelProbe:
+    """What was measured. `readings` holds the times that went into `facts`, by what they are."""
+
+    facts: ModelFacts
+    readings: dict[str, Reading]
+
+
+class Training:
+    """A model trained in one way, step by step.
+
+    Args:
+        workload: what is trained.
+        optimizer: that makes the step.
+        middle: what happens between backward pass and step.
+    """
+
+    def __init__(self, workload: Workload, optimizer: Any, middle: Callable[[], None]) -> None:
+        self.workload = workload
+        self._optimizer = optimizer
+        self._middle = middle
+        self._skips = getattr(optimizer, "skip_synchronize", None)
+
+    def step(self) -> list[float]:
+        """Makes a step; returns the seconds of its four parts."""
+        marks = [time.perf_counter()]
+        self._optimizer.zero_grad()
+        loss = self.workload.loss()
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
+        self._middle()
+        marks.append(time.perf_counter())
+        if self._skips is None:
+            self._optimizer.step()
+        else:
+            with self._skips():
+                self._optimizer.step()
+        marks.append(time.perf_counter())
+        return [end - start for start, end in pairwise(marks)]
+
+
+class _OneNumber:
+    """Sends one number for each gradient, as hvdcomp does in a step through its engine, and nothing of the gradient."""
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by Horovod for each gradient."""
+        return torch.full((1,), 1), tensor
+
+    def decompress(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Called by Horovod when the number is back."""
+        return gradient
+
+
+def probe_model(
+    model: str,
+    specs: Sequence[Compressor],
+    network: Network,
+    *,
+    batch_size: int,
+    seed: int,
+    seconds: float,
+    show: Show,
+) -> ModelProbe:
+    """Measures the passes, the optimizer, gamma, what Horovod and hvdcomp take beside, and encode times.
+
+    To be called on every rank, with the same arguments.
+
+    Args:
+        model: as for `hvdcomp.bench.workload.build`.
+        specs: compressors whose encoding and decoding to time.
+        network: what collectives cost here.
+        batch_size: of one rank.
+        seed: of weights and data.
+        seconds: about how long to take; a minimum of steps is made in any case.
+        show: called with what comes next.
+    """
+    show("building")
+    ways, plain = _ways(model, specs, batch_size, seed)
+    tensors = plain.tensors()
+    times = _take_turns(ways, seconds, show)
+    show("when gradients are ready")
+    ready = _ready(ways["passes"])
+    alone, dense, numbers = times["passes"], times["dense"], times["numbers"]
+    readings = {
+        "passes": halves(_slowest(alone)),
+        "backward pass with Horovod": halves(_mean(dense, _BACKWARD)),
+        "step without payload": halves(_slowest(numbers)),
+    }
+    whole = readings["passes"].seconds
+    parts = [float(np.median(_mean(alone, part))) for part in (_FORWARD, _BACKWARD, _OPTIMIZER)]
+    forward, backward, optimizer = (whole * part / sum(parts) for part in parts)
+    gamma = max(1.0, float(np.median(_mean(dense, _BACKWARD))) / parts[1])
+    engine = max(0.0, readings["step without payload"].seconds - whole)
+    # The same step holds hooks in the backward pass, and one small collective at the end; the rest is handing back.
+    hooks = float(np.median(_mean(numbers, _BACKWARD))) / parts[1] - 1
+    small = float(network.seconds("allreduce", 8.0, hvd.size()).total)
+    horovod = max(0.0, engine - max(0.0, hooks) * backward - small)
+    encode = {}
+    for one in specs:
+        spec = str(one)
+        if spec not in times:
+            continue
+        show(f"decoding of {spec}")
+        exchange = exchange_of(one, tensors)
+        if exchange.overlapped:
+            readings[f"casts of {spec}"] = casts = halves(_mean(times[spec], _MIDDLE))
+            encode[spec] = EncodeTime(casts.seconds, source=_SOURCE)
+            continue
+        readings[f"step without payload of {spec}"] = step = halves(_slowest(times[spec]))
+        # What the ranks wait for each other between the rounds is in it.
+        encode[spec] = _encode_time(one, plain, step.seconds - whole - engine - _latency_s(exchange, network))
+    compute = Compute(
+        backward_s=backward,
+        forward_s=forward,
+        gamma=gamma,
+        batch_size=batch_size,
+        encode=encode,
+        optimizer_s=optimizer,
+        engine_s=engine,
+        horovod_s=horovod,
+        ready=ready,
+    )
+    return ModelProbe(ModelFacts(tuple(tensors), compute, float(fusion_threshold())), readings)
+
+
+def _ways(model: str, specs: Sequence[Compressor], batch_size: int, seed: int) -> tuple[Ways, Workload]:
+    def fresh() -> tuple[Workload, Any]:
+        workload = build(model, batch_size, seed, hvd.rank())
+        return workload, torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
+
+    def with_horovod(name: str, compression: Any) -> tuple[Workload, Any]:
+        workload, optimizer = fresh()
+        # Names of their own: a known name with another shape costs Horovod a negotiation.
+        named = [(f"{name}.{key}", value) for key, value in workload.model.named_parameters()]
+        return workload, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+
+    plain, optimizer = fresh()
+    dense, dense_optimizer = with_horovod("dense", hvd.Compression.none)
+    numbers, numbers_optimizer = with_horovod("numbers", _OneNumber())
+    ways = {
+        "passes": Training(plain, optimizer, lambda: None),
+        "dense": Training(dense, dense_optimizer, dense_optimizer.synchronize),
+        "numbers": Training(numbers, numbers_optimizer, numbers_optimizer.synchronize),
+    }
+    for one in specs:
+        engine = Engine(_NoPayload(str(one)), numbers.tensors(), one)
+        if not engine.only_casts:
+            ways[str(one)] = Training(numbers, numbers_optimizer, _through(engine, numbers, numbers_optimizer))
+        elif not all(kind.lossless for kind in engine.plan.values()):
+            ways[str(one)] = Training(plain, optimizer, _casting(engine, plain))
+    return ways, plain
+
+
+def _through(engine: Engine, workload: Workload, optimizer: Any) -> Callable[[], None]:
+    """The middle of a step through the engine."""
+
+    def exchange() -> None:
+        optimizer.synchronize()
+        engine.begin()
+        engine.step(_gradients(workload))
+
+    return exchange
+
+
+def _casting(engine: Engine, workload: Workload) -> Callable[[], None]:
+    """Casts all gradients to what the plan says, and back."""
+    wire = {
+        name: getattr(torch, compressor.wire_dtype(engine.tensors[name].dtype) or "")
+        for name, compressor in engine.plan.items()
+    }
+
+    def cast() -> None:
+        for name, gradient in _gradients(workload).items():
+            gradient.to(wire[name]).to(gradient.dtype)
+
+    return cast
+
+
+def _gradients(workload: Workload) -> dict[str, torch.Tensor]:
+    named = workload.model.named_parameters()
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def _take_turns(ways: Ways, seconds: float, show: Show) -> dict[str, np.ndarray]:
+    """The parts of the steps of each way, in seconds, (ranks, steps, 4)."""
+    second = 0.0
+    for name, training in ways.items():
+        show(f"warming up: {name}")
+        training.step()
+        hvd.barrier()
+        second += sum(training.step())
+    second = hvd.broadcast_object(second, name="hvdcomp.calibrate.turn")
+    settling, block = (1, 2) if second / len(ways) < _QUICK_S else (0, 1)
+    rounds = int(min(_MOST, max(_FEWEST, seconds / (second * (settling + block)))))
+    samples: dict[str, list[list[float]]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(rounds):
+        show(f"steps: round {number + 1} of {rounds}")
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            for _ in range(settling):
+                hvd.barrier()
+                ways[name].step()
+            for _ in range(block):
+                hvd.barrier()
+                samples[name].append(ways[name].step())
+    return {
+        name: _everywhere(np.array(taken), f"hvdcomp.calibrate.steps.{name}") for name, taken in samples.items()
+    }
+
+
+def _everywhere(values: np.ndarray, name: str) -> np.ndarray:
+    """An array of each rank, by rank."""
+    return np.stack(hvd.allgather_object(values, name=name))
+
+
+def _slowest(times: np.ndarray) -> list[float]:
+    """Of each step, the seconds of the slowest rank: ranks wait for each other in every step."""
+    return times.sum(axis=2).max(axis=0).tolist()
+
+
+def _mean(times: np.ndarray, part: int) -> list[float]:
+    return times[:, :, part].mean(axis=0).tolist()
+
+
+def _ready(training: Training) -> tuple[tuple[float, float], ...]:
+    """When which share of the gradients is ready, of the ranks' mean; see `Compute.ready`."""
+    parameters = {name: one for name, one in training.workload.model.named_parameters() if one.requires_grad}
+    moments: dict[str, list[float]] = {name: [] for name in parameters}
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: moments[name].append(time.perf_counter()))
+        for name, parameter in parameters.items()
+    ]
+    shares = []
+    for _ in range(_READY_STEPS):
+        hvd.barrier()
+        begin = time.perf_counter()
+        forward, backward, *_ = training.step()
+        last = {name: places[-1] if places else begin + forward + backward for name, places in moments.items()}
+        shares.append([(last[name] - begin - forward) / backward for name in parameters])
+    for handle in handles:
+        handle.remove()
+    # The middle of the steps on each rank, then of the ranks.
+    times = np.median(_everywhere(np.array(shares), "hvdcomp.calibrate.ready"), axis=1).mean(axis=0)
+    sizes = np.array([one.numel() * one.element_size() for one in parameters.values()], float)
+    order = [place for place in np.argsort(times, kind="stable") if sizes[place]]
+    sent = np.cumsum(sizes[order]) / sizes.sum()
+    sent[-1] = 1.0
+    clipped = np.clip(times[order], 0, 1)
+    return tuple(zip(sent.tolist(), clipped.tolist(), strict=True))
+
+
+def _latency_s(exchange: Exchange, network: Network) -> float:
+    """What a step's collectives take without a payload."""
+
+    def cost_of(kind: str, size: float, **what: Any) -> Any:
+        return network.seconds(kind, size, hvd.size(), **what)
+
+    return float(sequential(0.0, 0.0, exchange, cost_of, payload=0.0).total)
+
+
+def _encode_time(compressor: Compressor, workload: Workload, measured: float) -> EncodeTime:
+    """What was measured with this number of ranks, with the part of it that grows with their number.
+
+    It is no less than what encoding and decoding alone take.
+    """
+    ranks = hvd.size()
+    encode, decode = _alone(compressor, workload, ranks)
+    measured = max(measured, encode + decode)
+    each = 0.0
+    exchange = exchange_of(compressor, workload.tensors())
+    if any(one.kind == "allgather" for collectives in exchange.rounds for one in collectives):
+        _, more = _alone(compressor, workload, 2 * ranks)
+        each = min(max(0.0, (more - decode) / ranks), measured / ranks)
+    return EncodeTime(measured - each * ranks, decode_per_rank_s=each, source=_SOURCE)
+
+
+def _alone(compressor: Compressor, workload: Workload, ranks: int) -> tuple[float, float]:
+    """Seconds before and after the last collective of a step with so many ranks' payloads, the mean of the ranks."""
+    engine = Engine(LoopbackCommunicator(ranks), workload.tensors(), compressor)
+    gradients = _gradients(workload)
+    taken = []
+    for _ in range(1 + _DECODES):
+        engine.begin()
+        engine.step(gradients)
+        cost = engine.ledger.last
+        assert cost is not None
+        taken.append([cost.encode_seconds or 0.0, cost.decode_seconds or 0.0])
+    mine = np.median(taken[1:], axis=0)
+    encode, decode = _everywhere(mine, f"hvdcomp.calibrate.decode.{compressor}.{ranks}").mean(axis=0)
+    return float(encode), float(decode)

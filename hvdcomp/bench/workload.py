@@ -1,0 +1,101 @@
+"""What is trained when steps are timed: a reference model on random data, or a user's own model. PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from hvdcomp.collectives import TensorInfo
+from hvdcomp.train.models import build_model
+from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
+
+_CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
+_TOKENS, _LENGTH = 100, 64  # characters of a text
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what makes a loss with it.
+
+    Attributes:
+        model: to train.
+        loss: runs the forward pass on a batch and returns the loss, a scalar.
+    """
+
+    model: torch.nn.Module
+    loss: Callable[[], torch.Tensor]
+
+    def tensors(self) -> list[TensorInfo]:
+        """The parameters that are trained."""
+        return [
+            TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+
+def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
+    """Makes a model, with the same weights on all ranks, and a batch of its own for each.
+
+    Args:
+        model: one of `hvdcomp.train.settings.MODELS`, or "package.module:function". The function is called with the
+            batch size and returns the model and a function without arguments that returns its loss on a batch. It is
+            called several times, and each time has to make a new model.
+        batch_size: of one rank.
+        seed: of weights and data.
+        rank: of this process.
+
+    Raises:
+        SetupError: for a model that is not there, or that is not what it should be.
+    """
+    torch.manual_seed(seed)
+    if ":" in model:
+        return _own(model, batch_size)
+    if model not in MODELS:
+        raise SetupError(
+            f"the model {model!r} is not known; there are: {', '.join(MODELS)}, or write package.module:function for "
+            "one of your own"
+        )
+    text = model in TEXT_MODELS
+    network = build_model(model, channels=_CHANNELS, size=_SIZE, classes=_TOKENS if text else _CLASSES)
+    own = torch.Generator().manual_seed(seed + 1 + rank)
+    if text:
+        inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
+        labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=own)
+    else:
+        inputs = torch.randn((batch_size, _CHANNELS, _SIZE, _SIZE), generator=own)
+        labels = torch.randint(_CLASSES, (batch_size,), generator=own)
+    return Workload(network, lambda: cross_entropy(network(inputs).flatten(0, -2), labels))
+
+
+def _own(place: str, batch_size: int) -> Workload:
+    module_name, _, function_name = place.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SetupError(f"the model {place!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
+    contract = f"{place}(batch_size) has to return (torch.nn.Module, function that returns the loss)"
+    made: Any = _called(lambda: function(batch_size), contract)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise SetupError(f"{contract}, not {type(made).__name__}")
+    model, loss = made
+    if not isinstance(model, torch.nn.Module) or not callable(loss):
+        raise SetupError(f"{contract}, not ({type(model).__name__}, {type(loss).__name__})")
+    if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
+        raise SetupError(f"the model of {place} has no parameters to train")
+    value = _called(loss, contract)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise SetupError(f"{contract}; its loss is {value!r:.80}, not a scalar tensor with a gradient")
+    return Workload(model, loss)
+
+
+def _called(function: Callable[[], Any], contract: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise SetupError(f"{contract}, but raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,187 @@
+"""`hvdcomp calibrate`: measures what `hvdcomp advise` needs to know. How it measures is in `hvdcomp.bench`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hvdcomp.spec import parse_compressor
+from hvdcomp.train import environment
+from hvdcomp.train.settings import MODELS, SetupError
+
+if TYPE_CHECKING:
+    from hvdcomp.bench.calibrate import Calibrated
+    from hvdcomp.perfmodel import Calibration
+
+COMPRESSORS = (
+    "fp16",
+    "topk:ratio=0.01",
+    "mstopk:ratio=0.01",
+    "dgc:ratio=0.01",
+    "randomk:ratio=0.01",
+    "efsignsgd",
+    "signsgd",
+    "qsgd:bits=4",
+    "powersgd:rank=4",
+)
+_START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
+
+
+@click.command(epilog=f"Start it as training is started: {_START}")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=("resnet20",),
+    show_default=True,
+    metavar="NAME|MODULE:FUNCTION",
+    help=f"Repeat. One of {', '.join(MODELS)}; or a function of your own that is given the batch size and returns "
+    "(torch.nn.Module, function without arguments that returns the loss of a batch).",
+)
+@click.option(
+    "--compressor", "specs", multiple=True, metavar="SPEC", default=COMPRESSORS, show_default=True, help="Repeat."
+)
+@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Of one rank.")
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="About how long.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--name", help="Of the calibration in output. [default: the name of the file]")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("calibration.json"),
+    show_default=True,
+    help="The file that rank 0 writes, for hvdcomp advise --calibration.",
+)
+@click.pass_context
+def command(
+    context: click.Context,
+    models: tuple[str, ...],
+    specs: tuple[str, ...],
+    output: Path,
+    name: str | None,
+    **options: Any,
+) -> None:
+    """Measure network, passes and compressors for `hvdcomp advise`.
+
+    Measures through Horovod, on all ranks at once: what collectives cost by their size, the passes of a model alone and
+    while gradients travel, and what encoding and decoding with each compressor takes. PyTorch, on the CPU.
+    """
+    environment.prepare_mpi()
+    try:
+        import horovod.torch as hvd
+
+        from hvdcomp.train.ranks import Ranks, RunRefused
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error}; hvdcomp calibrate needs PyTorch and Horovod: pip install 'hvdcomp[torch,build]', "
+            "then hvdcomp build-horovod"
+        ) from None
+    try:
+        ranks = Ranks("torch")
+        environment.check_world_size(ranks.size)
+        if ranks.size < 2:
+            raise SetupError(f"with one rank there is no network to measure; start several: {_START}")
+        environment.use_threads(ranks.local_size)
+        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank))
+        ranks.check_same({"options": (models, specs, sorted(options.items()))})
+    except (RunRefused, SetupError) as refused:
+        if hvd.rank() == 0:
+            click.UsageError(str(refused), context).show()
+        if hvd.size() > 1:
+            hvd.barrier()  # a launcher ends the others as soon as one rank is gone: rank 0 speaks first
+        context.exit(2)
+
+    from hvdcomp.bench.calibrate import calibrate
+    from hvdcomp.perfmodel import save
+
+    console = Console(stderr=True, highlight=False, quiet=ranks.rank != 0)
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=ranks.rank != 0, transient=True) as progress:
+        task = progress.add_task("starting")
+        made = calibrate(
+            models,
+            compressors,
+            name=name or output.stem,
+            show=lambda what: progress.update(task, description=what),
+            **options,
+        )
+    if ranks.rank == 0:
+        save(made.calibration, output)
+        print_summary(made, Console(highlight=False, soft_wrap=True))
+        click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output} --world-size {ranks.size}")
+
+
+def _checked(
+    models: tuple[str, ...], specs: tuple[str, ...], options: dict[str, Any], output: Path, rank: int
+) -> list[Any]:
+    """The compressors, after everything that could fail later was tried.
+
+    Raises:
+        SetupError, SpecError: say what is wrong.
+    """
+    from hvdcomp.bench.workload import build
+
+    compressors = {str(one): one for one in map(parse_compressor, specs)}
+    for model in models:
+        build(model, options["batch_size"], options["seed"], rank)
+    if rank == 0:
+        check_writable(output)
+    return list(compressors.values())
+
+
+def check_writable(file: Path) -> None:
+    """Sees that a file can be written.
+
+    Raises:
+        SetupError: if it cannot.
+    """
+    there = file if file.exists() else file.parent
+    if not file.parent.is_dir():
+        raise SetupError(f"--output {file} cannot be written: there is no folder {file.parent}; make it first")
+    if not os.access(there, os.W_OK):
+        raise SetupError(f"--output {file} cannot be written: {there} is not writable")
+
+
+def print_summary(made: Calibrated, console: Console) -> None:
+    """What was found, and what is not to be trusted."""
+    calibration = made.calibration
+    console.print(f"[bold]{calibration.name}[/bold], {calibration.machine['ranks']} ranks")
+    for kind in ("allreduce", "allgather"):
+        cost = getattr(calibration.network, kind)
+        console.print(
+            f"{kind}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
+            f"{1e6 * cost.latency_s:.0f} us a message"
+        )
+    console.print(_models_table(calibration))
+    if made.noisy:
+        console.print("[yellow]Too noisy to trust:[/yellow] repeat on a quieter machine, or with more --seconds")
+        for what, one in made.noisy.items():
+            console.print(f"  {what}: {1e3 * one.seconds:.2f} ms, repeated medians differ by {one.spread:.0%}")
+
+
+def _models_table(calibration: Calibration) -> Table:
+    table = Table("model", "part", "ms", title="One step", title_justify="left")
+    table.columns[-1].justify = "right"
+    for name, facts in calibration.models.items():
+        compute = facts.compute
+        rows: dict[str, float] = {
+            "forward pass": compute.forward_s or 0.0,
+            "backward pass": compute.backward_s,
+            "optimizer": compute.optimizer_s,
+            "engine without payload": compute.engine_s,
+            "Horovod handing back": compute.horovod_s,
+        }
+        ranks = int(calibration.machine["ranks"])
+        rows |= {f"encode, decode: {spec}": float(one.seconds(ranks)) for spec, one in compute.encode.items()}
+        for part, seconds in rows.items():
+            table.add_row(name, part, f"{1e3 * seconds:.2f}")
+        table.add_row(name, "gamma", f"x {compute.gamma:.2f}")
+    return table
+
+

@@ -1,0 +1,114 @@
+"""What the training loop asks of a framework: a model, an optimizer and a step, and nothing else.
+
+The loop, the data, the ranks and the files are the same for all frameworks; `torch_learner` and
+`tensorflow_learner` are the rest. Everything that passes between is NumPy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hvdcomp
+from hvdcomp.train.data import DataSet
+from hvdcomp.train.settings import Settings
+
+Arrays = dict[str, np.ndarray]
+
+
+class Learner(ABC):
+    """A model in training on one rank.
+
+    In this order: `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
+
+    Args:
+        settings: resolved.
+        data: whose shapes the model is built for.
+        rank: of this process; random choices of the model (dropout) differ between the ranks.
+
+    Raises:
+        SetupError: the model does not suit the data.
+    """
+
+    @abstractmethod
+    def __init__(self, settings: Settings, data: DataSet, rank: int) -> None: ...
+
+    @staticmethod
+    @abstractmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        """Choose this rank's device and threads; to be called after Horovod's init and before all else."""
+
+    @abstractmethod
+    def broadcast(self) -> None:
+        """Put rank 0's weights on every rank, and make an optimizer that starts there."""
+
+    @abstractmethod
+    def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
+        """`hvdcomp.Compression.from_spec` for the parameters of this model."""
+
+    @abstractmethod
+    def distribute(self, compression: hvdcomp.Compression) -> None:
+        """Exchange gradients through Horovod from now on, compressed so."""
+
+    @abstractmethod
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
+
+    @abstractmethod
+    def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
+        """Make one optimizer step on this rank's share of its samples; returns their mean loss before the step.
+
+        Args:
+            inputs, targets: as `DataSet` gives them, (accumulation * backward_passes_per_step * batch_size, ...).
+            accumulation: how many times the usual batch that is.
+        """
+
+    @abstractmethod
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        """Mean loss (of text: per token) and number of right answers of the model as it is."""
+
+    @abstractmethod
+    def parameters(self) -> Arrays:
+        """What is trained, by name."""
+
+    @abstractmethod
+    def buffers(self) -> Arrays:
+        """The running statistics of normalization layers, by name."""
+
+    @abstractmethod
+    def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
+        """Set the running statistics, by name."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write all by which the steps that follow depend on those that were, for this rank, between two steps.
+
+        Every rank writes to the same folder; the files of one have its number in their names.
+        """
+
+    @abstractmethod
+    def restore(self, folder: Path) -> None:
+        """Go on from what was saved by as many ranks; after `distribute` and before the first step.
+
+        Raises:
+            ConfigurationError: it is of another model or compression.
+        """
+
+
+def learner_class(framework: str) -> type[Learner]:
+    """The class for a framework, which is imported only here.
+
+    Raises:
+        ImportError: the framework, or Horovod for it, is not installed.
+    """
+    if framework == "torch":
+        from hvdcomp.train.torch_learner import TorchLearner
+
+        return TorchLearner
+    from hvdcomp.train.tensorflow_learner import TensorFlowLearner
+
+    return TensorFlowLearner

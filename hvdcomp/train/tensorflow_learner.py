@@ -1,0 +1,154 @@
+"""Trains in TensorFlow: stock `hvd.DistributedGradientTape` with `compression=hvdcomp.Compression`, and tf_keras.
+
+A step is one tf.function that is traced once, whatever the policy does: its batch may have any length. tf_keras is
+imported by its own name, so that TF_USE_LEGACY_KERAS need not be set.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# Else TensorFlow tells of processors and missing GPUs while it is imported. What goes wrong raises an exception.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import hvdcomp
+from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.tensorflow.checkpoint import CompressionState
+from hvdcomp.train import environment
+from hvdcomp.train.data import DataSet
+from hvdcomp.train.learner import Arrays, Learner
+from hvdcomp.train.models_tensorflow import build_model
+from hvdcomp.train.settings import Settings
+
+
+class TensorFlowLearner(Learner):
+    """See `Learner`. On a GPU if there is one: each rank of a host takes its own.
+
+    It does as its PyTorch twin, but for two things. SGD is Keras's, which multiplies gradients by the learning rate
+    before momentum adds them up: after a change of the rate, earlier gradients go on at theirs. And where a policy
+    makes the batch larger, each backward pass takes a larger batch, instead of there being more of them;
+    normalization layers see the difference.
+    """
+
+    def __init__(self, settings: Settings, data: DataSet, rank: int) -> None:
+        self._settings = settings
+        self._rank = rank
+        tf_keras.utils.set_random_seed(settings.seed)
+        self._model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
+        self._optimizer: Any = None
+        self._compression: hvdcomp.Compression | None = None
+        inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.is_text else tf.float32)
+        targets = tf.TensorSpec((None, *data.train_y.shape[1:]), tf.int64)
+        self._training = tf.function(self._training_step, input_signature=(inputs, targets))
+        self._evaluation = tf.function(self._evaluation_step, input_signature=(inputs, targets))
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        threads = environment.share_of_cores(local_size)
+        try:
+            gpus = tf.config.list_physical_devices("GPU")
+            if gpus:
+                mine = gpus[local_rank % len(gpus)]
+                tf.config.set_visible_devices(mine, "GPU")
+                tf.config.experimental.set_memory_growth(mine, True)
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))  # hvdcomp needs two
+        except RuntimeError:
+            pass  # TensorFlow runs already, in a program that calls `train`: what it chose stays
+
+    def broadcast(self) -> None:
+        settings = self._settings
+        hvd.broadcast_variables(self._model.variables, root_rank=0)
+        self._optimizer = tf_keras.optimizers.SGD(
+            settings.lr, momentum=settings.momentum, nesterov=settings.nesterov, jit_compile=False
+        )
+        self._optimizer.build(self._model.trainable_variables)
+        tf.random.set_seed(settings.seed + self._rank * 2**31)  # of what is traced from here on
+
+    def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
+        variables = self._model.trainable_variables
+        return hvdcomp.Compression.from_spec(spec, variables=variables, optimizer=self._optimizer, **options)
+
+    def distribute(self, compression: hvdcomp.Compression) -> None:
+        self._compression = compression
+
+    def set_learning_rate(self, rate: float) -> None:
+        self._optimizer.learning_rate = rate
+
+    def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
+        try:
+            return float(self._training(inputs, targets))
+        except tf.errors.OpError as error:
+            raise _cause(error) or error from None
+
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        loss, right = self._evaluation(inputs, targets)
+        return float(loss), int(right)
+
+    def parameters(self) -> Arrays:
+        return {variable.name: variable.numpy() for variable in self._model.trainable_variables}
+
+    def buffers(self) -> Arrays:
+        return {variable.name: variable.numpy() for variable in self._model.non_trainable_variables}
+
+    def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
+        for variable in self._model.non_trainable_variables:
+            variable.assign(values[variable.name])
+
+    def save(self, folder: Path) -> None:
+        self._checkpoint().write(str(folder / f"rank-{self._rank}"))
+
+    def restore(self, folder: Path) -> None:
+        self._checkpoint().read(str(folder / f"rank-{self._rank}")).assert_consumed()
+
+    def _checkpoint(self) -> tf.train.Checkpoint:
+        """Draws of dropout start anew: TensorFlow counts them where no checkpoint reaches."""
+        assert self._compression is not None
+        return tf.train.Checkpoint(
+            model=self._model, optimizer=self._optimizer, compression=CompressionState(self._compression)
+        )
+
+    # Traced.
+
+    def _training_step(self, inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        settings, variables = self._settings, self._model.trainable_variables
+        passes = settings.backward_passes_per_step
+        with tf.GradientTape() as tape:
+            parts = zip(tf.split(inputs, passes), tf.split(targets, passes), strict=True)
+            loss = tf.add_n([_loss(self._model(x, training=True), y) for x, y in parts]) / passes
+        tape = hvd.DistributedGradientTape(tape, compression=self._compression, sparse_as_dense=True)
+        gradients = tape.gradient(loss, variables)
+        if settings.clip_norm:
+            gradients, _ = tf.clip_by_global_norm(gradients, settings.clip_norm)
+        if settings.weight_decay:
+            decay = settings.weight_decay
+            gradients = [gradient + decay * variable for gradient, variable in zip(gradients, variables, strict=True)]
+        self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return loss
+
+    def _evaluation_step(self, inputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        logits = self._model(inputs, training=False)
+        right = tf.argmax(logits, axis=-1) == targets
+        return _loss(logits, targets), tf.reduce_sum(tf.cast(right, tf.int64))
+
+
+def _cause(error: tf.errors.OpError) -> Exception | None:
+    """The error of hvdcomp that was raised in a callback of the graph, of which TensorFlow passes on the text only."""
+    for kind in (ConfigurationError, RankMismatchError):
+        found = re.search(rf"\b{kind.__name__}: (.*?)\s*Traceback", error.message, re.DOTALL)
+        if found:
+            return kind(found[1])
+    return None
+
+
+def _loss(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits))

@@ -1,0 +1,151 @@
+"""Trains in PyTorch: stock `hvd.DistributedOptimizer` with `compression=hvdcomp.Compression`.
+
+On a CPU with two ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in
+Horovod's fused allreduce may change the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hvdcomp
+from hvdcomp.train import environment
+from hvdcomp.train.data import DataSet
+from hvdcomp.train.learner import Arrays, Learner
+from hvdcomp.train.models_torch import build_model
+from hvdcomp.train.settings import Settings
+
+_SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
+
+
+class TorchLearner(Learner):
+    """See `Learner`. On a GPU if there is one: each rank of a host takes its own."""
+
+    def __init__(self, settings: Settings, data: DataSet, rank: int) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(settings.seed)
+        model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
+        self._model = model.to(self._device)
+        self._optimizer: Any = None
+        self._compression: hvdcomp.Compression | None = None
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        environment.use_threads(local_size)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+    def broadcast(self) -> None:
+        settings, model = self._settings, self._model
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        # Horovod fills the optimizer's state by a step of its own with zero gradients. With a learning rate and a
+        # weight decay of zero that changes nothing; both are set afterwards.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["weight_decay"] = settings.weight_decay
+        self._optimizer = optimizer
+        torch.manual_seed(settings.seed + self._rank * 2**31)
+
+    def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
+        return hvdcomp.Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
+
+    def distribute(self, compression: hvdcomp.Compression) -> None:
+        self._compression = compression
+        self._optimizer = hvd.DistributedOptimizer(
+            self._optimizer,
+            named_parameters=self._model.named_parameters(),
+            compression=compression,
+            backward_passes_per_step=self._settings.backward_passes_per_step,
+        )
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
+        passes = accumulation * self._settings.backward_passes_per_step
+        self._model.train()
+        self._optimizer.zero_grad()
+        total = torch.zeros((), device=self._device)
+        parts = (self._tensor(array).chunk(passes) for array in (inputs, targets))
+        for x, y in zip(*parts, strict=True):
+            # Horovod adds the gradients of the passes up.
+            loss = _loss(self._model(x), y) / passes
+            loss.backward()
+            total += loss.detach()
+        if self._settings.clip_norm:
+            # The norm of the averaged gradient: it is there only after the exchange.
+            self._optimizer.synchronize()
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_norm)
+            with self._optimizer.skip_synchronize():
+                self._optimizer.step()
+        else:
+            self._optimizer.step()
+        return total.item()  # on an accelerator this waits for the step to be done
+
+    @torch.no_grad()
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        self._model.eval()
+        answers = self._tensor(targets)
+        logits = self._model(self._tensor(inputs))
+        return _loss(logits, answers).item(), int((logits.argmax(dim=-1) == answers).sum().item())
+
+    def parameters(self) -> Arrays:
+        return {name: _array(parameter) for name, parameter in self._model.named_parameters()}
+
+    def buffers(self) -> Arrays:
+        return {name: _array(buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
+
+    def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in values:
+                buffer.copy_(torch.from_numpy(values[name]))
+
+    def save(self, folder: Path) -> None:
+        assert self._compression is not None
+        if self._rank == 0:  # the same on all ranks
+            shared = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            torch.save(shared, folder / _SHARED)
+        own = {
+            "buffers": dict(self._model.named_buffers()),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
+            "compression": self._compression.state_dict(),
+        }
+        torch.save(own, folder / _OWN.format(self._rank))
+
+    def restore(self, folder: Path) -> None:
+        assert self._compression is not None
+        shared, own = (
+            torch.load(folder / name, map_location=self._device, weights_only=True)
+            for name in (_SHARED, _OWN.format(self._rank))
+        )
+        self._model.load_state_dict(shared["model"])
+        self._model.load_state_dict(own["buffers"], strict=False)
+        self._optimizer.load_state_dict(shared["optimizer"])
+        torch.set_rng_state(own["random"].cpu())
+        if own["cuda_random"] is not None and self._device.type == "cuda":
+            torch.cuda.set_rng_state(own["cuda_random"].cpu())
+        self._compression.load_state_dict(own["compression"], optimizer=self._optimizer)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().numpy()

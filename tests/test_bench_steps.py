@@ -1,0 +1,123 @@
+"""`hvdcomp bench steps`: predicted beside measured, from made-up steps and on a real emulated cluster."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.bench import steps as runs
+from hvdcomp.bench.compare import compare, errors, gains, summary, write
+from hvdcomp.collectives import TensorInfo
+from hvdcomp.commands.bench import command
+from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
+
+MEASURED = {"none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0, "powersgd:rank=4": 50.0}
+
+
+def result() -> dict[str, Any]:
+    """What a cluster's ranks would write: 4 MB at 1e8 bytes/s between two ranks take 40 ms."""
+    encode = {"topk:ratio=0.01": EncodeTime(0.02), "powersgd:rank=4": EncodeTime(0.01)}
+    facts = ModelFacts((TensorInfo("w", (1000, 1000)),), Compute(0.05, 0.01, encode=encode, ready=((1.0, 1.0),)), 1e9)
+    cost = CollectiveCost("ring", 0.0, 1e8)
+    calibration = Calibration("made up", Network(cost, cost), {"m": facts}, {"ranks": "2"})
+    steps = {
+        method: {"median_ms": time, "quartiles_ms": [0.9 * time, 1.1 * time], "bytes_per_step": 1.0}
+        for method, time in {"compute": 60.0, **MEASURED}.items()
+    }
+    return {"calibration": as_json(calibration), "noisy": {}, "steps": {"m": steps}, "alone": "compute"}
+
+
+def test_rows_hold_what_was_predicted_and_measured() -> None:
+    rows = {row.method: row for row in compare(2, "1gbit", result())}
+    assert list(rows) == list(MEASURED)
+    assert rows["none"].predicted_ms == pytest.approx(60 + 40)
+    assert rows["none"].error == pytest.approx(100 / 120 - 1)
+    assert rows["hvd.fp16"].predicted_ms == pytest.approx(60 + 20)
+    assert rows["topk:ratio=0.01"].predicted_ms == pytest.approx(60 + 20 + 10_000 * 8 / 1e5, rel=0.01)
+    assert rows["topk:ratio=0.01"].noise == pytest.approx(0.2)
+    median, worst = errors(list(rows.values()))
+    assert worst.method == "topk:ratio=0.01"
+    assert 0 < median < abs(worst.error)
+
+
+def test_gains_and_files(tmp_path: Path) -> None:
+    rows = compare(2, "1gbit", result()) + compare(4, "1gbit", result())
+    assert [(gain.hosts, gain.best, gain.over_dense, gain.over_fp16, gain.predicted_best) for gain in gains(rows)] == [
+        (2, "topk:ratio=0.01", 3.0, 2.0, "powersgd:rank=4"),
+        (4, "topk:ratio=0.01", 3.0, 2.0, "powersgd:rank=4"),
+    ]
+    noisy = {"m, passes": {"seconds": 0.1, "spread": 0.42}}
+    details = {"command": "hvdcomp bench steps", "runs": [{"hosts": 2, "rate": "1gbit", **result(), "noisy": noisy}]}
+    files = write(tmp_path, "steps", rows, details)
+    assert [file.suffix for file in files] == [".json", ".csv", ".md", ".png"]
+    assert len(json.loads(files[0].read_text())["rows"]) == len(rows)
+    with files[1].open() as stream:
+        assert [float(row["measured_ms"]) for row in csv.DictReader(stream)] == [row.measured_ms for row in rows]
+    text = files[2].read_text()
+    assert summary(rows) in text
+    assert "| 2 | 1gbit | m | none | 120.0 |" in text
+    assert "2 hosts, 1gbit: m, passes (42%)" in text
+    assert files[3].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--rate", "fast"), "fast"),
+        (("--hosts", "two"), "two"),
+        (("--hosts", "1"), "2 to"),
+        (("--model", "mlpp"), "mlpp"),
+        (("--compressor", "topkk"), "topkk"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_starts(options: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["steps", *options, "--output", str(tmp_path)])
+    assert done.exit_code != 0
+    assert words in done.output
+
+
+def test_without_the_repository_it_says_where_the_cluster_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs.hvdcomp, "__file__", str(tmp_path / "site" / "hvdcomp" / "__init__.py"))
+    done = CliRunner().invoke(command, ["steps", "--output", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "benchmarks/" in done.output
+
+
+def _why_no_cluster() -> str | None:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "the emulated cluster needs root and iproute2"
+    from benchmarks.cluster import Cluster, ClusterError
+
+    try:
+        with Cluster(2, "1gbit"):
+            return None
+    except ClusterError as error:
+        return f"no emulated cluster can be made here: {error}"
+
+
+@pytest.mark.slow
+def test_a_small_setting_from_end_to_end(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    reason = _why_no_cluster()
+    if reason is not None:
+        pytest.skip(reason)
+    options = ["--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--compressor", "topk:ratio=0.01", "--seconds", "1"]
+    done = CliRunner().invoke(command, ["steps", *options, "--output", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "steps-measured.json").read_text())
+    assert [row["method"] for row in found["rows"]] == ["none", "hvd.fp16", "topk:ratio=0.01"]
+    dense, fp16, topk = found["rows"]
+    assert dense["bytes_per_step"] == 2 * fp16["bytes_per_step"] > 25 * topk["bytes_per_step"]
+    # The link's own time cannot be undercut, neither by what was measured nor by what is predicted from it.
+    link_ms = 8000 * dense["bytes_per_step"] / 1e9
+    assert dense["measured_ms"] > 0.9 * link_ms
+    assert dense["predicted_ms"] > 0.9 * link_ms
+    assert found["gains"][0]["best"] == "topk:ratio=0.01"
+    assert "hvdcomp bench steps --hosts 2 --rate 1gbit" in (tmp_path / "steps-measured.md").read_text()

@@ -1,0 +1,258 @@
+"""`hvdcomp calibrate`: fits against times that are made up, the schedule against Horovod's rules, and real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp.bench.fit import (
+    NOISY,
+    extra_per_byte,
+    fit_collective,
+    halves,
+    pool_adjacent_violators,
+    reading,
+)
+from hvdcomp.commands.advise import command as advise
+from hvdcomp.commands.calibrate import _checked
+from hvdcomp.errors import SpecError
+from hvdcomp.perfmodel import Collective, CollectiveCost, Compute, Exchange, Network, Parts, Setting, load, predict
+from hvdcomp.train.settings import SetupError
+from tests.launch import run_ranks
+
+SIZES = [64, *(1 << power for power in range(12, 25, 2))]
+CYCLE = 1e-3
+_COMMAND = str(Path(sys.executable).parent / "hvdcomp")
+
+
+def ring_time(size: float, alpha: float, bandwidth: float, p: int) -> float:
+    return CYCLE + 2 * alpha * (p - 1) + 2 * size * (p - 1) / (p * bandwidth)
+
+
+# Fits.
+
+
+@given(
+    alpha=st.floats(1e-6, 1e-3),
+    bandwidth=st.floats(1e7, 1e10),
+    p=st.integers(2, 64),
+    seed=st.integers(0, 1000),
+)
+def test_the_fit_finds_latency_and_bandwidth_under_noise(alpha: float, bandwidth: float, p: int, seed: int) -> None:
+    noise = np.random.default_rng(seed).uniform(0.98, 1.02, len(SIZES))
+    exact = [ring_time(size, alpha, bandwidth, p) for size in SIZES]
+    cost = fit_collective("allreduce", "ring", p, SIZES, [*(noise * exact)], CYCLE)
+    for size, expected in zip(SIZES, exact, strict=True):
+        assert float(cost.seconds("allreduce", size, p).total) == pytest.approx(expected, rel=0.05)
+    if exact[-1] > 10 * exact[0]:  # otherwise the bytes hardly show beside latency
+        assert cost.bytes_per_s == pytest.approx(bandwidth, rel=0.15)
+        far = 100 * SIZES[-1]
+        assert float(cost.seconds("allreduce", far, p).total) == pytest.approx(
+            ring_time(far, alpha, bandwidth, p), rel=0.2
+        )
+    assert cost.start_s <= CYCLE
+
+
+def test_one_bad_size_does_not_move_the_bandwidth() -> None:
+    times = [ring_time(size, 1e-5, 1e8, 4) for size in SIZES]
+    times[4] *= 8
+    cost = fit_collective("allreduce", "ring", 4, SIZES, times, CYCLE)
+    assert cost.bytes_per_s == pytest.approx(1e8, rel=0.05)
+
+
+def test_a_collective_quicker_than_the_cycle_has_no_negative_latency() -> None:
+    cost = fit_collective("allgather", "ring", 2, [64, 1 << 20, 1 << 22], [4e-4, 3e-3, 1e-2], CYCLE)
+    assert (cost.start_s, cost.latency_s) == (4e-4, 0.0)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=12))
+def test_what_is_made_to_rise_rises_and_keeps_its_mean(values: list[float]) -> None:
+    rising = pool_adjacent_violators(values)
+    assert np.all(np.diff(rising) >= -1e-9)
+    assert rising.mean() == pytest.approx(np.mean(values))
+    if values == sorted(values):
+        assert rising == pytest.approx(values)
+
+
+def test_noise_is_called_by_its_name() -> None:
+    quiet, loud = [1.0, 1.02, 0.99], [1.3, 1.31, 1.29]
+    assert not reading([quiet, quiet]).noisy
+    apart = reading([quiet, loud])
+    assert apart.noisy
+    assert apart.spread == pytest.approx(0.3 / np.median(quiet + loud))
+    assert halves([1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0]).spread > NOISY
+    assert halves([1.0, 5.0, 1.0, 1.0, 1.0, 5.0]).spread == 0  # single disturbances do not count
+
+
+def test_extra_time_is_never_negative() -> None:
+    assert extra_per_byte([10, 20], [1.5, 2.0], [1.0, 1.0]) == pytest.approx(0.05)
+    assert extra_per_byte([10, 20], [0.5, 0.5], [1.0, 1.0]) == 0
+
+
+# What a calibration adds to the model.
+
+ALPHA, BANDWIDTH = 1e-4, 1e8
+NETWORK = Network(
+    CollectiveCost(
+        "ring", ALPHA, BANDWIDTH, start_s=CYCLE, fusion_s_per_byte=1e-9, reduction_s_per_byte={"float16": 5e-9}
+    ),
+    CollectiveCost("ring", ALPHA, BANDWIDTH, start_s=CYCLE),
+)
+
+
+def thread(ready: Sequence[tuple[float, float]], backward: float, most: float, size: float, p: int) -> float:
+    """When Horovod's background thread has sent everything, in plain Python; from the begin of the backward pass."""
+    clock, sent = 0.0, 0
+    shares = [0.0, *(share for share, _ in ready)]
+    while sent < len(ready):
+        arrives = ready[sent][1] * backward
+        begins = arrives + CYCLE if arrives >= clock else clock
+        upto = sent + 1
+        while upto < len(ready) and ready[upto][1] * backward <= begins:
+            if (shares[upto + 1] - shares[sent]) * size > most:
+                break
+            upto += 1
+        moved = (shares[upto] - shares[sent]) * size
+        clock = begins + 2 * (p - 1) * ALPHA + 2 * moved * (p - 1) / (p * BANDWIDTH)
+        clock += 1e-9 * moved if upto - sent > 1 else 0.0
+        sent = upto
+    return clock
+
+
+@given(
+    sizes=st.lists(st.floats(1e3, 1e7), min_size=1, max_size=12),
+    moments=st.lists(st.floats(0.001, 1), min_size=12, max_size=12),
+    backward=st.floats(1e-3, 0.5),
+    most=st.floats(1e4, 1e8),
+    p=st.integers(2, 16),
+    gamma=st.floats(1, 2),
+)
+def test_gradients_are_sent_when_they_are_ready(
+    sizes: list[float], moments: list[float], backward: float, most: float, p: int, gamma: float
+) -> None:
+    total = sum(sizes)
+    shares = [*(np.cumsum(sizes)[:-1] / total), 1.0]
+    ready = tuple(zip(map(float, shares), sorted(moments[: len(sizes)]), strict=True))
+    compute = Compute(backward, 0.01, gamma, optimizer_s=0.002, horovod_s=0.003, ready=ready)
+    exchange = Exchange(((Collective("allreduce", total, "float32"),),), overlapped=True, dense_bytes=total)
+    settings = Setting(np.array([p, p]), BANDWIDTH)
+    parts = predict(NETWORK, compute, exchange, most, settings)
+    slowed = gamma * backward
+    expected = 0.01 + max(slowed, thread(ready, slowed, most, total, p)) + 0.002 + 0.003
+    assert parts.total == pytest.approx([expected, expected], rel=1e-6)
+    assert min(np.min(part) for part in parts[:4]) >= 0
+
+
+def test_one_rank_sends_nothing_whatever_is_ready() -> None:
+    compute = Compute(0.1, 0.05, 1.5, optimizer_s=0.01, engine_s=0.02, horovod_s=0.03, ready=((0.5, 0.5), (1.0, 1.0)))
+    for overlapped in (True, False):
+        exchange = Exchange(((Collective("allreduce", 1e6, "float32"),),), overlapped, 1e6)
+        parts: Parts = predict(NETWORK, compute, exchange, 1e9, Setting(1))
+        assert float(parts.total) == pytest.approx(0.16)
+
+
+def test_the_engine_waits_for_the_cycle_once_a_round_and_float16_is_added_up_slowly() -> None:
+    compute = Compute(0.1, 0.0, optimizer_s=0.01, engine_s=0.02)
+    both = (Collective("allreduce", 1e6, "float16"), Collective("allgather", 1e5))
+    exchange = Exchange((both, both[:1]), overlapped=False, dense_bytes=4e6)
+    total = float(predict(NETWORK, compute, exchange, 1e9, Setting(2)).total)
+    reduced = 2 * ALPHA + 1e6 / BANDWIDTH + 5e-9 * 1e6
+    gathered = ALPHA + 1e5 / BANDWIDTH
+    assert total == pytest.approx(0.13 + 2 * CYCLE + 2 * reduced + gathered)
+
+
+# The command.
+
+
+def alone(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([_COMMAND, "calibrate", *options], capture_output=True, text=True, timeout=120)
+
+
+def test_one_rank_is_told_how_to_start() -> None:
+    pytest.importorskip("horovod.torch")
+    done = alone("--output", "calibration.json")
+    assert done.returncode == 2
+    assert "one rank" in done.stderr
+    assert "horovodrun -np 2 hvdcomp calibrate" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "file", "words"),
+    [
+        ("mlpp", "fp16", "x.json", ("'mlpp'", "resnet20", "module:function")),
+        ("mlp", "topkk:ratio=0.01", "x.json", ("topkk", "topk")),
+        ("mlp", "fp16", "no-such-folder/x.json", ("no-such-folder", "make it first")),
+        ("os.path:join", "fp16", "x.json", ("os.path:join(batch_size) has to return", "TypeError")),
+        ("builtins:divmod_", "fp16", "x.json", ("builtins:divmod_", "cannot be imported")),
+        ("builtins:range", "fp16", "x.json", ("has to return (torch.nn.Module", "not range")),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    model: str, spec: str, file: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises((SetupError, SpecError)) as refused:
+        _checked((model,), (spec,), {"batch_size": 2, "seed": 0}, tmp_path / file, rank=0)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_rank_0_cannot_do_stops_all_ranks_before_measuring() -> None:
+    pytest.importorskip("horovod.torch")
+    arguments = [_COMMAND, "calibrate", "--output", "no-such-folder/calibration.json"]
+    done = run_ranks(2, "gloo", arguments, timeout=90)
+    assert done.returncode != 0
+    assert "on rank 0: --output no-such-folder/calibration.json cannot be written" in done.stdout
+    assert "calibrate.py" not in done.stdout  # no traceback of ours
+
+
+OWN = """
+import torch
+
+def small(batch_size):
+    model = torch.nn.Linear(64, 32)
+    batch = torch.randn(batch_size, 64)
+    return model, lambda: model(batch).square().mean()
+"""
+
+
+def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    (tmp_path / "own_model.py").write_text(OWN)
+    file = tmp_path / "two.json"
+    specs = [word for spec in ("fp16", "topk:ratio=0.01") for word in ("--compressor", spec)]
+    models = ["--model", "mlp", "--model", "own_model:small"]
+    arguments = [_COMMAND, "calibrate", *models, *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
+    done = run_ranks(2, "gloo", arguments, {"PYTHONPATH": str(tmp_path)}, timeout=120)
+    assert done.returncode == 0, done.stdout
+    calibration = load(file)
+    assert set(calibration.models) == {"mlp", "own_model:small"}
+    facts = calibration.models["mlp"]
+    assert sum(tensor.size for tensor in facts.tensors) == 820_874
+    assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01"}
+    assert all(time.encode_s + time.decode_per_rank_s > 0 for time in facts.compute.encode.values())
+    assert facts.compute.batch_size == 4
+    assert len(facts.compute.ready) == len(facts.tensors)
+    assert facts.compute.ready[0][0] < 0.01  # the last layer's gradients are small and come first
+    assert facts.compute.optimizer_s > 0
+    assert "ranks" in calibration.machine
+    assert "median" in calibration.noise_note
+    noisy = "Too noisy to trust" in calibration.noise_note
+    assert ("Too noisy to trust" in done.stdout) == noisy
+    asked = ["--calibration", str(file), "--model", "mlp", "--world-size", "2", "--json"]
+    answer = CliRunner().invoke(advise, asked)
+    assert answer.exit_code == 0, answer.output
+    methods = json.loads(answer.output)["methods"]
+    assert set(methods) == {"none", "fp16", "topk:ratio=0.01"}
+    # A step takes at least what computing takes, and no step of so small a model takes a second.
+    least = 1e3 * ((facts.compute.forward_s or 0) + facts.compute.backward_s)
+    assert all(least <= one["step_ms"] < 1000 for one in methods.values())
