@@ -1,9 +1,12 @@
-"""The set-up's first step, `scripts/preflight.py`: what is missing is named with its fix before any download."""
+"""The Makefile: what the demo trains and compares, and the set-up's first step, `scripts/preflight.py`, by which
+what is missing is named with its fix before any download."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -84,3 +87,17 @@ def test_too_little_disk_is_named_with_the_sum_of_what_lies_there(
     assert len(found) == problems
     needed = preflight.ENVIRONMENT_BYTES + preflight.CACHE_BYTES + preflight.TEMPORARY_BYTES
     assert all("0.5 GB free" in problem and f"{needed / 1e9:.1f} GB" in problem for problem in found)
+
+
+def test_the_demo_compares_every_run_and_trains_in_both_frameworks() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    done = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    recipe = done.stdout.replace("\\\n", " ")
+    (compressions,) = re.findall(r"for compression in ([^;]+);", recipe)
+    trained = [f"runs/demo/{spec.partition(':')[0]}" for spec in compressions.split()]
+    (in_tensorflow,) = re.findall(r"hvdcomp train --framework tensorflow .*--output (\S+)", recipe)
+    (reported,) = re.findall(r"hvdcomp report (.+) --output", recipe)
+    assert reported.split() == [*trained, in_tensorflow]
+    assert len(set(reported.split())) == len(reported.split())

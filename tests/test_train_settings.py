@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.cli import main
+from hvdcomp.launch.promise import EXPECTED_SIZE, LAUNCHERS
 from hvdcomp.train import environment
 from hvdcomp.train.outputs import check_output, strict
 from hvdcomp.train.settings import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, Settings, SetupError
@@ -97,7 +98,7 @@ def test_json_holds_finite_numbers_only() -> None:
 
 @pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_separate_runs_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    for name in environment._SIZE_VARIABLES:
+    for name in (*LAUNCHERS, EXPECTED_SIZE):
         monkeypatch.delenv(name, raising=False)
     environment.check_world_size(1)
     monkeypatch.setenv(variable, "4")

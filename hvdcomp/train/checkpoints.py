@@ -155,7 +155,7 @@ class Checkpoints:
             try:
                 learner.restore(place)
             except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
-                raise SetupError(f"{place} cannot be read: {error}; remove it, or name another folder") from None
+                raise SetupError(f"{place} cannot be read: {error!r}; remove it, or name another folder") from None
             return True
 
         self._ranks.together(restored)

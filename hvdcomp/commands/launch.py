@@ -1,0 +1,57 @@
+"""`hvdcomp launch`: training on a cluster. Each scheduler's commands are imported only when they are run."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+_SCHEDULERS = {
+    "k8s": ("launch_k8s", "k8s", "On Kubernetes, as an MPIJob."),
+    "slurm": ("launch_slurm", "slurm", "On Slurm, as a batch job."),
+}
+
+
+class _Schedulers(click.Group):
+    """Lists the schedulers without importing what they need."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_SCHEDULERS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _SCHEDULERS:
+            return None
+        module, attribute, _ = _SCHEDULERS[cmd_name]
+        return getattr(importlib.import_module(f"hvdcomp.commands.{module}"), attribute)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _SCHEDULERS.items()])
+
+
+class ProgramGroup(click.Group):
+    """A group that runs a program when called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`.
+
+    What follows the first `--` is the program, whatever it looks like, and is found in `ctx.meta[PROGRAM]` as a tuple,
+    or None if there is no `--`. Use it with `invoke_without_command=True`.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        program = None
+        if "--" in args:
+            cut = args.index("--")
+            args, program = args[:cut], tuple(args[cut + 1 :])
+        ctx.meta[PROGRAM] = program
+        return super().parse_args(ctx, args)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[OPTIONS] -- PROGRAM [ARGUMENT]...")
+        formatter.write_usage(ctx.command_path, "COMMAND [OPTIONS]...")
+
+
+PROGRAM = f"{__name__}.program"
+
+
+@click.group(cls=_Schedulers, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Run a training program on a cluster."""

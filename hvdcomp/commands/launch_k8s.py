@@ -1,0 +1,227 @@
+"""`hvdcomp launch k8s`: a training program as an MPIJob. What happens is in `hvdcomp.launch.k8s`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdcomp.commands.launch import PROGRAM, ProgramGroup
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.job import read_settings
+from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
+from hvdcomp.launch.k8s.follow import follow
+from hvdcomp.launch.k8s.manifest import ROLE_LABEL, render
+from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
+
+INTERRUPTED = 130
+
+
+class NotLaunched(click.ClickException):
+    """What stops `hvdcomp launch` itself. Its exit status is none that a program is likely to have."""
+
+    exit_code = 125
+
+
+def _assignment(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    pairs = [value.partition("=") for value in values]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE")
+    return {name: value for name, _, value in pairs} or None
+
+
+_CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+_where = [
+    click.option("--namespace", metavar="NAME", help="[default: the kubeconfig's]"),
+    click.option("--context", metavar="NAME", help="A context of the kubeconfig. [default: its current one]"),
+]
+
+# Every other setting is in the settings file alone.
+_submission = [
+    click.option("--settings", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file; flags win over it."),
+    click.option("--name", help="Of the job."),
+    click.option("--image", help="Of launcher and workers."),
+    click.option("--ranks", type=int, help="Number of processes."),
+    click.option("--slots-per-worker", type=int, help="Ranks in one pod. [default: 1]"),
+    click.option("--gpu-resource", metavar="RESOURCE", help="One for each rank, as nvidia.com/gpu. [default: none]"),
+    click.option("--worker-cpu", metavar="QUANTITY", help="Of one worker pod. [default: 2]"),
+    click.option("--worker-memory", metavar="QUANTITY", help="Of one worker pod. [default: 4Gi]"),
+    click.option("--shared-memory", metavar="QUANTITY", help="/dev/shm, part of the memory. [default: 1Gi]"),
+    click.option("--checkpoint-claim", metavar="NAME", help="A PersistentVolumeClaim, mounted at /checkpoints."),
+    click.option(
+        "--env", "environment", metavar="NAME=VALUE", multiple=True, callback=_assignment, help="For each rank; repeat."
+    ),
+    *_where,
+]
+
+
+def _with(options: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+@click.group(cls=ProgramGroup, invoke_without_command=True, context_settings=_CONTEXT)
+@_with(_submission)
+@click.option("--dry-run", is_flag=True, help="Print the MPIJob as YAML and send nothing.")
+@click.option("--detach", is_flag=True, help="Do not wait for the end.")
+@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C deletes the job. [default: it goes on]")
+@click.pass_context
+def k8s(
+    ctx: click.Context, settings: Path | None, dry_run: bool, detach: bool, cancel_on_interrupt: bool, **flags: Any
+) -> None:
+    """Run PROGRAM as an MPIJob, follow its log, and return its exit status.
+
+    The program may be given as `command` in the settings file instead. The state goes to standard error, the log to
+    standard output. Exit status 125: the job could not be submitted or followed.
+    """
+    program = ctx.meta[PROGRAM]
+    if ctx.invoked_subcommand is not None:
+        given = [name for name in ctx.params if ctx.params[name] not in (None, False, ())]
+        if given or program is not None:
+            raise click.UsageError(f"these options and a program belong before no command: {ctx.invoked_subcommand}")
+        return
+    try:
+        wanted = read_settings(settings, "k8s", KubernetesSettings, {**flags, "command": program})
+        manifest = render(wanted)
+    except ConfigurationError as error:
+        raise NotLaunched(str(error)) from None
+    if dry_run:
+        click.echo(_as_yaml(manifest), nl=False)
+        return
+    try:
+        cluster = Cluster(wanted.namespace, wanted.context)
+        created = cluster.create(manifest)
+        click.echo(f"MPIJob {cluster.namespace}/{wanted.job.name} created", err=True)
+        if detach:
+            return
+        state = _follow(cluster, wanted.job.name, created["metadata"]["uid"], cancel_on_interrupt)
+    except ClusterError as error:
+        raise NotLaunched(str(error)) from None
+    ctx.exit(1 if state.exit_code is None else state.exit_code)
+
+
+def _as_yaml(manifest: dict[str, Any]) -> str:
+    try:
+        import yaml
+    except ImportError:
+        raise NotLaunched("--dry-run needs PyYAML: pip install 'hvdcomp[k8s]'") from None
+    return yaml.safe_dump(manifest, sort_keys=False, width=120)
+
+
+def _follow(cluster: Cluster, name: str, uid: str | None, cancel_on_interrupt: bool = False) -> State:
+    try:
+        return follow(cluster, name, uid=uid, report=_say, lost=lambda why: _note(f"{why}; asking again"), write=_write)
+    except KeyboardInterrupt:
+        place = f"{name} --namespace {cluster.namespace}"
+        if cancel_on_interrupt:
+            cluster.delete(name)
+            _note(f"interrupted: MPIJob {cluster.namespace}/{name} deleted")
+        else:
+            _note(
+                f"interrupted: the job goes on; `hvdcomp launch k8s logs {place} --follow` follows it again, "
+                f"`hvdcomp launch k8s delete {place}` ends it"
+            )
+        sys.exit(INTERRUPTED)
+
+
+def _say(state: State) -> None:
+    ended = f" with exit code {state.exit_code}" if state.exit_code else ""
+    _note(f"{state.phase}{ended}{': ' if state.detail else ''}{state.detail}")
+
+
+def _note(text: str) -> None:
+    click.echo(f"{datetime.now():%H:%M:%S} {text}", err=True)
+
+
+def _write(line: str) -> None:
+    click.echo(line)
+
+
+@k8s.command(context_settings=_CONTEXT)
+@click.argument("name")
+@_with(_where)
+@click.option("--json", "as_json", is_flag=True, help="Print it as a JSON object.")
+def status(name: str, namespace: str | None, context: str | None, as_json: bool) -> None:
+    """Say where the job NAME is, and what keeps it."""
+    try:
+        cluster = Cluster(namespace, context)
+        _, jobs = cluster.list_jobs(name)
+        _, pods = cluster.list_pods(name)
+    except ClusterError as error:
+        raise NotLaunched(str(error)) from None
+    if not jobs:
+        raise NotLaunched(f"there is no MPIJob {cluster.namespace}/{name}: see `kubectl get mpijobs --all-namespaces`")
+    state = read_state(jobs[0], pods)
+    rows = [_row(pod) for pod in sorted(pods, key=lambda pod: pod["metadata"]["name"])]
+    if as_json:
+        report = {"name": name, "namespace": cluster.namespace, "phase": state.phase, "detail": state.detail}
+        click.echo(json.dumps({**report, "exit_code": state.exit_code, "pods": rows}, indent=1))
+        return
+    click.echo(f"MPIJob {cluster.namespace}/{name}: {state.phase}{': ' if state.detail else ''}{state.detail}")
+    if rows:
+        table = Table()
+        for heading in rows[0]:
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(str(value)) for value in row.values()))
+        Console().print(table)
+
+
+def _row(pod: dict[str, Any]) -> dict[str, Any]:
+    statuses = pod["status"].get("containerStatuses") or [{}]
+    return {
+        "pod": pod["metadata"]["name"],
+        "role": (pod["metadata"].get("labels") or {}).get(ROLE_LABEL, ""),
+        "phase": pod["status"].get("phase", ""),
+        "node": pod["spec"].get("nodeName", ""),
+        "restarts": statuses[0].get("restartCount", 0),
+    }
+
+
+@k8s.command(context_settings=_CONTEXT)
+@click.argument("name")
+@_with(_where)
+@click.option("--follow", "until_end", is_flag=True, help="Go on until the job ends, and return its exit status.")
+@click.pass_context
+def logs(ctx: click.Context, name: str, namespace: str | None, context: str | None, until_end: bool) -> None:
+    """Print what the job NAME wrote."""
+    try:
+        cluster = Cluster(namespace, context)
+        if until_end:
+            state = _follow(cluster, name, None)
+            ctx.exit(1 if state.exit_code is None else state.exit_code)
+        launcher = attempt(newest_launcher(cluster.list_pods(name)[1]))
+        if launcher is None:
+            raise NotLaunched(f"{name} has written nothing yet: see `hvdcomp launch k8s status {name}`")
+        for line in cluster.log(launcher[0], LAUNCHER, follow=False):
+            click.echo(line.partition(b" ")[2].decode(errors="replace"))
+    except ClusterError as error:
+        raise NotLaunched(str(error)) from None
+
+
+@k8s.command(context_settings=_CONTEXT)
+@click.argument("name")
+@_with(_where)
+def delete(name: str, namespace: str | None, context: str | None) -> None:
+    """Delete the job NAME, running or not, with its pods and their logs."""
+    try:
+        cluster = Cluster(namespace, context)
+        cluster.delete(name)
+    except ClusterError as error:
+        raise NotLaunched(str(error)) from None
+    click.echo(f"MPIJob {cluster.namespace}/{name} deleted")

@@ -1,0 +1,183 @@
+"""What every scheduler must be told of a job, and the TOML file that says it.
+
+A settings file has a table `[job]` and one table per scheduler. Flags on the command line win over the file.
+Everything is checked before anything is submitted, and a message names the setting and the way out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hvdcomp.errors import ConfigurationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+NAME_LENGTH = 40
+"""Schedulers append to a job's name (`-worker-12`), and a host's name ends at 63 characters."""
+
+DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program that runs as one Horovod job.
+
+    Attributes:
+        name: a DNS-1123 label of at most 40 characters.
+        command: the program and its arguments, for each rank, as they are: no shell reads them.
+        ranks: the number of processes; what `hvd.size()` must be.
+        environment: variables for every rank.
+
+    Raises:
+        ConfigurationError: a field has a value that no scheduler can take.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    ranks: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not DNS_LABEL.fullmatch(self.name) or len(self.name) > NAME_LENGTH:
+            raise ConfigurationError(
+                f"name: {self.name!r} is not a name for a job: take at most {NAME_LENGTH} small letters, digits and "
+                "hyphens, with a letter or digit first and last"
+            )
+        if not self.command or not self.command[0]:
+            raise ConfigurationError("command: it is empty: give the program that each rank runs and its arguments")
+        for argument in self.command:
+            _check_text("command", argument)
+        if self.ranks < 1:
+            raise ConfigurationError(f"ranks: {self.ranks} is not a number of processes: take 1 or more")
+        for name, value in self.environment.items():
+            if not _VARIABLE.fullmatch(name):
+                raise ConfigurationError(
+                    f"environment: {name!r} is not the name of a variable: take letters, digits and underscores, with "
+                    "no digit first"
+                )
+            _check_text(f"environment: {name}", value)
+
+
+def _check_text(where: str, text: str) -> None:
+    """Arguments and variables reach a process as bytes that end with NUL."""
+    if "\0" in text:
+        raise ConfigurationError(f"{where}: {text!r} has a NUL character, which no process can be given: take it out")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{where}: {text!r} is not valid Unicode, so it cannot be sent: mend it") from None
+
+
+def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping[str, Any]) -> T:
+    """A scheduler's settings from a TOML file and the flags of a command line.
+
+    `kind` is a dataclass with a field `job: Job`. The table `[job]` holds Job's fields, `[<section>]` the other fields
+    of `kind`; a field without a default must be given. Tables for other schedulers are left alone.
+
+    Arguments:
+        path: the file, or None if the flags say everything.
+        section: the scheduler's table.
+        kind: what to make. Fields may be str, int, float, bool, Path, a Literal, a tuple or mapping of these, or None
+            beside one of these.
+        flags: values by the names of fields, of Job or of `kind`; None is "not given". They win over the file; of a
+            mapping, entry by entry.
+
+    Raises:
+        ConfigurationError: the file cannot be read, a key is unknown or missing, or a value has another type.
+    """
+    file = {} if path is None else _read(path)
+    tables: dict[str, type] = {"job": Job, section: kind}
+    types_of = {name: _fields(owner) for name, owner in tables.items()}
+    values: dict[str, dict[str, Any]] = {}
+    for name, known in types_of.items():
+        table = file.get(name, {})
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"{path}: {name} must be a table: write [{name}] on a line of its own")
+        _refuse_unknown(table, known, f"{path}, [{name}]")
+        values[name] = {key: _typed(f"{path}, {name}.{key}", value, known[key]) for key, value in table.items()}
+    for key, value in flags.items():
+        if value is None:
+            continue
+        _refuse_unknown([key], [known for fields in types_of.values() for known in fields], "flags")
+        name = next(name for name, known in types_of.items() if key in known)
+        typed = _typed(key, value, types_of[name][key])
+        values[name][key] = {**values[name].get(key, {}), **typed} if isinstance(typed, dict) else typed
+    for name, owner in tables.items():
+        _refuse_missing(values[name], owner, types_of[name], f"[{name}]")
+    values[section]["job"] = Job(**values["job"])
+    return kind(**values[section])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"{path} is not UTF-8 text, which TOML must be") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+
+
+def _fields(owner: type) -> dict[str, Any]:
+    """The fields of a dataclass that a user sets, with their types."""
+    hints = typing.get_type_hints(owner)
+    return {one.name: hints[one.name] for one in dataclasses.fields(owner) if hints[one.name] is not Job}
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ConfigurationError(f"{where}: there is no setting {unknown[0]!r}; there are: {', '.join(sorted(known))}")
+
+
+def _refuse_missing(values: Mapping[str, Any], owner: type, known: Iterable[str], table: str) -> None:
+    for one in dataclasses.fields(owner):
+        optional = one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
+        if one.name in known and one.name not in values and not optional:
+            raise ConfigurationError(
+                f"{one.name}: it is not set: write it in the table {table} of the settings file or give the flag"
+            )
+
+
+def _typed(where: str, value: Any, wanted: Any) -> Any:
+    """The value as the wanted type: lists become tuples, texts become paths, whole numbers become floats."""
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (types.UnionType, typing.Union):
+        # Only "something or None": TOML has no None, so it is the something.
+        (wanted,) = (one for one in inner if one is not type(None))
+        return None if value is None else _typed(where, value, wanted)
+    if origin is typing.Literal:
+        if value not in inner:
+            raise ConfigurationError(f"{where}: {value!r} is not one of {', '.join(map(str, inner))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigurationError(f'{where}: {value!r} must be a list: write ["one", "two"]')
+        return tuple(_typed(f"{where}[{index}]", one, inner[0]) for index, one in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigurationError(f'{where}: {value!r} must be a table: write {{ NAME = "value" }}')
+        return {key: _typed(f"{where}.{key}", one, inner[1]) for key, one in value.items()}
+    if wanted is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:  # bool is not an int here
+        names = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigurationError(f"{where}: {value!r} must be {names.get(wanted, wanted.__name__)}")
+    return value

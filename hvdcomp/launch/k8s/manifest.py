@@ -1,0 +1,196 @@
+"""The MPIJob of a job, as plain dicts: what no template can be tricked into.
+
+Kubernetes starts containers without a shell, but replaces `$(NAME)` in arguments and variables; `literal` keeps it from
+that. The manifests in the folder `k8s/` explain the same fields in comments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.promise import EXPECTED_SIZE
+from hvdcomp.launch.rank import COMMAND, to_variable
+
+GROUP, VERSION, PLURAL, KIND = "kubeflow.org", "v2beta1", "mpijobs", "MPIJob"
+
+JOB_LABEL = "training.kubeflow.org/job-name"
+ROLE_LABEL = "training.kubeflow.org/job-role"
+"""Set on pods by the operator; the role is "launcher" or "worker"."""
+
+USER = 1000
+SSH_PORT = 2222
+"""Ports below 1024 are root's."""
+
+_COMMUNICATION = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,vader,tcp",
+    # Ranks of one pod may not read each other's memory (no CAP_SYS_PTRACE): messages go through /dev/shm.
+    "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+}
+_GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
+
+
+def literal(text: str) -> str:
+    """The text as `args` and `env` must have it to pass it on as it is: `$$` is a dollar that begins no reference."""
+    return text.replace("$", "$$")
+
+
+def render(settings: KubernetesSettings) -> dict[str, Any]:
+    """The MPIJob, ready for the API server or for `yaml.safe_dump`."""
+    job = settings.job
+    metadata: dict[str, Any] = {"name": job.name, "labels": {"app.kubernetes.io/name": "hvdcomp"}}
+    if settings.namespace is not None:
+        metadata["namespace"] = settings.namespace
+    policy: dict[str, Any] = {"cleanPodPolicy": settings.clean_pods, "backoffLimit": settings.retries}
+    if settings.time_limit is not None:
+        policy["activeDeadlineSeconds"] = settings.time_limit
+    if settings.keep_finished is not None:
+        policy["ttlSecondsAfterFinished"] = settings.keep_finished
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "metadata": metadata,
+        "spec": {
+            "slotsPerWorker": settings.slots_per_worker,
+            "sshAuthMountPath": f"{settings.home}/.ssh",
+            "mpiImplementation": "OpenMPI",
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": policy,
+            "mpiReplicaSpecs": {
+                "Launcher": {
+                    "replicas": 1,
+                    "restartPolicy": settings.restart_policy,
+                    "template": {"spec": _launcher(settings)},
+                },
+                "Worker": {
+                    "replicas": settings.workers,
+                    "restartPolicy": "Never",
+                    "template": {"spec": _worker(settings)},
+                },
+            },
+        },
+    }
+
+
+def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
+    amounts = {"cpu": settings.launcher_cpu, "memory": settings.launcher_memory}
+    variables = _variables(settings)
+    container = {
+        "name": "launcher",
+        **_image(settings),
+        "command": ["mpirun"],
+        "args": [literal(argument) for argument in _mpirun(settings, variables)],
+        "env": [{"name": name, "value": literal(value)} for name, value in variables.items()],
+        "resources": {"requests": amounts, "limits": dict(amounts)},
+        "securityContext": _unprivileged(),
+    }
+    return {**_pod(settings), "containers": [container]}
+
+
+def _variables(settings: KubernetesSettings) -> dict[str, str]:
+    """Of the launcher's container, from where mpirun takes them to the ranks. The job's own win."""
+    return {
+        EXPECTED_SIZE: str(settings.job.ranks),
+        COMMAND: to_variable(settings.job.command),
+        **_COMMUNICATION,
+        **(_GPU_COMMUNICATION if settings.gpu_resource else {}),
+        **settings.job.environment,
+    }
+
+
+def _mpirun(settings: KubernetesSettings, variables: dict[str, str]) -> list[str]:
+    arguments = ["-np", str(settings.job.ranks), "--bind-to", "none", "--map-by", "slot"]
+    # The operator sets OMPI_MCA_plm_rsh_args too, without the port; an argument wins over a variable.
+    ssh = (
+        f"-p {SSH_PORT} -o ConnectionAttempts=10 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
+        "-o LogLevel=ERROR"
+    )
+    arguments += ["--mca", "plm_rsh_args", ssh]
+    own = (name for name in variables if not name.startswith("OMPI_MCA_"))  # those go to the ranks anyway
+    for name in dict.fromkeys([*settings.forward, *own]):
+        arguments += ["-x", name]
+    return [*arguments, "python3", "-m", "hvdcomp.launch.rank"]
+
+
+def _worker(settings: KubernetesSettings) -> dict[str, Any]:
+    requests = {"cpu": settings.worker_cpu, "memory": settings.worker_memory}
+    limits = dict(requests) if settings.cpu_limit else {"memory": settings.worker_memory}
+    pod = _pod(settings)
+    if settings.gpu_resource is not None:
+        requests[settings.gpu_resource] = limits[settings.gpu_resource] = str(settings.slots_per_worker)
+        pod["tolerations"] = [{"key": settings.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
+    if settings.node_selector:
+        pod["nodeSelector"] = dict(settings.node_selector)
+    pod |= _placement(settings)
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}}
+    ]
+    if settings.checkpoint_claim is not None:
+        mounts.append({"name": "checkpoints", "mountPath": settings.checkpoint_path})
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": settings.checkpoint_claim}})
+    container = {
+        "name": "worker",
+        **_image(settings),
+        "command": ["/usr/sbin/sshd"],
+        "args": [literal(argument) for argument in _sshd(settings)],
+        "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
+        "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5},
+        "resources": {"requests": requests, "limits": limits},
+        "securityContext": _unprivileged(),
+        "volumeMounts": mounts,
+    }
+    return {**pod, "containers": [container], "volumes": volumes}
+
+
+def _sshd(settings: KubernetesSettings) -> list[str]:
+    """As a user without rights, and with no configuration from the image. The key is mounted as root's, hence
+    StrictModes=no; and each readiness probe is an error to sshd, hence the LogLevel."""
+    options = ("PidFile=none", "StrictModes=no", "UsePAM=no", "PasswordAuthentication=no", "LogLevel=FATAL")
+    arguments = ["-D", "-e", "-f", "/dev/null", "-p", str(SSH_PORT), "-h", f"{settings.home}/.ssh/id_rsa"]
+    return arguments + [word for option in options for word in ("-o", option)]
+
+
+def _placement(settings: KubernetesSettings) -> dict[str, Any]:
+    workers = {"matchLabels": {JOB_LABEL: settings.job.name, ROLE_LABEL: "worker"}}
+    if settings.spread == "hosts":
+        constraint = {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": workers,
+        }
+        return {"topologySpreadConstraints": [constraint]}
+    if settings.spread == "zone":
+        term = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": workers}
+        preferred = [{"weight": 100, "podAffinityTerm": term}]
+        return {"affinity": {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
+    return {}
+
+
+def _pod(settings: KubernetesSettings) -> dict[str, Any]:
+    """What launcher and workers share: user 1000, no rights, no credentials of the cluster."""
+    pod: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    if settings.pull_secret is not None:
+        pod["imagePullSecrets"] = [{"name": settings.pull_secret}]
+    return pod
+
+
+def _image(settings: KubernetesSettings) -> dict[str, str]:
+    return {"image": settings.image, "imagePullPolicy": settings.pull_policy}
+
+
+def _unprivileged() -> dict[str, Any]:
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}

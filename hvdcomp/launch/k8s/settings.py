@@ -1,0 +1,210 @@
+"""What can be asked of a job on Kubernetes, checked as the API server and the mpi-operator would check it.
+
+The operator refuses a bad MPIJob only after it was accepted, with an event on an object that then does nothing; so
+everything that it looks at is looked at here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Literal
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.job import DNS_LABEL, Job
+from hvdcomp.launch.promise import EXPECTED_SIZE
+from hvdcomp.launch.rank import COMMAND
+
+HOST_NAME_LENGTH = 63
+
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+_SCALES = {"": Decimal(1), "m": Decimal("0.001")}
+_SCALES |= {unit: Decimal(1000) ** (power + 1) for power, unit in enumerate("kMGTPE")}
+_SCALES |= {f"{unit}i": Decimal(1024) ** (power + 1) for power, unit in enumerate("KMGTPE")}
+
+_IMAGE = re.compile(
+    r"(?:[a-zA-Z0-9](?:[-.a-zA-Z0-9]*[a-zA-Z0-9])?(?::[0-9]+)?/)?"  # registry, with its port
+    r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"  # path
+    r"(?::[\w][\w.-]{0,127})?(?:@sha256:[0-9a-f]{64})?",  # tag, digest
+    re.ASCII,
+)
+_LABEL_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL_NAME}")
+_LABEL_VALUE = re.compile(rf"(?:{_LABEL_NAME})?")
+_DNS_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
+_PATH = re.compile(r"/[\w./+-]*", re.ASCII)
+_MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class KubernetesSettings:
+    """One MPIJob. Each worker pod runs `slots_per_worker` ranks; the launcher pod runs `mpirun` alone.
+
+    Attributes:
+        job: the program; its ranks must be a multiple of slots_per_worker.
+        image: of launcher and workers, with the program, Horovod, Open MPI 4.1 and sshd in it.
+        slots_per_worker: ranks in one pod.
+        namespace, context: where; None is what the kubeconfig says.
+        gpu_resource: the extended resource of which every rank gets one, as "nvidia.com/gpu"; None for CPU.
+        worker_cpu, worker_memory: of one worker pod, requested; the memory is its limit too, the CPU if cpu_limit.
+        cpu_limit: whether workers may not use idle cores beyond what they requested.
+        shared_memory: of /dev/shm, which ranks of one pod exchange through; it counts as the pod's memory.
+        launcher_cpu, launcher_memory: of the launcher pod.
+        checkpoint_claim: a PersistentVolumeClaim that exists, mounted in every worker.
+        checkpoint_path: where.
+        home: of user 1000 in the image; the operator's ssh key is mounted in `.ssh` below it.
+        node_selector: labels that the workers' nodes must have.
+        spread: put workers on different nodes ("hosts"), close together ("zone": in one zone), or let the scheduler
+            choose ("none").
+        restart_policy: of the launcher: "Never" makes a new pod for another attempt, "OnFailure" restarts in place.
+        retries: how often a failed launcher is started again.
+        clean_pods: which pods the operator deletes at the end.
+        time_limit: seconds after which the job is stopped; None for no limit.
+        keep_finished: seconds after which a finished launcher is deleted; None to keep it.
+        pull_secret: name of the Secret for a private registry.
+        pull_policy: when nodes fetch the image.
+        forward: variables of the image that ranks need; sessions of sshd do not inherit them.
+    """
+
+    job: Job
+    image: str
+    slots_per_worker: int = 1
+    namespace: str | None = None
+    context: str | None = None
+    gpu_resource: str | None = None
+    worker_cpu: str = "2"
+    worker_memory: str = "4Gi"
+    cpu_limit: bool = True
+    shared_memory: str = "1Gi"
+    launcher_cpu: str = "500m"
+    launcher_memory: str = "512Mi"
+    checkpoint_claim: str | None = None
+    checkpoint_path: str = "/checkpoints"
+    home: str = "/home/mpiuser"
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    spread: Literal["none", "hosts", "zone"] = "none"
+    restart_policy: Literal["Never", "OnFailure"] = "Never"
+    retries: int = 0
+    clean_pods: Literal["None", "Running", "All"] = "Running"
+    time_limit: int | None = None
+    keep_finished: int | None = None
+    pull_secret: str | None = None
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    forward: tuple[str, ...] = ("PATH",)
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_ranks()
+        self._check_quantities()
+        self._check_environment()
+        for name, text in (("checkpoint_path", self.checkpoint_path), ("home", self.home)):
+            if not _PATH.fullmatch(text) or text == "/" or ".." in text.split("/"):
+                raise ConfigurationError(
+                    f"{name}: {text!r} is not a folder that can be mounted: take an absolute path of letters, digits "
+                    "and ._+- other than /"
+                )
+        for name, number, least in (
+            ("retries", self.retries, 0),
+            ("time_limit", self.time_limit, 1),
+            ("keep_finished", self.keep_finished, 0),
+        ):
+            if number is not None and not least <= number < 2**31:
+                raise ConfigurationError(f"{name}: {number} must be at least {least}, and below 2^31")
+
+    @property
+    def workers(self) -> int:
+        """The number of worker pods."""
+        return self.job.ranks // self.slots_per_worker
+
+    def _check_names(self) -> None:
+        # The operator makes a Service of the name too, and Services may not begin with a digit (DNS-1035).
+        if self.job.name[0].isdigit():
+            raise ConfigurationError(f"name: {self.job.name!r} must begin with a letter: a Service gets it too")
+        if not self.image:
+            raise ConfigurationError("image: it is empty: name the image to run, as registry.example.org/hvdcomp:cpu")
+        if not _IMAGE.fullmatch(self.image):
+            raise ConfigurationError(
+                f"image: {self.image!r} is not an image's name: write it as registry.example.org/path/name:tag"
+            )
+        if self.namespace is not None and (not DNS_LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
+            raise ConfigurationError(
+                f"namespace: {self.namespace!r} is not a namespace: at most 63 small letters, digits and hyphens"
+            )
+        for name, object_name in (("checkpoint_claim", self.checkpoint_claim), ("pull_secret", self.pull_secret)):
+            if object_name is not None and not _DNS_NAME.fullmatch(object_name):
+                raise ConfigurationError(
+                    f"{name}: {object_name!r} is not an object's name: at most 253 small letters, digits, dots, hyphens"
+                )
+        keys = [("node_selector", key) for key in self.node_selector]
+        if self.gpu_resource is not None:
+            keys.append(("gpu_resource", self.gpu_resource))
+            if "/" not in self.gpu_resource:
+                raise ConfigurationError(
+                    f"gpu_resource: {self.gpu_resource!r} has no domain: write nvidia.com/gpu, or leave it out for CPU"
+                )
+        for name, key in keys:
+            if not _LABEL_KEY.fullmatch(key):
+                raise ConfigurationError(f"{name}: {key!r} is not a label's name: write it as example.org/name")
+        for key, value in self.node_selector.items():
+            if not _LABEL_VALUE.fullmatch(value):
+                raise ConfigurationError(
+                    f"node_selector.{key}: {value!r} is not a label's value: at most 63 letters, digits and -_."
+                )
+
+    def _check_ranks(self) -> None:
+        if self.slots_per_worker < 1:
+            raise ConfigurationError(f"slots_per_worker: {self.slots_per_worker} must be 1 or more")
+        if self.job.ranks % self.slots_per_worker:
+            raise ConfigurationError(
+                f"ranks: {self.job.ranks} do not fill pods of slots_per_worker={self.slots_per_worker}: take a "
+                "multiple of it, or other slots"
+            )
+        last = f"{self.job.name}-worker-{self.workers - 1}"
+        if len(last) > HOST_NAME_LENGTH:
+            raise ConfigurationError(
+                f"name: the last worker would be {last!r}, longer than the {HOST_NAME_LENGTH} characters of a host "
+                "name: take a shorter name"
+            )
+
+    def _check_quantities(self) -> None:
+        for name in ("worker_cpu", "worker_memory", "shared_memory", "launcher_cpu", "launcher_memory"):
+            if quantity(name, getattr(self, name)) <= 0:
+                raise ConfigurationError(f"{name}: {getattr(self, name)!r} must be more than 0")
+        for name in ("worker_memory", "shared_memory", "launcher_memory"):
+            if getattr(self, name).endswith("m"):
+                raise ConfigurationError(
+                    f"{name}: {getattr(self, name)!r} counts thousandths of a byte: write M or Mi for megabytes"
+                )
+        if quantity("shared_memory", self.shared_memory) >= quantity("worker_memory", self.worker_memory):
+            raise ConfigurationError(
+                f"shared_memory: {self.shared_memory} is part of worker_memory={self.worker_memory} and must be smaller"
+            )
+
+    def _check_environment(self) -> None:
+        for name, value in self.job.environment.items():
+            if name in (COMMAND, EXPECTED_SIZE):
+                raise ConfigurationError(f"environment: {name} is set by the launcher itself: leave it out")
+            if name.startswith("OMPI_MCA_") and not _MPI_PARAMETER.fullmatch(value):
+                # mpirun writes these on a command line that a shell reads on every host.
+                raise ConfigurationError(
+                    f"environment: {name}={value!r}: Open MPI's parameters may have letters, digits and _.,:^/@=+- only"
+                )
+        for name in self.forward:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigurationError(f"forward: {name!r} is not the name of a variable: write the name alone")
+
+
+def quantity(name: str, text: str) -> Decimal:
+    """A Kubernetes quantity as a number, "1500m" as 1.5 and "1Ki" as 1024.
+
+    Raises:
+        ConfigurationError: it is not a quantity; `name` is the setting's.
+    """
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(
+            f"{name}: {text!r} is not a quantity: write a number and, if needed, a unit, as 500m, 4 or 16Gi"
+        )
+    return Decimal(match[1]) * _SCALES[match[2] or ""]

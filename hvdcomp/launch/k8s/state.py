@@ -1,0 +1,115 @@
+"""Where a job is, told from its MPIJob and its pods; and what keeps it, in the words of the scheduler and the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hvdcomp.launch.k8s.cluster import is_role
+
+Phase = Literal["waiting", "suspended", "starting", "running", "succeeded", "failed", "deleted"]
+
+LAUNCHER = "launcher"
+"""Of the launcher's container."""
+
+
+@dataclass(frozen=True)
+class State:
+    """
+    Attributes:
+        phase: "waiting" for workers, "starting" the launcher, "running", or how it ended.
+        detail: what it waits for, or why it failed; may be empty.
+        exit_code: the launcher's, once the job has ended.
+    """
+
+    phase: Phase
+    detail: str = ""
+    exit_code: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.phase in ("succeeded", "failed", "deleted")
+
+
+def read_state(job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]]) -> State:
+    """The state of a job; None for one that is gone.
+
+    The MPIJob decides whether it has ended; the launcher's exit code and all that it waits for come from the pods.
+    """
+    if job is None:
+        return State("deleted", "the MPIJob is gone")
+    pods = list(pods)
+    conditions = {one["type"]: one for one in (job.get("status") or {}).get("conditions") or ()}
+    holding = {kind for kind, one in conditions.items() if one.get("status") == "True"}
+    launcher = newest_launcher(pods)
+    if "Succeeded" in holding:
+        return State("succeeded", "", 0)
+    if "Failed" in holding:
+        code = _exit_code(launcher)
+        said = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
+        return State("failed", "; ".join(filter(None, (said.strip(": "), _trouble(launcher)))), code or 1)
+    if "Suspended" in holding:
+        return State("suspended", "by its runPolicy, or by a queue that has no room yet")
+    workers = [pod for pod in pods if is_role(pod, "worker")]
+    wanted = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
+    ready = sum(_is_ready(pod) for pod in workers)
+    if launcher is not None and launcher["status"].get("phase") == "Running":
+        return State("running", "" if ready == wanted else f"{ready} of {wanted} workers ready")
+    if launcher is not None:
+        return State("starting", _trouble(launcher))
+    troubles = dict.fromkeys(filter(None, map(_trouble, workers)))
+    return State("waiting", "; ".join([f"{ready} of {wanted} workers ready", *troubles]))
+
+
+def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The launcher's last attempt."""
+    launchers = [pod for pod in pods if is_role(pod, "launcher")]
+    return max(launchers, key=lambda pod: pod["metadata"].get("creationTimestamp") or "", default=None)
+
+
+def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
+    """The pod and the restart whose log can be read; None before the container has started."""
+    if launcher is None:
+        return None
+    status = _container(launcher)
+    if "running" in status.get("state", {}) or "terminated" in status.get("state", {}):
+        return launcher["metadata"]["name"], status.get("restartCount", 0)
+    return None
+
+
+def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    statuses = pod["status"].get("containerStatuses") or [{}]
+    return next((one for one in statuses if one.get("name") == LAUNCHER), statuses[0])
+
+
+def _exit_code(launcher: Mapping[str, Any] | None) -> int | None:
+    return None if launcher is None else _container(launcher).get("state", {}).get("terminated", {}).get("exitCode")
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions") or ()
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+def _trouble(pod: Mapping[str, Any] | None) -> str:
+    """Why a pod does not run, or how its container ended; empty if nothing is known or wrong."""
+    if pod is None:
+        return ""
+    status = pod["status"]
+    name = pod["metadata"]["name"]
+    for one in status.get("conditions") or ():
+        if one["type"] == "PodScheduled" and one["status"] == "False":
+            return f"{name} cannot be placed: {one.get('message') or one.get('reason')}"
+    state = _container(pod).get("state", {})
+    waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
+    if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+        return f"{name}: " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
+    if terminated and terminated.get("exitCode"):
+        ended = f"{name} ended with exit code {terminated['exitCode']}"
+        if terminated.get("reason") in (None, "Error"):
+            return ended
+        return f"{ended} ({': '.join(filter(None, (terminated['reason'], terminated.get('message'))))})"
+    if status.get("phase") == "Failed":
+        return f"{name}: " + (": ".join(filter(None, (status.get("reason"), status.get("message")))) or "failed")
+    return ""

@@ -1,0 +1,51 @@
+"""Whether Horovod found as many ranks as the launcher started.
+
+When MPI and the launcher do not understand each other, N processes each train alone as a world of size 1, and nothing
+else says so. `hvdcomp launch` tells the job its size in HVDCOMP_EXPECTED_SIZE; other launchers set variables of their
+own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from hvdcomp.errors import ConfigurationError
+
+EXPECTED_SIZE = "HVDCOMP_EXPECTED_SIZE"
+
+LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Set by horovodrun (Gloo), Open MPI's mpirun, and srun. The inner launcher counts, and an outer one's stay set; so
+SLURM_NTASKS is not asked, which is the size of the allocation and not of what runs in it."""
+
+_WAYS_OUT = (
+    "the launcher and Horovod do not understand each other (with srun, add --mpi=pmix; with mpirun, take the MPI that "
+    "Horovod was built with; `hvdcomp doctor` says what is installed)"
+)
+
+
+def check_size(size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a world that is not what was asked for. Call it after `hvd.init()`, with `hvd.size()`.
+
+    Where HVDCOMP_EXPECTED_SIZE is set, the size must be exactly that. Other launchers' variables are only held against
+    N worlds of size 1, as a program may choose to initialize Horovod with some of its ranks.
+
+    Raises:
+        ConfigurationError: the size differs; all ranks of the job see the same numbers and raise it together.
+    """
+    expected = environment.get(EXPECTED_SIZE, "")
+    if expected:
+        if not expected.isdecimal() or int(expected) < 1:
+            raise ConfigurationError(
+                f"{EXPECTED_SIZE}={expected!r} is not a number of ranks: set it to one, or unset it"
+            )
+        if size != int(expected):
+            raise ConfigurationError(_message(EXPECTED_SIZE, expected, size))
+        return
+    promised = next((name for name in LAUNCHERS if environment.get(name, "").isdecimal()), None)
+    if promised is not None and size == 1 and int(environment[promised]) > 1:
+        raise ConfigurationError(_message(promised, environment[promised], size))
+
+
+def _message(variable: str, promised: str, size: int) -> str:
+    return f"{variable}={promised}, but Horovod found {size} rank{'' if size == 1 else 's'}: {_WAYS_OUT}"

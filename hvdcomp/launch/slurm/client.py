@@ -1,0 +1,216 @@
+"""Slurm's own commands: submitting, asking for the state, cancelling.
+
+What a job is doing is asked of the controller (`scontrol show job`), which forgets a job some minutes after its end;
+then the accounting (`sacct`) is asked, where the cluster keeps one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdcomp.launch.slurm.settings import SlurmJob
+
+_COMMAND_SECONDS = 120
+_NOT_NOW = re.compile(
+    r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection refused|"
+    r"Transport endpoint|Resource temporarily unavailable|protocol authentication error",
+    re.IGNORECASE,
+)
+_UNKNOWN = re.compile(r"Invalid job id specified", re.IGNORECASE)
+_ACCOUNTED = "JobName,State,NodeList,ExitCode"
+_ENDED = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+
+
+class SchedulerError(RuntimeError):
+    """Slurm refused something, or is not here."""
+
+
+class SchedulerUnavailableError(SchedulerError):
+    """Slurm's controller did not answer; it may in a minute."""
+
+
+class UnknownJobError(SchedulerError):
+    """Slurm knows no such job, or no longer."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says of a job.
+
+    Attributes:
+        state: Slurm's word, such as PENDING, RUNNING, COMPLETED.
+        reason: why it is pending or ended so; "None" if there is nothing to say.
+        nodes: on which it runs or ran; "" before.
+        restarts: how often it was queued again.
+        code, signal: with which its script ended.
+        output: the file it writes to; None where Slurm does not say.
+    """
+
+    job_id: int
+    name: str
+    state: str
+    reason: str
+    nodes: str
+    restarts: int
+    code: int
+    signal: int
+    output: Path | None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def exit_code(self) -> int:
+        """For a shell: that of the job's script, 128 and the number of the signal that ended it, or 1 for a job that
+        Slurm ended and that had none of its own."""
+        if self.code:
+            return self.code
+        if self.signal:
+            return 128 + self.signal
+        return 0 if self.state == "COMPLETED" else 1
+
+
+def submit(script: str) -> int:
+    """Hands the script to sbatch and returns the job's number.
+
+    Raises:
+        SchedulerError: sbatch refused it.
+    """
+    # Such variables would win over the script's own options, unseen.
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
+    output = _run(["sbatch", "--parsable"], text=script, variables=variables)
+    match = re.match(r"(\d+)(;|$)", output.strip().splitlines()[-1] if output.strip() else "")
+    if match is None:
+        raise SchedulerError(f"sbatch did not say which job it made, but {output!r}; `squeue --me` lists yours")
+    return int(match[1])
+
+
+def state_of(job_id: int) -> JobState:
+    """What a job is doing.
+
+    Raises:
+        UnknownJobError: Slurm does not know it, or forgot it.
+        SchedulerUnavailableError: Slurm does not answer now.
+    """
+    try:
+        return _parse_job(job_id, _run(["scontrol", "show", "job", str(job_id)]))
+    except UnknownJobError:
+        return _accounted(job_id)
+
+
+def my_jobs() -> list[JobState]:
+    """This user's jobs that Slurm's controller knows, ended ones too, the newest first."""
+    output = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%A"])
+    jobs = []
+    for number in sorted({int(line) for line in output.split()}, reverse=True):
+        try:
+            jobs.append(state_of(number))
+        except UnknownJobError:
+            continue  # forgotten since
+    return jobs
+
+
+def cancel(job_id: int) -> None:
+    """Cancels a job; one that has ended stays as it is.
+
+    Raises:
+        SchedulerError: Slurm refused, such as for another user's job.
+        UnknownJobError: there is no such job.
+    """
+    _run(["scancel", str(job_id)])
+
+
+def log_file(settings: SlurmJob, job_id: int) -> Path:
+    """Where a job that was submitted from this folder writes to."""
+    from hvdcomp.launch.slurm.script import log_name
+
+    return Path(settings.log_folder) / log_name(settings.job.name, job_id)
+
+
+def _parse_job(job_id: int, text: str) -> JobState:
+    """Of `scontrol show job`, in which the values looked at here stand at known places of their lines."""
+
+    def value(pattern: str) -> str:
+        match = re.search(pattern, text, re.MULTILINE)
+        return "" if match is None else match[1]
+
+    code, _, signal = value(r"\sExitCode=(\d+:\d+)\s").partition(":")
+    nodes = value(r"^ +NodeList=(\S*)")
+    output = value(r"^ +StdOut=(.*)$")
+    return JobState(
+        job_id=job_id,
+        name=value(r"^JobId=\d+ JobName=(\S+)"),
+        state=value(r"^ +JobState=(\w+)"),
+        reason=value(r"^ +JobState=\w+ Reason=(\S+)"),
+        nodes="" if nodes == "(null)" else nodes,
+        restarts=int(value(r"^ +Requeue=\d+ Restarts=(\d+)") or 0),
+        code=int(code or 0),
+        signal=int(signal or 0),
+        output=Path(output) if output else None,
+    )
+
+
+def _accounted(job_id: int) -> JobState:
+    """The same from the accounting, which has no file of the output and no restarts."""
+    forgotten = f"Slurm knows no job {job_id}, or forgot it after its end"
+    try:
+        output = _run(
+            ["sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", f"--format={_ACCOUNTED}"]
+        )
+    except SchedulerUnavailableError:
+        raise
+    except SchedulerError as error:
+        raise UnknownJobError(f"{forgotten}, and this cluster keeps no accounting ({error})") from None
+    if not output.strip():
+        raise UnknownJobError(f"{forgotten}; `squeue --me` lists yours")
+    name, state, nodes, codes = output.strip().splitlines()[-1].split("|")
+    code, _, signal = codes.partition(":")
+    word = state.split()[0]  # "CANCELLED by 1000"
+    return JobState(job_id, name, word, "None", nodes, 0, int(code), int(signal or 0), None)
+
+
+def _run(command: list[str], text: str | None = None, variables: dict[str, str] | None = None) -> str:
+    """What a command of Slurm's writes."""
+    name = command[0]
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+            check=False,
+            # Ctrl-C is for this program to answer, not for a question in flight.
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        raise SchedulerError(
+            f"there is no {name} here: run this on a login node of the cluster, with Slurm's commands in PATH"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SchedulerUnavailableError(f"{name} did not answer in {_COMMAND_SECONDS} s") from None
+    if done.returncode == 0:
+        return done.stdout
+    said = (done.stderr or done.stdout).strip()
+    if _UNKNOWN.search(said):
+        raise UnknownJobError(f"{name}: {said}")
+    if _NOT_NOW.search(said):
+        raise SchedulerUnavailableError(f"{name}: {said}")
+    raise SchedulerError(f"{name} failed with exit code {done.returncode}: {said or 'it says nothing'}")

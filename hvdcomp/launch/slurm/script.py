@@ -1,0 +1,139 @@
+"""The batch script of a job: the template `job.sh` with the job's own lines in it.
+
+A line of the template that is a mark, such as `#@options`, is replaced by lines made here. What a user wrote enters the
+script through `quoted` alone, after the first line that is no comment, where sbatch looks for no options any more; what
+stands before it was checked by `SlurmJob`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from hvdcomp.launch.slurm.settings import SlurmJob
+from hvdcomp.train.checkpoints import EXIT_SAVED
+
+_TEMPLATE = Path(__file__).with_name("job.sh")
+# srun returns the largest code of all ranks, and those that it kills because one failed have large ones: the first that
+# fails notes its own. Where srun cannot start a rank at all it may return 0: one that ended well notes that too. srun's
+# signals reach the program itself, whatever started it.
+_SRUN_RANK: tuple[str, ...] = (
+    'notes="$PWD/.job-$SLURM_JOB_ID"',
+    'rm -rf "$notes"',
+    'mkdir "$notes" || { echo "job $SLURM_JOB_ID: submit from a folder that the nodes can write to"; exit 1; }',
+    'note=$(printf %q "$notes")',
+    "rank=\"trap '' USR1; trap : TERM; $program; code=\\$?",
+    "if [ \\$code = 0 ]; then : > $note/ended; else (set -C; echo \\$code > $note/code) 2>/dev/null; fi",
+    'exit \\$code"',
+)
+_SRUN_CODE = (
+    'if [ -s "$notes/code" ]; then',
+    '  code=$(cat "$notes/code")',
+    'elif [ "$code" = 0 ] && [ ! -e "$notes/ended" ]; then',
+    '  echo "job $SLURM_JOB_ID: srun started no rank"',
+    "  code=1",
+    "fi",
+    'rm -rf "$notes"',
+)
+# mpirun returns the code of the rank that failed first, and signals the process that it started.
+_MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
+_PLAIN_BYTES = set(range(0x20, 0x7F)) - set(b"'\\")
+
+
+def batch_script(settings: SlurmJob) -> str:
+    """The script that sbatch is given."""
+    job = settings.job
+    lines_of = {
+        "#@options": [f"#SBATCH --{option}" for option in _options(settings)],
+        "#@modules": [f"module load {shlex.quote(module)}" for module in settings.modules],
+        "#@environment": [f"export {name}={quoted(value)}" for name, value in job.environment.items()],
+        "#@command": [f"  {quoted(argument)}" for argument in job.command],
+        "#@program": [f"""program="$(printf '%q ' {_apptainer(settings)}"${{command[@]}}")\""""],
+        "#@launch": _launch(settings),
+        "#@code": list(_SRUN_CODE if settings.launcher == "srun" else ()),
+        "#@constants": [
+            f"saved={EXIT_SAVED}  # the exit code of ranks that saved a checkpoint and stopped when they were warned",
+            f"max_requeues={settings.max_requeues if settings.requeue else 0}",
+        ],
+    }
+    template = _TEMPLATE.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for mark in template for line in lines_of.get(mark, [mark])) + "\n"
+
+
+def quoted(text: str) -> str:
+    """One word of bash that stands for this text, without a line end in it: sbatch refuses carriage returns."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"\\{byte:03o}" for byte in text.encode()) + "'"
+
+
+def log_name(name: str, job_id: int | str = "%j") -> str:
+    """The file in `log_folder` that a job writes to, over all its starts."""
+    return f"{name}-{job_id}.log"
+
+
+def _options(settings: SlurmJob) -> list[str]:
+    """Options of sbatch, without their hyphens."""
+    options = [
+        f"job-name={settings.job.name}",
+        f"nodes={settings.nodes}",
+        f"ntasks={settings.job.ranks}",
+        f"ntasks-per-node={settings.tasks_per_node}",
+        f"cpus-per-task={settings.cpus_per_task}",
+        f"time={settings.time}",
+        f"signal=B:USR1@{settings.warning_seconds}",
+        f"output={settings.log_folder}/{log_name(settings.job.name)}",
+        "open-mode=append",
+        "requeue" if settings.requeue else "no-requeue",
+    ]
+    if settings.gpus_per_node:
+        options.append(f"gpus-per-node={settings.gpus_per_node}")
+    if settings.memory is not None:
+        options.append(f"mem={settings.memory}")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        value = getattr(settings, name)
+        if value is not None:
+            options.append(f"{name}={value}" if re.fullmatch(r"[\w.+-]+", value) else f'{name}="{value}"')
+    return options
+
+
+def _launch(settings: SlurmJob) -> list[str]:
+    """Lines that set the array `launch`, of words as bash reads them."""
+    if settings.launcher == "srun":
+        words = [
+            "srun",
+            f"--mpi={settings.mpi}",
+            f"--ntasks={settings.job.ranks}",
+            f"--cpus-per-task={settings.cpus_per_task}",
+            "--kill-on-bad-exit=1",
+            *_pyxis(settings),
+        ]
+        rank = _SRUN_RANK
+    else:
+        words = ["mpirun", "-np", str(settings.job.ranks), "--bind-to", "none"]
+        rank = _MPIRUN_RANK
+    return [*rank, f'launch=({" ".join(words)} bash -c "$rank")']
+
+
+def _apptainer(settings: SlurmJob) -> str:
+    """The words that stand before the program."""
+    if settings.container != "apptainer":
+        return ""
+    assert settings.image is not None
+    gpus = ["--nv"] if settings.gpus_per_node else []
+    mounts = [f"--bind={quoted(mount)}" for mount in settings.mounts]
+    return " ".join(["apptainer", "exec", *gpus, *mounts, quoted(settings.image)]) + " "
+
+
+def _pyxis(settings: SlurmJob) -> list[str]:
+    if settings.container != "enroot":
+        return []
+    assert settings.image is not None
+    # The folder that the job was submitted from is mounted too, as Apptainer does by itself.
+    mounts = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in settings.mounts)
+    return [
+        f"--container-image={quoted(settings.image)}",
+        f'--container-mounts="$PWD:$PWD"{quoted(mounts) if mounts else ""}',
+        '--container-workdir="$PWD"',
+    ]

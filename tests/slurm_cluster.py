@@ -1,0 +1,242 @@
+"""A Slurm of the tests' own on this machine: real munged, slurmctld and slurmd, in a folder that goes away with them.
+
+It needs root and the packages of scripts/install-system-packages --slurm; `why_not` says what is missing. One node with
+more processors than the machine may have, so that small jobs run side by side; no accounting, so no sacct.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+_PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
+_START_SECONDS = 60
+
+# cred_expire is also how long a requeued job waits before it starts again.
+_SLURM_CONF = """
+ClusterName=hvdcomp
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+SlurmdDebug=verbose
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+GresTypes=gpu
+JobRequeue=0
+KillWait=20
+MinJobAge=300
+ReturnToService=2
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=5
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+PartitionName=tests Nodes=ALL Default=YES MaxTime=60 State=UP
+"""
+
+# Slurm wants a device for each GPU, and any will do: nothing opens them.
+_GRES_CONF = """
+Name=gpu File=/dev/full
+Name=gpu File=/dev/zero
+"""
+
+
+def why_not() -> str | None:
+    """Why no Slurm can be started here; None if it can."""
+    missing = [program for program in _PROGRAMS if shutil.which(program, path=_search_path()) is None]
+    if os.geteuid() != 0:
+        return "a Slurm of the tests' own needs root"
+    if missing:
+        return f"no {', '.join(missing)} here (as root: scripts/install-system-packages --slurm)"
+    return None
+
+
+class SlurmCluster:
+    """A running Slurm.
+
+    Attributes:
+        folder: all its files.
+        environment: by which Slurm's commands find it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _search_path()}
+
+    def command(self, *arguments: str) -> str:
+        """Runs one of Slurm's commands and returns what it wrote."""
+        done = subprocess.run(
+            arguments, env=os.environ | self.environment, capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def wait_for_state(self, job: int, *states: str, seconds: float = 120) -> str:
+        """Waits until the job is in one of these states and returns it."""
+        deadline = time.monotonic() + seconds
+        while True:
+            text = self.command("scontrol", "--oneliner", "show", "job", str(job))
+            state = re.search(r"\bJobState=(\w+)", text)
+            assert state is not None, text
+            if state[1] in states:
+                return state[1]
+            assert time.monotonic() < deadline, f"after {seconds} s no job in {states}:\n{text}\n{self.logs()}"
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        """The last lines of the daemons' logs."""
+        return "\n".join(
+            f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+            for log in sorted(self.folder.glob("*.log"))
+        )
+
+
+@contextmanager
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Starts a Slurm, and takes all of it away however the block ends: jobs, daemons and files."""
+    with ExitStack() as stack:
+        # Not pytest's folder: munged's own user has to reach the socket.
+        folder = Path(tempfile.mkdtemp(prefix="hvdcomp-slurm-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)
+        for name in ("state", "spool"):
+            (folder / name).mkdir()
+        cluster = SlurmCluster(folder)
+        stack.callback(_kill_strays, folder)
+        _start_munge(cluster, stack)
+        host = socket.gethostname().partition(".")[0]
+        controller_port, node_port = _free_ports(2)
+        (folder / "slurm.conf").write_text(
+            _SLURM_CONF.format(folder=folder, host=host, controller_port=controller_port, node_port=node_port)
+        )
+        (folder / "gres.conf").write_text(_GRES_CONF)
+        _start(cluster, stack, ["slurmctld", "-D"])
+        _start(cluster, stack, ["slurmd", "-D"])
+        stack.callback(_cancel_all, cluster)
+        _wait_until_idle(cluster)
+        yield cluster
+
+
+def _start_munge(cluster: SlurmCluster, stack: ExitStack) -> None:
+    """Under the user of the package, as munged warns about root; its files in a folder that is that user's alone."""
+    user = pwd.getpwnam("munge")
+    private = cluster.folder / "munge"
+    private.mkdir(mode=0o700)
+    os.chown(private, user.pw_uid, user.pw_gid)
+    os.chown(cluster.folder, user.pw_uid, user.pw_gid)  # the socket is made here
+    as_munge = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
+    subprocess.run([*as_munge, "mungekey", "--create", f"--keyfile={private}/key"], check=True, env=_variables(cluster))
+    _start(
+        cluster,
+        stack,
+        [
+            *as_munge,
+            *("munged", "--foreground", f"--key-file={private}/key", f"--pid-file={private}/pid"),
+            *(f"--seed-file={private}/seed", f"--log-file={private}/log", f"--socket={cluster.folder}/munge.socket"),
+        ],
+    )
+    _wait(cluster, (cluster.folder / "munge.socket").exists, "munged has no socket")
+
+
+def _start(cluster: SlurmCluster, stack: ExitStack, command: list[str]) -> None:
+    name = next(word for word in command if word in ("munged", "slurmctld", "slurmd"))
+    with (cluster.folder / f"{name}.out.log").open("wb") as output:
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command],  # not even a test run that is killed leaves it behind
+            env=_variables(cluster),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    stack.callback(_stop, process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_idle(cluster: SlurmCluster) -> None:
+    def idle() -> bool:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--format=%T"], env=_variables(cluster), capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip() == "idle"
+
+    _wait(cluster, idle, "the node does not become idle")
+
+
+def _wait(cluster: SlurmCluster, ready, problem: str) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while not ready():
+        assert time.monotonic() < deadline, f"{problem} after {_START_SECONDS} s\n{cluster.logs()}"
+        time.sleep(0.1)
+
+
+def _cancel_all(cluster: SlurmCluster) -> None:
+    """Asks all jobs to end; what does not end in time is killed with the daemons' strays."""
+    subprocess.run(["scancel", "--signal=KILL", "--full", "--user=root"], env=_variables(cluster), check=False)
+    subprocess.run(["scancel", "--user=root"], env=_variables(cluster), check=False)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        done = subprocess.run(
+            ["squeue", "--noheader"], env=_variables(cluster), capture_output=True, text=True, check=False
+        )
+        if not done.stdout.strip():
+            return
+        time.sleep(0.2)
+
+
+def _kill_strays(folder: Path) -> None:
+    """Kills what still runs with this cluster's configuration: step daemons outlive slurmd, and ranks outlive them."""
+    mark = f"SLURM_CONF={folder}/slurm.conf".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+        except OSError:
+            continue  # it is gone
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _variables(cluster: SlurmCluster) -> dict[str, str]:
+    return os.environ | cluster.environment
+
+
+def _search_path() -> str:
+    """PATH with the folders of daemons, which an ordinary user's lacks."""
+    return f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/sbin"

@@ -1,0 +1,291 @@
+"""The MPIJobs of the folder k8s/ and of `hvdcomp launch k8s`: what API server and operator accept, what pods may do,
+and that no argument becomes anything but an argument."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp.cli import main
+from hvdcomp.launch.job import Job, read_settings
+from hvdcomp.launch.k8s.manifest import literal, render
+from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.rank import from_variable
+from tests import kustomize
+
+ROOT = Path(__file__).parent.parent
+OVERLAYS = ("cpu-demo", "v100", "elastic")
+BUILT = {name: kustomize.build(ROOT / "k8s" / "overlays" / name) for name in OVERLAYS}
+BUILT["base"] = kustomize.build(ROOT / "k8s" / "base")
+LAUNCHED = {
+    "small": KubernetesSettings(Job("a", ("python3", "train.py"), 1), "hvdcomp"),
+    "all": KubernetesSettings(
+        Job("a" * 40, ("python3", "train.py"), 64, {"OMPI_MCA_btl": "self,tcp", "A": "b"}),
+        "registry.example.org:5000/team/hvdcomp:1.0@sha256:" + "0" * 64,
+        slots_per_worker=8,
+        namespace="team",
+        gpu_resource="nvidia.com/gpu",
+        cpu_limit=False,
+        checkpoint_claim="disk",
+        node_selector={"zone": "a"},
+        spread="hosts",
+        restart_policy="OnFailure",
+        retries=3,
+        clean_pods="All",
+        time_limit=3600,
+        keep_finished=60,
+        pull_secret="login",
+        forward=("PATH", "LD_LIBRARY_PATH", "A"),
+    ),
+}
+
+
+def mpijob(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    (job,) = (one for one in objects if one["kind"] == "MPIJob")
+    return job
+
+
+JOBS = {name: mpijob(objects) for name, objects in BUILT.items()} | {
+    name: render(settings) for name, settings in LAUNCHED.items()
+}
+
+
+def pods(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {role: one["template"]["spec"] for role, one in job["spec"]["mpiReplicaSpecs"].items()}
+
+
+def only_container(pod: dict[str, Any]) -> dict[str, Any]:
+    (container,) = pod["containers"]
+    return container
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {one["name"]: expanded(one["value"], {}) for one in container["env"]}
+
+
+def expanded(text: str, variables: dict[str, str]) -> str:
+    """What Kubernetes makes of a text in `args` or `env`: `$$` is `$`, `$(NAME)` a variable's value if there is one."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return variables.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with unknown fields forbidden, which the API server would drop with a warning."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _closed(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        schema.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        schema = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    return schema
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    crd = yaml.safe_load((ROOT / "tests" / "data" / "mpijob_crd_v2beta1.yaml").read_text())
+    (version,) = crd["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {"x-kubernetes-preserve-unknown-fields": True}
+    return jsonschema.Draft202012Validator(_closed(schema))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_it_is_what_the_definition_of_mpijob_says(validator: Any, name: str) -> None:
+    validator.validate(JOBS[name])
+
+
+@pytest.mark.parametrize("place", ["spec", "spec/mpiReplicaSpecs/Worker/template/spec", "spec/runPolicy"])
+def test_the_definition_would_notice_a_wrong_field(validator: Any, place: str) -> None:
+    job = json.loads(json.dumps(JOBS["small"]))
+    target = job
+    for part in place.split("/"):
+        target = target[part]
+    target["hostNetwrok"] = True
+    with pytest.raises(jsonschema.ValidationError, match="hostNetwrok"):
+        validator.validate(job)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_its_pods_are_pods_to_the_kubernetes_client(name: str) -> None:
+    client = pytest.importorskip("kubernetes").client
+    api = client.ApiClient()
+    for pod in pods(JOBS[name]).values():
+
+        class Answer:
+            data = json.dumps(pod)
+
+        read = _read_pod(client, api, Answer)
+        assert api.sanitize_for_serialization(read) == pod
+
+
+def _read_pod(client: Any, api: Any, answer: Any) -> Any:
+    if hasattr(client.V1PodSpec, "from_dict"):  # since version 36 models read themselves
+        return client.V1PodSpec.from_dict(json.loads(answer.data))
+    return api.deserialize(answer, "V1PodSpec")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_operator_accepts_it(name: str) -> None:
+    job = JOBS[name]
+    spec = job["spec"]
+    launcher, worker = (spec["mpiReplicaSpecs"][role] for role in ("Launcher", "Worker"))
+    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    assert launcher["replicas"] == 1
+    assert worker["replicas"] >= 1
+    assert launcher["restartPolicy"] in ("Never", "OnFailure")
+    assert worker["restartPolicy"] in ("Never", "OnFailure")
+    last = f"{job['metadata']['name']}-worker-{worker['replicas'] - 1}"
+    assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", last)
+    assert spec["slotsPerWorker"] >= 1
+    assert spec["mpiImplementation"] == "OpenMPI"
+    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+    assert spec["sshAuthMountPath"] == "/home/mpiuser/.ssh"
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_its_pods_satisfy_the_restricted_pod_security_standard(name: str) -> None:
+    for role, pod in pods(JOBS[name]).items():
+        container = only_container(pod)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 1000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        assert pod["automountServiceAccountToken"] is False
+        assert all("hostPath" not in volume for volume in pod.get("volumes", ()))
+        assert all(port["containerPort"] >= 1024 for port in container.get("ports", ()))
+        resources = container["resources"]
+        assert {"cpu", "memory"} <= set(resources["requests"])
+        assert resources["limits"]["memory"] == resources["requests"]["memory"]
+        if role == "Worker":
+            mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            (shared,) = (volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"])
+            assert shared["emptyDir"]["medium"] == "Memory"
+            assert container["readinessProbe"]["tcpSocket"]["port"] == 2222
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "elastic"])
+def test_ranks_slots_gpus_and_the_promise_agree(name: str) -> None:
+    spec = JOBS[name]["spec"]
+    launcher, worker = (only_container(pod) for pod in pods(JOBS[name]).values())
+    arguments = launcher["args"]
+    ranks = arguments[arguments.index("-np") + 1]
+    assert int(ranks) == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert environment(launcher)["HVDCOMP_EXPECTED_SIZE"] == ranks
+    resources = worker["resources"]
+    if "nvidia.com/gpu" in resources["limits"]:
+        assert resources["limits"]["nvidia.com/gpu"] == str(spec["slotsPerWorker"])
+        assert resources["requests"]["nvidia.com/gpu"] == str(spec["slotsPerWorker"])
+    forwarded = [arguments[index + 1] for index, one in enumerate(arguments) if one == "-x"]
+    assert len(forwarded) == len(set(forwarded))
+    own = {variable for variable in environment(launcher) if not variable.startswith("OMPI_MCA_")}
+    assert own <= set(forwarded)
+    assert from_variable(environment(launcher)["HVDCOMP_COMMAND"])
+
+
+@pytest.mark.parametrize("name", [*OVERLAYS, "base"])
+def test_the_claim_that_is_mounted_is_there(name: str) -> None:
+    (claim,) = (one["metadata"]["name"] for one in BUILT[name] if one["kind"] == "PersistentVolumeClaim")
+    volumes = pods(JOBS[name])["Worker"]["volumes"]
+    assert [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one] == [claim]
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "v100"])
+def test_the_settings_beside_an_overlay_make_the_same_job(name: str) -> None:
+    file = ROOT / "k8s" / "overlays" / name / "launch.toml"
+    assert render(read_settings(file, "k8s", KubernetesSettings, {})) == JOBS[name]
+
+
+@pytest.mark.skipif(kustomize.real_command() is None, reason="neither kustomize nor kubectl with kustomize 4 or later")
+@pytest.mark.parametrize("name", [*OVERLAYS, "base"])
+def test_kustomize_builds_what_these_tests_do(name: str) -> None:
+    folder = ROOT / "k8s" / ("base" if name == "base" else f"overlays/{name}")
+
+    def ordered(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return sorted(objects, key=lambda one: one["kind"])
+
+    assert ordered(kustomize.build_really(folder)) == ordered(BUILT[name])
+
+
+# Anything that a process can be given: no NUL, no half of a surrogate pair. With what shells, YAML, Kubernetes and
+# mpirun read as their own.
+HOSTILE = st.one_of(
+    st.sampled_from(
+        [
+            "$(HOME)",
+            "$$(HOME)",
+            "$HVDCOMP_COMMAND",
+            "$$",
+            "$",
+            "`id`",
+            "$(id)",
+            "'",
+            '"',
+            "a b",
+            "",
+            ":",
+            "--mca",
+            "-x",
+            "--",
+        ]
+    ),
+    st.sampled_from(
+        ["- a\n- b", "key: {x: 1}", "!!python/object:os.system", "\n---\n", "&a *a", "%YAML", "\ufeff", "\x85"]
+    ),
+    st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=20),
+)
+
+
+def test_the_expansion_that_this_test_assumes() -> None:
+    assert expanded("$(A) $$(A) $(B) $A $$ $", {"A": "1"}) == "1 $(A) $(B) $A $ $"
+
+
+@given(text=HOSTILE)
+def test_kubernetes_expands_nothing_in_a_literal(text: str) -> None:
+    assert expanded(literal(text), {"HOME": "/root", "HVDCOMP_COMMAND": "x", "id": "0", "": ""}) == text
+
+
+@given(arguments=st.lists(HOSTILE, max_size=6), value=HOSTILE)
+def test_a_command_arrives_as_it_was_given(arguments: list[str], value: str) -> None:
+    job = Job("safe", ("./program", *arguments), 2, {"VALUE": value})
+    manifest = render(KubernetesSettings(job, "hvdcomp"))
+    assert yaml.safe_load(yaml.safe_dump(manifest)) == manifest
+    assert json.loads(json.dumps(manifest)) == manifest
+    launcher = only_container(pods(manifest)["Launcher"])
+    assert environment(launcher)["VALUE"] == value
+    command = environment(launcher)["HVDCOMP_COMMAND"]
+    assert from_variable(command) == ["./program", *arguments]
+    assert command.isascii()
+    assert "\n" not in command
+    # Neither words on mpirun's command line, nor fields of the object, come from the program.
+    plain = render(KubernetesSettings(Job("safe", ("x",), 2, {"VALUE": ""}), "hvdcomp"))
+    launcher["env"] = only_container(pods(plain)["Launcher"])["env"]
+    assert manifest == plain
+
+
+def test_a_dry_run_prints_the_job_and_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nowhere")
+    words = ["--name", "it", "--image", "hvdcomp:cpu", "--ranks", "4", "--slots-per-worker", "2", "--env", "A=b=c $(D)"]
+    program = ["--", "status", "--dry-run", "--", "a\n- b: $(HOME)", "'\""]
+    result = CliRunner().invoke(main, ["launch", "k8s", *words, "--dry-run", *program])
+    assert result.exit_code == 0, result.output
+    job = Job("it", tuple(program[1:]), 4, {"A": "b=c $(D)"})
+    assert yaml.safe_load(result.stdout) == render(KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2))

@@ -1,0 +1,95 @@
+"""Settings that API server or operator would refuse are refused before anything is sent, with the way out."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.job import Job
+from hvdcomp.launch.k8s.settings import KubernetesSettings, quantity
+
+
+def settings(
+    name: str = "run", ranks: int = 4, environment: dict[str, str] | None = None, **more: Any
+) -> KubernetesSettings:
+    job = Job(name, ("python3", "train.py"), ranks, environment or {})
+    return KubernetesSettings(**{"job": job, "image": "hvdcomp:cpu", **more})
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"name": "4-ranks"}, "name: '4-ranks' must begin with a letter"),
+        ({"image": ""}, "image: it is empty"),
+        ({"image": "HVDCOMP"}, "image: 'HVDCOMP' is not an image's name"),
+        ({"image": "a b"}, "image: 'a b'"),
+        ({"image": "hvdcomp:"}, "image: 'hvdcomp:'"),
+        ({"image": "hvdcomp:a\n"}, "image: 'hvdcomp:a\\n'"),
+        ({"image": "hvdcomp@sha256:12"}, "write it as registry.example.org/path/name:tag"),
+        ({"namespace": "My"}, "namespace: 'My'"),
+        ({"namespace": "a" * 64}, "at most 63"),
+        ({"slots_per_worker": 3}, "ranks: 4 do not fill pods of slots_per_worker=3"),
+        ({"slots_per_worker": 8}, "ranks: 4 do not fill pods of slots_per_worker=8"),
+        ({"slots_per_worker": 0}, "slots_per_worker: 0 must be 1 or more"),
+        ({"name": "a" * 40, "ranks": 10**16}, "longer than the 63 characters"),
+        ({"worker_cpu": "two"}, "worker_cpu: 'two' is not a quantity"),
+        ({"worker_memory": "4GB"}, "worker_memory: '4GB' is not a quantity: write a number and, if needed, a unit"),
+        ({"worker_memory": "4 Gi"}, "is not a quantity"),
+        ({"worker_memory": "-4Gi"}, "is not a quantity"),
+        ({"worker_memory": "4Gi\n"}, "is not a quantity"),
+        ({"worker_memory": "500m"}, "thousandths of a byte"),
+        ({"launcher_memory": "0"}, "launcher_memory: '0' must be more than 0"),
+        ({"shared_memory": "4Gi"}, "shared_memory: 4Gi is part of worker_memory=4Gi and must be smaller"),
+        ({"shared_memory": "5000M"}, "must be smaller"),
+        ({"gpu_resource": "gpu"}, "gpu_resource: 'gpu' has no domain: write nvidia.com/gpu"),
+        ({"gpu_resource": "nvidia.com/"}, "is not a label's name"),
+        ({"node_selector": {"a b": "c"}}, "node_selector: 'a b' is not a label's name"),
+        ({"node_selector": {"a": "b c"}}, "node_selector.a: 'b c' is not a label's value"),
+        ({"checkpoint_claim": "A"}, "checkpoint_claim: 'A' is not an object's name"),
+        ({"pull_secret": ""}, "pull_secret: ''"),
+        ({"checkpoint_path": "checkpoints"}, "checkpoint_path: 'checkpoints' is not a folder"),
+        ({"checkpoint_path": "/"}, "other than /"),
+        ({"home": "/home/../etc"}, "home: '/home/../etc'"),
+        ({"home": "/home/$(HOME)"}, "home: "),
+        ({"retries": -1}, "retries: -1 must be at least 0"),
+        ({"time_limit": 0}, "time_limit: 0 must be at least 1"),
+        ({"keep_finished": 2**31}, "below 2^31"),
+        ({"forward": ("A=1",)}, "forward: 'A=1' is not the name of a variable"),
+        ({"environment": {"HVDCOMP_COMMAND": "[]"}}, "HVDCOMP_COMMAND is set by the launcher itself"),
+        ({"environment": {"HVDCOMP_EXPECTED_SIZE": "1"}}, "HVDCOMP_EXPECTED_SIZE is set by the launcher itself"),
+        ({"environment": {"OMPI_MCA_a": "$(touch x)"}}, "may have letters, digits and _.,:^/@=+- only"),
+        ({"environment": {"OMPI_MCA_a": "a b"}}, "OMPI_MCA_a='a b'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_way_out(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        settings(**values)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["hvdcomp", "hvdcomp:cpu", "a/b/c:1.0", "localhost:5000/hvdcomp", "ghcr.io/a_b/c-d:v1_2", "x@sha256:" + "a1" * 32],
+)
+def test_images(image: str) -> None:
+    assert settings(image=image).image == image
+
+
+def test_what_is_right_is_taken() -> None:
+    taken = settings(
+        ranks=8, slots_per_worker=4, environment={"OMPI_MCA_btl": "^openib,self/x:1"}, gpu_resource="amd.com/gpu"
+    )
+    assert taken.workers == 2
+
+
+@given(
+    number=st.decimals(0, 1000, places=3),
+    unit=st.sampled_from([("", 1), ("k", 1000), ("Mi", 2**20), ("Gi", 2**30), ("E", 10**18), ("m", Decimal("0.001"))]),
+)
+def test_quantities(number: Decimal, unit: tuple[str, Any]) -> None:
+    assert quantity("memory", f"{number:f}{unit[0]}") == number * unit[1]

@@ -1,0 +1,262 @@
+"""`hvdcomp launch slurm` without a Slurm: what is refused, and what the batch script makes of hostile words."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hvdcomp.cli import main
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.job import Job
+from hvdcomp.launch.slurm.client import JobState
+from hvdcomp.launch.slurm.script import batch_script
+from hvdcomp.launch.slurm.settings import SlurmJob, seconds_of
+
+_EXAMPLES = Path(__file__).parents[1] / "slurm"
+_HOSTILE = [
+    "two words",
+    "it's",
+    '"; touch injected; "',
+    "$(touch injected)",
+    "`touch injected`",
+    "$HOME",
+    "a\n#SBATCH --time=9-00\nb",
+    "a\r\nb",
+    "#SBATCH --partition=other",
+    ":",
+    "--mca",
+    "-n",
+    "--",
+    "",
+    "%j",
+    "\\",
+    "\t\x07\x7f",
+    "é\u200b漢",
+    "!!",
+    "{1..3}",
+    "*",
+]
+
+
+def _job(**changes: Any) -> SlurmJob:
+    job = {"name": "test", "command": ("true",), "ranks": 1, "environment": {}}
+    job |= {key: changes.pop(key) for key in list(changes) if key in job}
+    return SlurmJob(Job(**job), **changes)
+
+
+def _launch(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["launch", "slurm", *arguments])
+
+
+@pytest.mark.parametrize("settings", sorted(_EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_examples_are_what_the_command_prints(settings: Path) -> None:
+    printed = _launch("--settings", str(settings), "--dry-run")
+    assert printed.exit_code == 0, printed.output
+    assert printed.output == settings.with_suffix(".sbatch").read_text()
+
+
+def test_there_are_examples() -> None:
+    assert len(list(_EXAMPLES.glob("*.sbatch"))) == len(list(_EXAMPLES.glob("*.toml"))) >= 4
+
+
+_REFUSED = {
+    "ranks: 3 ranks do not fill 1 nodes of 2 tasks": {"ranks": 3, "tasks_per_node": 2},
+    "nodes: 0 is too few": {"nodes": 0},
+    "cpus_per_task: -1 is too few": {"cpus_per_task": -1},
+    "gpus_per_node: -1 is below 0": {"gpus_per_node": -1},
+    "gpus_per_node: 1 GPUs are too few for 2 ranks": {"ranks": 2, "tasks_per_node": 2, "gpus_per_node": 1},
+    "max_requeues: -1 is below 0": {"max_requeues": -1},
+    "memory: '16 GB' is not an amount": {"memory": "16 GB"},
+    "memory: '0G' is not an amount": {"memory": "0G"},
+    "memory: '1G\\n#SBATCH -p x' is not an amount": {"memory": "1G\n#SBATCH -p x"},
+    "time: '1h' is not a time limit": {"time": "1h"},
+    "time: '' is not a time limit": {"time": ""},
+    "time: '60\\n' is not a time limit": {"time": "60\n"},
+    "time: '00:00:30' is less than the minute": {"time": "00:00:30"},
+    "warning_seconds: 0 is not from 1": {"warning_seconds": 0},
+    "warning_seconds: 300 s before the end of time '5'": {"time": "5", "warning_seconds": 300},
+    "partition: 'a b' is not such a name": {"partition": "a b"},
+    "account: '$(id)' is not such a name": {"account": "$(id)"},
+    "qos: 'high\\n' is not such a name": {"qos": "high\n"},
+    "reservation: '--x' is not such a name": {"reservation": "--x"},
+    "constraint: 'a b' is not such a name": {"constraint": "a b"},
+    "constraint: 'a\"b' is not such a name": {"constraint": 'a"b'},
+    "mpi: 'pmix;id' is not such a name": {"mpi": "pmix;id"},
+    "modules: 'cuda; id' is not such a name": {"modules": ("cuda; id",)},
+    "image: it needs a container": {"image": "x.sif"},
+    "mounts: it needs a container": {"mounts": ("/data",)},
+    'image: container "apptainer" needs one': {"container": "apptainer"},
+    "image: '-x' starts with a hyphen": {"container": "apptainer", "image": "-x"},
+    "mounts: 'data' is not a folder": {"container": "apptainer", "image": "x", "mounts": ("data",)},
+    "mounts: '/a,/b' is not a folder": {"container": "enroot", "image": "x", "mounts": ("/a,/b",)},
+    "launcher: enroot is started by srun": {"container": "enroot", "image": "x", "launcher": "mpirun"},
+    "log_folder: 'my logs' is empty or has a blank": {"log_folder": "my logs"},
+    "log_folder: '%j' is empty or has a blank": {"log_folder": "%j"},
+    "log_folder: 'a\\nb' has characters that cannot be printed": {"log_folder": "a\nb"},
+}
+
+
+@pytest.mark.parametrize(("message", "changes"), _REFUSED.items(), ids=_REFUSED)
+def test_what_slurm_could_not_take_is_refused_by_name(message: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        _job(**changes)
+    assert str(refused.value).startswith(message)
+    assert len(str(refused.value)) > len(message) + 10, "it says the way out"
+
+
+def test_time_limits_are_read_as_sbatch_reads_them() -> None:
+    seconds = {"90": 5400, "90:30": 5430, "1:02:03": 3723, "2-3": 183600, "2-03:04": 183840, "2-03:04:05": 183845}
+    assert {text: seconds_of(text) for text in seconds} == seconds
+
+
+def test_settings_come_from_the_file_and_flags_win(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(
+        '[job]\nname = "a"\ncommand = ["old"]\nranks = 2\nenvironment = { A = "1", B = "2" }\n'
+        '[slurm]\ntasks_per_node = 2\ntime = "30"\n[k8s]\nimage = "other"\n'
+    )
+    printed = _launch(
+        "--settings", str(file), "--dry-run", "--env", "B=x=y", "--time", "40", "--", "new", "--time", "5"
+    )
+    assert printed.exit_code == 0, printed.output
+    assert "#SBATCH --time=40\n" in printed.output
+    assert "#SBATCH --ntasks=2\n" in printed.output
+    assert "export A=1\nexport B=x=y\n" in printed.output
+    assert "command=(\n  new\n  --time\n  5\n)" in printed.output
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    {
+        "there is no setting 'tasks'": ["--settings", "job.toml", "--", "true"],
+        "nowhere.toml cannot be read": ["--settings", "nowhere.toml"],
+        "command: it is not set": ["--name", "a", "--ranks", "1"],
+        "name: 'A B' is not a name for a job": ["--name", "A B", "--ranks", "1", "--", "true"],
+        "'A' is not of the form NAME=VALUE": ["--env", "A"],
+        "environment: 'A-B' is not the name of a variable": [
+            *("--name", "a", "--ranks", "1", "--env", "A-B=1"),
+            *("--", "true"),
+        ],
+        "its options come after it": ["--time", "5", "status"],
+    }.items(),
+)
+def test_wrong_settings_are_said_before_anything_is_submitted(
+    message: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
+    Path("job.toml").write_text("[slurm]\ntasks = 2\n")
+    done = _launch(*arguments)
+    assert done.exit_code in (2, 125)
+    assert message in done.output
+
+
+def test_without_slurm_it_says_where_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for arguments in (["--name", "a", "--ranks", "1", "--", "true"], ["status"], ["delete", "3"], ["logs", "3"]):
+        done = _launch(*arguments)
+        assert done.exit_code == 125
+        assert "run this on a login node of the cluster" in done.output
+
+
+# Stands for srun and mpirun: starts the command that comes last, once, in an environment that can be looked at.
+_LAUNCHER = """#!/bin/sh
+while [ "$1" != bash ]; do shift; done
+exec "$@"
+"""
+# Stands for Apptainer: notes its options and the image.
+_APPTAINER = """#!/bin/sh
+: > apptainer.txt
+while [ "$1" != PYTHON ]; do echo "$1" >> apptainer.txt; shift; done
+exec "$@"
+""".replace("PYTHON", sys.executable)
+_RANK = "import json, os, sys; json.dump([sys.argv[1:], os.environ['VALUE']], open(os.environ['RESULT'], 'w'))"
+
+
+def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], str]:
+    """The arguments and the variable that a rank of this job finds: bash runs the script with a stand-in for srun."""
+    for name, text in {"srun": _LAUNCHER, "mpirun": _LAUNCHER, "apptainer": _APPTAINER}.items():
+        stand_in = folder / name
+        stand_in.write_text(text)
+        stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+    result = folder / "result"
+    result.unlink(missing_ok=True)
+    variables = {
+        **{"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "node"},
+        **{"PATH": f"{folder}:{os.environ['PATH']}", "RESULT": str(result)},
+    }
+    done = subprocess.run(
+        ["bash"], input=batch_script(settings).encode(), env=variables, cwd=folder, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    arguments, value = json.loads(result.read_text())
+    return arguments, value
+
+
+_words = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_words_reach_the_program_as_they_are(launcher: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("words")
+
+    @given(st.lists(_words, max_size=4), _words)
+    @example(_HOSTILE, "a\n#SBATCH --x\r\n'\"$(id)")
+    def check(words: list[str], value: str) -> None:
+        command = (sys.executable, "-c", _RANK, *words)
+        settings = _job(command=command, environment={"VALUE": value}, launcher=launcher)
+        assert _started(settings, folder) == (words, value)
+        assert not (folder / "injected").exists()
+
+    check()
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_container_gets_its_image_and_the_program_its_words(launcher: Any, tmp_path: Path) -> None:
+    image = "my $(touch injected) 'image'.sif"
+    job = _job(
+        command=(sys.executable, "-c", _RANK, *_HOSTILE),
+        environment={"VALUE": "x"},
+        **{"launcher": launcher, "container": "apptainer", "image": image, "mounts": ("/data", "/a b:/c")},
+        gpus_per_node=1,
+    )
+    assert _started(job, tmp_path) == (_HOSTILE, "x")
+    words = (tmp_path / "apptainer.txt").read_text().splitlines()
+    assert words == ["exec", "--nv", "--bind=/data", "--bind=/a b:/c", image]
+    assert not (tmp_path / "injected").exists()
+
+
+@given(st.lists(_words, max_size=3), _words)
+@example(_HOSTILE, "\n#SBATCH --x\n")
+def test_words_add_no_line_that_sbatch_reads(words: list[str], value: str) -> None:
+    """sbatch reads options up to the first line that is no comment, and refuses carriage returns."""
+    script = batch_script(_job(command=("true", *words), environment={"VALUE": value}))
+    plain = batch_script(_job(command=("true",), environment={"VALUE": "x"}))
+    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
+        line for line in plain.splitlines() if line.startswith("#SBATCH")
+    ]
+    assert "\r" not in script
+    assert script.count("\n") == plain.count("\n") + len(words)
+
+
+def test_the_exit_code_is_that_of_the_job() -> None:
+    def code(state: str, code: int = 0, signal: int = 0) -> int:
+        return JobState(1, "a", state, "None", "", 0, code, signal, None).exit_code
+
+    assert code("COMPLETED") == 0
+    assert code("FAILED", 7) == 7
+    assert code("FAILED", 0, 9) == 137
+    assert code("CANCELLED", 0, 15) == 143
+    assert code("TIMEOUT") == 1
+    assert code("NODE_FAIL") == 1

@@ -1,0 +1,252 @@
+"""Runs that stop and go on: with real ranks and real signals, and the same in the end as runs that never stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdcomp.train.checkpoints import EXIT_SAVED
+from tests.launch import run_ranks
+from tests.test_train_data import _write_cifar10
+
+pytest.importorskip("sklearn")
+pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+
+# Runs `hvdcomp train` once per entry of a list, on ranks that stay. An entry may say after how many steps rank 1 gets a
+# signal, or a Python statement to run then on each rank. The ranks look every three steps whether one was told to stop.
+_PROGRAM = """
+import json, os, shutil, signal, sys
+from pathlib import Path
+
+import click
+
+from hvdcomp.commands.train import command
+from hvdcomp.train import trainer
+from hvdcomp.train.learner import learner_class
+
+trainer._STEPS_BETWEEN_CHECKS = 3
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+runs = json.loads(sys.argv[1])
+learner = learner_class(runs[0].get("framework", "torch"))
+real_step = learner.step
+at, made = {}, 0
+
+def step(self, *batch):
+    global made
+    made += 1
+    if made == at.get("step"):
+        if "do" in at:
+            exec(at["do"])
+        elif rank == 1:
+            os.kill(os.getpid(), getattr(signal, at["signal"]))
+    return real_step(self, *batch)
+
+learner.step = step
+for run in runs:
+    at, made = run.get("at", {}), 0
+    options = ["--framework", run.get("framework", "torch"), "--no-progress", *run["options"]]
+    try:
+        code = command.main(options, "train", standalone_mode=False) or 0
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    print(f"run {runs.index(run)} ends on rank {rank} with {code}", flush=True)
+"""
+
+
+def _run(ranks: int, tmp_path: Path, runs: list[dict[str, Any]], timeout: float = 240) -> str:
+    """What the ranks wrote, if they all came to the end."""
+    done = _launch(ranks, tmp_path, runs, timeout)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def _launch(
+    ranks: int, tmp_path: Path, runs: list[dict[str, Any]], timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+    return run_ranks(ranks, "mpi", [str(program), json.dumps(runs)], {"COLUMNS": "200"}, timeout)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, without times, which no two runs share."""
+    times = {"ms", "seconds", "encode_ms", "communicate_ms", "decode_ms"}
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in times}
+        for line in path.read_text().splitlines()
+    ]
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def _check_same_run(one: Path, other: Path, resumed_at: list[int]) -> None:
+    """That the second run, which stopped and went on, is the first."""
+    first, second = _summary(one), _summary(other)
+    assert (first["status"], second["status"]) == ("finished", "finished")
+    assert second["resumed_at"] == resumed_at
+    assert second["weights_sha256"] == first["weights_sha256"]
+    for field in ("steps", "epochs", "loss", "train_loss", "bytes_sent", "dense_bytes", "floats_sent"):
+        assert second[field] == first[field], field
+    assert _lines(other / "steps.jsonl") == _lines(one / "steps.jsonl")
+    assert _lines(other / "epochs.jsonl") == _lines(one / "epochs.jsonl")
+
+
+def _decisions(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in _lines(folder / "decisions.jsonl") if line["kind"] == "decision"]
+
+
+_TOPK = ["--model", "mlp", "--samples", "640", "--epochs", "3", "--compression", "topk:ratio=0.02"]
+_KINDS = {
+    # Named by what each of them has to bring over.
+    "residuals": _TOPK,
+    "warm_starts": ["--model", "mlp", "--samples", "640", "--epochs", "3", "--compression", "powersgd:rank=2"],
+    "draws": ["--model", "mlp", "--samples", "640", "--epochs", "3", "--compression", "randomk:ratio=0.1"],
+    "policy": [
+        *("--model", "mlp", "--samples", "320", "--epochs", "5", "--compression", "topk:ratio=0.02"),
+        *("--policy", "accordion:low=0.1,high=0.02"),
+    ],
+    "batch_size": [
+        *("--model", "mlp", "--samples", "640", "--epochs", "4", "--milestones", "1", "--gamma", "0.5"),
+        *("--compression", "topk:ratio=0.02", "--policy", "increase_batch_size:low=32,high=64,lag=0"),
+    ],
+    "buffers": [
+        *("--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "192", "--epochs", "3"),
+        *("--batch-size", "8", "--compression", "topk:ratio=0.02"),
+    ],
+    "augmentation": [
+        *("--model", "cnn", "--data", "cifar10", "--data-dir", "DATA", "--batch-size", "1", "--epochs", "3"),
+        *("--compression", "topk:ratio=0.02"),
+    ],
+    "dropout": [  # of words: the model for characters has none
+        *("--model", "lstm", "--data", "stdlib-text", "--text-unit", "word", "--text-size", "60000"),
+        *("--sequence-length", "4", "--samples", "80", "--batch-size", "2", "--epochs", "1"),
+        *("--compression", "topk:ratio=0.02"),
+    ],
+}
+
+
+def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    """One rank is told, at the start of a step in the middle of an epoch; all save after the same step."""
+    (tmp_path / "data").mkdir()
+    _write_cifar10(tmp_path / "data")
+    runs = []
+    for name, options in _KINDS.items():
+        options = [str(tmp_path / "data") if option == "DATA" else option for option in options]
+        stopped = [*options, "--output", str(tmp_path / name / "b"), "--checkpoint-folder", str(tmp_path / name / "c")]
+        runs += [
+            {"options": [*options, "--output", str(tmp_path / name / "a")]},
+            {"options": stopped, "at": {"step": 14, "signal": "SIGUSR1" if name != "draws" else "SIGTERM"}},
+            {"options": stopped},
+        ]
+    said = _run(2, tmp_path, runs, timeout=500)
+    for number in range(len(runs)):
+        for rank in (0, 1):
+            assert f"run {number} ends on rank {rank} with {EXIT_SAVED if number % 3 == 1 else 0}" in said
+    for name in _KINDS:
+        folder = tmp_path / name
+        (stopped_at,) = _summary(folder / "b")["resumed_at"]
+        assert 14 <= stopped_at <= 14 + 3
+        steps = [line["step"] for line in _lines(folder / "b" / "epochs.jsonl")]
+        assert stopped_at not in steps, "it stopped within an epoch"
+        _check_same_run(folder / "a", folder / "b", [stopped_at])
+        held = [place.name for place in (folder / "c").iterdir()]
+        assert held == [f"step-{_summary(folder / 'a')['steps']:08d}"], "the newest alone is kept"
+    for name in ("policy", "batch_size"):
+        decisions = _decisions(tmp_path / name / "a")
+        assert len(decisions) >= 2
+        assert _decisions(tmp_path / name / "b") == decisions
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    whole = [*_TOPK, "--output", str(tmp_path / "a")]
+    options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(tmp_path / "c")]
+    options += ["--checkpoint-every", "7", "--tensorboard"]
+    killed = _launch(2, tmp_path, [{"options": options, "at": {"step": 30, "signal": "SIGKILL"}}])
+    assert killed.returncode != 0
+    assert [place.name for place in (tmp_path / "c").glob("step-????????")] == ["step-00000028"]
+    (tmp_path / "c" / "step-00000035.part").mkdir()  # as of a run that was killed while it saved
+    with (tmp_path / "b" / "steps.jsonl").open("a") as file:
+        file.write('{"step": 31, "lo')  # and one that was killed while it wrote
+    _run(2, tmp_path, [{"options": options}, {"options": whole}])
+    _check_same_run(tmp_path / "a", tmp_path / "b", [28])
+    assert [place.name for place in (tmp_path / "c").iterdir()] == ["step-00000060"]
+    _check_tensorboard(tmp_path / "b")
+
+
+def _check_tensorboard(folder: Path) -> None:
+    """Each step once, though steps 29 and 30 were made twice."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("step/loss")] == list(range(1, 61))
+
+
+def test_a_finished_run_is_found_finished_and_can_be_made_longer(tmp_path: Path) -> None:
+    options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(tmp_path / "c")]
+    longer = ["--epochs", "4"]
+    runs = [options, options, [*options, *longer], [*_TOPK, *longer, "--output", str(tmp_path / "a")]]
+    _run(2, tmp_path, [{"options": one} for one in runs])
+    _check_same_run(tmp_path / "a", tmp_path / "b", [60])  # the second run had nothing to do, and nothing to save
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "damaged" / "step-00000005").mkdir(parents=True)
+    (tmp_path / "damaged" / "step-00000005" / "run-0.json").write_text('{"format"')
+    (tmp_path / "file").write_text("")
+    folder, output = str(tmp_path / "c"), str(tmp_path / "b")
+    base = [*_TOPK, "--epochs", "1", "--checkpoint-folder", folder]
+    refused = {
+        "is of a run with seed=0, and this one has 1": [*base, "--output", output, "--seed", "1"],
+        "is of a run with compression='topk:ratio=0.02'": [*base, "--output", output, "--compression", "fp16"],
+        "steps.jsonl is not that of the run that was saved": [*base, "--output", str(tmp_path / "elsewhere")],
+        "run-0.json cannot be read": [*_TOPK, "--checkpoint-folder", str(tmp_path / "damaged")],
+        "file: File exists; name another": [*_TOPK, "--checkpoint-folder", str(tmp_path / "file")],
+        "--checkpoint-every writes to --checkpoint-folder DIR": [*_TOPK, "--checkpoint-every", "5"],
+        "--checkpoint-every 0: at least 1": [*base, "--checkpoint-every", "0"],
+    }
+    said = _run(1, tmp_path, [{"options": one} for one in ([*base, "--output", output], *refused.values())])
+    assert "run 0 ends on rank 0 with 0" in said
+    for number, message in enumerate(refused, 1):
+        assert message in said
+        assert f"run {number} ends on rank 0 with 2" in said
+    other_ranks = _run(2, tmp_path, [{"options": [*base, "--output", output]}])
+    assert other_ranks.count("is of a run with ranks=1, and this one has 2") == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    # In the middle of the run the folder is gone and a file stands in its place.
+    do = f"rank == 0 and (shutil.rmtree({str(folder)!r}), Path({str(folder)!r}).write_text(''))"
+    options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(folder), "--checkpoint-every", "7"]
+    said = _run(2, tmp_path, [{"options": options, "at": {"step": 10, "do": do}}])
+    assert said.count(f"the checkpoint in {folder} cannot be written on rank 0: ") == 2, "once per rank"
+    assert "the one before it, if any, is complete" in said
+    assert _summary(tmp_path / "b")["status"] == "failed"
+    assert [line["step"] for line in _lines(tmp_path / "b" / "steps.jsonl")] == list(range(1, 15))
+
+
+@pytest.mark.slow
+def test_tensorflow_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
+    pytest.importorskip("tf_keras")
+    options = [*_TOPK, "--epochs", "2"]
+    stopped = [*options, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(tmp_path / "c")]
+    runs = [
+        {"options": [*options, "--output", str(tmp_path / "a")]},
+        {"options": stopped, "at": {"step": 14, "signal": "SIGUSR1"}},
+        {"options": stopped},
+    ]
+    said = _run(2, tmp_path, [{**one, "framework": "tensorflow"} for one in runs], timeout=500)
+    assert f"run 1 ends on rank 1 with {EXIT_SAVED}" in said
+    (stopped_at,) = _summary(tmp_path / "b")["resumed_at"]
+    assert 14 <= stopped_at <= 17
+    _check_same_run(tmp_path / "a", tmp_path / "b", [stopped_at])
