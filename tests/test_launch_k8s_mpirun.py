@@ -30,7 +30,8 @@ done
 mkdir -p {folder}/$1
 export TMPDIR={folder}/$1  # a host's own, as what Open MPI's daemons keep there bears the same name on each
 shift
-exec env -i TMPDIR=$TMPDIR PATH={path} HOME={folder} OPAL_PREFIX={prefix} OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+exec env -i TMPDIR=$TMPDIR PATH={path} HOME={folder} OPAL_PREFIX={prefix} \
+  OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
   setsid sh -c "$*"
 """
 
