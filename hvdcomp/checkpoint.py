@@ -19,7 +19,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.ledger import Cost
 from hvdcomp.spec import parse_memory
 
-FORMAT = 1
+FORMAT = 2  # to be raised with every change of what a state holds
 Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
 
 
