@@ -18,6 +18,7 @@ import hvdcomp
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.replay import replay
 from hvdcomp.torch.binding import TorchBinding
+from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.training import (
     assert_same_everywhere,
     batch,
@@ -258,15 +259,7 @@ def case_auto_with_a_calibration_that_will_not_do_stops_all_before_the_first_exc
 
 def _calibration(spec: str) -> dict[str, Any]:
     """A made-up calibration of the small model."""
-    cost = {"algorithm": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}
-    model = {
-        "tensors": [{"name": name, "shape": list(one.shape)} for name, one in small_model().named_parameters()],
-        "backward_s": 1e-3, "forward_s": 1e-3, "bucket_bytes": 1e6, "encode": {spec: {"encode_s": 1e-3}},
-    }  # fmt: skip
-    network = {"allreduce": cost, "allgather": {**cost, "algorithm": "direct"}}
-    return {
-        "format": "hvdcomp-calibration", "version": 1, "name": "test", "network": network, "models": {"small": model},
-    }  # fmt: skip
+    return made_up_calibration(spec, {name: tuple(one.shape) for name, one in small_model().named_parameters()})
 
 
 def case_logged_norms_are_those_of_rank_zeros_own_gradients() -> None:

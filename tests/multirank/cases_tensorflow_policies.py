@@ -15,7 +15,15 @@ import tensorflow as tf
 import hvdcomp.tensorflow
 from hvdcomp.policies import POLICIES
 from hvdcomp.replay import replay
-from tests.multirank.training_tensorflow import TapeTraining, assert_same_everywhere, batch, gathered, sgd
+from tests.multirank.calibrations import made_up_calibration
+from tests.multirank.training_tensorflow import (
+    Network,
+    TapeTraining,
+    assert_same_everywhere,
+    batch,
+    gathered,
+    sgd,
+)
 
 _EPOCH = 4  # steps
 _STEPS = 17
@@ -93,7 +101,7 @@ def _settings() -> Iterator[tuple[str, str]]:
 
 
 def case_all_ranks_obey_one_decision_in_the_same_step_without_a_new_trace() -> None:
-    tried = [policy for _, policy in _LEVELS + _BATCHES + _SCHEDULES]
+    tried = [policy for _, policy in _LEVELS + _BATCHES + _SCHEDULES] + ["auto"]  # which has a case of its own
     for name in POLICIES:
         assert any(policy.startswith(name) for policy in tried), name
     for spec, policy in [*_settings(), *_SCHEDULES]:
@@ -106,6 +114,23 @@ def case_all_ranks_obey_one_decision_in_the_same_step_without_a_new_trace() -> N
             assert len({plans[step] for plans in everyone}) == 1, (policy, step, [plans[step] for plans in everyone])
         changed = len(set(training.plans)) > 1
         assert changed != policy.startswith("constant"), f"{policy}: {training.plans}"
+        assert_same_everywhere(training.weights)
+
+
+def case_auto_changes_methods_on_all_ranks_in_the_same_step_without_a_new_trace() -> None:
+    """With a margin and a budget that let it try everything. What is fastest here is up to the machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = Path(folder) / "cluster.json"
+        if hvd.rank() == 0:  # nobody else has it
+            shapes = {one.name: tuple(one.shape) for one in Network().variables_in_order}
+            calibration.write_text(json.dumps(made_up_calibration("powersgd:rank=2", shapes)))
+        path = hvd.broadcast_object(str(calibration))
+        training = Training("powersgd:rank=2", f"auto:calibration={path},window=3,every=6,margin=1000,budget=0.9")
+        training.run(34)
+        assert training.traces == 1
+        everyone = hvd.allgather_object(training.plans)
+        assert all(plans == training.plans for plans in everyone)
+        assert len(set(training.plans)) > 1
         assert_same_everywhere(training.weights)
 
 
