@@ -135,7 +135,7 @@ def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-3000:]
         assert "\x1b" not in done.stdout, "no control characters where no terminal is"
         for epoch in (1, 2, 3):
-            assert done.stdout.count(f"epoch {epoch}/3 ") == 1, "rank 0 alone reports"
+            assert done.stdout.count(f"epoch {epoch}/3  train loss") == 1, "rank 0 alone reports"
         summary = _check_files(folder, steps=132, epochs=3)
         assert (summary["world_size"], summary["controller"]) == (2, controller)
         assert summary["note"] is None
