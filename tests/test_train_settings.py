@@ -21,7 +21,9 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
     if (model in TEXT_MODELS) == (data in TEXT_DATA):
         options = settings.resolved().as_options()
         open_options = {key for key, value in options.items() if value is None}
-        assert open_options <= {"data_dir", "memory", "policy", "output", "samples"}
+        assert open_options <= {
+            "data_dir", "memory", "policy", "output", "samples", "checkpoint_folder", "checkpoint_every"
+        }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
             settings.resolved()
