@@ -6,7 +6,13 @@ import hypothesis
 import pytest
 
 # Examples are derived from the test's own code, so that a run can be repeated; no deadline, because machines differ.
-hypothesis.settings.register_profile("hvdcomp", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile(
+    "hvdcomp",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("hvdcomp")
 
 
