@@ -211,3 +211,13 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
 
     with pytest.raises(RuntimeError, match="the ranks started different collectives"):
         run_ranks(2, work)
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_parts_without_elements_come_back(backend: str) -> None:
+    def work(communicator: Any) -> list:
+        gather = AllGather((make(backend, np.zeros(0, np.int16), "int16"),))
+        ((parts, *_), *_), _ = exchange(arrays_for(gather.parts[0]), communicator, [gather], "test")
+        return [tuple(part.shape) for part in parts]
+
+    assert run_ranks(2, work) == [[(0,)], [(0,)]]
