@@ -12,6 +12,12 @@ _SCHEDULERS = {
 }
 
 
+class NotLaunchedError(click.ClickException):
+    """What stops `hvdcomp launch` itself, with an exit code that a program is not likely to have."""
+
+    exit_code = 125
+
+
 class _Schedulers(click.Group):
     """Lists the schedulers without importing what they need."""
 

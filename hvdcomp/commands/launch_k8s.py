@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.commands.launch import PROGRAM, ProgramGroup
+from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import read_settings
 from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
@@ -24,12 +24,6 @@ from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
 
 INTERRUPTED = 130
-
-
-class NotLaunched(click.ClickException):
-    """What stops `hvdcomp launch` itself. Its exit status is none that a program is likely to have."""
-
-    exit_code = 125
 
 
 def _assignment(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
@@ -99,7 +93,7 @@ def k8s(
         wanted = read_settings(settings, "k8s", KubernetesSettings, {**flags, "command": program})
         manifest = render(wanted)
     except ConfigurationError as error:
-        raise NotLaunched(str(error)) from None
+        raise NotLaunchedError(str(error)) from None
     if dry_run:
         click.echo(_as_yaml(manifest), nl=False)
         return
@@ -111,7 +105,7 @@ def k8s(
             return
         state = _follow(cluster, wanted.job.name, created["metadata"]["uid"], cancel_on_interrupt)
     except ClusterError as error:
-        raise NotLaunched(str(error)) from None
+        raise NotLaunchedError(str(error)) from None
     ctx.exit(1 if state.exit_code is None else state.exit_code)
 
 
@@ -119,7 +113,7 @@ def _as_yaml(manifest: dict[str, Any]) -> str:
     try:
         import yaml
     except ImportError:
-        raise NotLaunched("--dry-run needs PyYAML: pip install 'hvdcomp[k8s]'") from None
+        raise NotLaunchedError("--dry-run needs PyYAML: pip install 'hvdcomp[k8s]'") from None
     return yaml.safe_dump(manifest, sort_keys=False, width=120)
 
 
@@ -163,9 +157,10 @@ def status(name: str, namespace: str | None, context: str | None, as_json: bool)
         _, jobs = cluster.list_jobs(name)
         _, pods = cluster.list_pods(name)
     except ClusterError as error:
-        raise NotLaunched(str(error)) from None
+        raise NotLaunchedError(str(error)) from None
     if not jobs:
-        raise NotLaunched(f"there is no MPIJob {cluster.namespace}/{name}: see `kubectl get mpijobs --all-namespaces`")
+        place = f"{cluster.namespace}/{name}"
+        raise NotLaunchedError(f"there is no MPIJob {place}: see `kubectl get mpijobs --all-namespaces`")
     state = read_state(jobs[0], pods)
     rows = [_row(pod) for pod in sorted(pods, key=lambda pod: pod["metadata"]["name"])]
     if as_json:
@@ -207,11 +202,11 @@ def logs(ctx: click.Context, name: str, namespace: str | None, context: str | No
             ctx.exit(1 if state.exit_code is None else state.exit_code)
         launcher = attempt(newest_launcher(cluster.list_pods(name)[1]))
         if launcher is None:
-            raise NotLaunched(f"{name} has written nothing yet: see `hvdcomp launch k8s status {name}`")
+            raise NotLaunchedError(f"{name} has written nothing yet: see `hvdcomp launch k8s status {name}`")
         for line in cluster.log(launcher[0], LAUNCHER, follow=False):
             click.echo(line.partition(b" ")[2].decode(errors="replace"))
     except ClusterError as error:
-        raise NotLaunched(str(error)) from None
+        raise NotLaunchedError(str(error)) from None
 
 
 @k8s.command(context_settings=_CONTEXT)
@@ -223,5 +218,5 @@ def delete(name: str, namespace: str | None, context: str | None) -> None:
         cluster = Cluster(namespace, context)
         cluster.delete(name)
     except ClusterError as error:
-        raise NotLaunched(str(error)) from None
+        raise NotLaunchedError(str(error)) from None
     click.echo(f"MPIJob {cluster.namespace}/{name} deleted")

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from hvdcomp.commands.launch import PROGRAM, ProgramGroup
+from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import read_settings
 from hvdcomp.launch.slurm import client
@@ -23,12 +23,6 @@ from hvdcomp.launch.slurm.settings import SlurmJob
 
 _INTERRUPTED = 130  # what a shell says of Ctrl-C
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
-
-
-class NotLaunchedError(click.ClickException):
-    """What stops `hvdcomp launch` itself, with an exit code that a program is not likely to have."""
-
-    exit_code = 125
 
 
 def _variables(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:

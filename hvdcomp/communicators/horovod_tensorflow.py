@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import global_process_set
 
+from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.errors import ConfigurationError
 
 # Horovod knows an operation by its node's name, which only a graph has: run eagerly, all allreduces would be one and
@@ -21,25 +21,14 @@ from hvdcomp.errors import ConfigurationError
 _THREADS = 16
 
 
-class HorovodTensorFlowCommunicator:
+class HorovodTensorFlowCommunicator(HorovodRanks):
     """The ranks of a Horovod process set (all ranks by default), reached through named operations."""
 
     def __init__(self, process_set: Any = None) -> None:
         _require_threads()
-        self._process_set = process_set or global_process_set
-        self.rank: int = self._process_set.rank()
-        self.size: int = self._process_set.size()
+        super().__init__(hvd, process_set or global_process_set)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hvdcomp")
         self._operation = cache(self._make_operation)
-
-    @property
-    def has_mpi(self) -> bool:
-        everyone = self.size == hvd.size()
-        return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
-
-    @property
-    def is_stale(self) -> bool:
-        return (self._process_set.rank(), self._process_set.size()) != (self.rank, self.size)
 
     def start_allreduce(self, array: tf.Tensor, op: str, name: str) -> Future[tf.Tensor]:
         return self._start(op, array, name)
@@ -59,13 +48,12 @@ class HorovodTensorFlowCommunicator:
     def _make_operation(self, kind: str, dtype: tf.DType, name: str) -> Callable[[tf.Tensor], tf.Tensor]:
         options: dict[str, Any] = {"name": name, "process_set": self._process_set, "ignore_name_scope": True}
         ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
-        root = self._process_set.ranks[0] if self._process_set.ranks else 0
 
         def operation(array: tf.Tensor) -> tf.Tensor:
             if kind == "allgather":
                 return tf.reshape(hvd.allgather(array, **options), (self.size, -1))
             if kind == "broadcast":
-                return hvd.broadcast(array, root, **options)
+                return hvd.broadcast(array, self.root, **options)
             return hvd.allreduce(array, op=ops[kind], **options)
 
         signature = [tf.TensorSpec([None], dtype)]

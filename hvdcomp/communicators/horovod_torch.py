@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
+
+from hvdcomp.communicators.horovod_ranks import HorovodRanks
 
 
 class _Started(NamedTuple):
@@ -15,25 +16,12 @@ class _Started(NamedTuple):
     length: int | None  # of one rank's part of an allgather
 
 
-class HorovodTorchCommunicator:
+class HorovodTorchCommunicator(HorovodRanks):
     """The ranks of a Horovod process set (all ranks by default), reached through named asynchronous operations."""
 
     def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
-        self._process_set = process_set or hvd.global_process_set
-        self.rank: int = self._process_set.rank()
-        self.size: int = self._process_set.size()
+        super().__init__(hvd, process_set or hvd.global_process_set)
         self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
-
-    @property
-    def has_mpi(self) -> bool:
-        """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
-        everyone = self.size == hvd.size()
-        return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether Horovod was started anew with other ranks."""
-        return (self._process_set.rank(), self._process_set.size()) != (self.rank, self.size)
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)
@@ -43,8 +31,7 @@ class HorovodTorchCommunicator:
         return _Started(hvd.allgather_async(array, name=name, process_set=self._process_set), array.shape[0])
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> _Started:
-        root = self._process_set.ranks[0] if self._process_set.ranks else 0
-        return _Started(hvd.broadcast_async_(array, root, name=name, process_set=self._process_set), None)
+        return _Started(hvd.broadcast_async_(array, self.root, name=name, process_set=self._process_set), None)
 
     def wait(self, started: _Started) -> Any:
         try:

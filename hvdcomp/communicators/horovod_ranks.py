@@ -1,0 +1,38 @@
+"""What communicators over Horovod know of their ranks, whatever the framework."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+
+class HorovodRanks:
+    """The ranks of a Horovod process set.
+
+    Args:
+        hvd: Horovod's module for the framework, such as horovod.torch.
+        process_set: of Horovod.
+    """
+
+    def __init__(self, hvd: Any, process_set: Any) -> None:
+        self._hvd = hvd
+        self._process_set = process_set
+        self.rank: int = process_set.rank()
+        self.size: int = process_set.size()
+
+    @property
+    def has_mpi(self) -> bool:
+        """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
+        hvd = self._hvd
+        everyone = self.size == hvd.size()
+        return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether Horovod was started anew with other ranks."""
+        return (self._process_set.rank(), self._process_set.size()) != (self.rank, self.size)
+
+    @property
+    def root(self) -> int:
+        """The number, among all of Horovod's ranks, of the one that is first in the process set."""
+        return self._process_set.ranks[0] if self._process_set.ranks else 0
