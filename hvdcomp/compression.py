@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,14 @@ class Compression:
         follow by themselves.
         """
         return 1 if self._binding is None else self._binding.accumulation
+
+    def paused(self) -> AbstractContextManager[None]:
+        """A context for what a training does between two steps, such as evaluation: no step's time is to hold it.
+
+        Some policies (GraVAC, Auto) decide by the time that steps take.
+        """
+        coordinator = None if self._binding is None else self._binding.coordinator
+        return nullcontext() if coordinator is None else coordinator.clock.paused()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything by which the steps that follow depend on those that were, for a checkpoint between two steps.

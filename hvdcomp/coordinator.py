@@ -29,7 +29,7 @@ from hvdcomp.gains import LevelProbe, TwoLevels
 from hvdcomp.levels import Plans, batch_of, levelled_tensors
 from hvdcomp.policies.base import LearningRates, Policy, Statistic, Statistics, Survey, Timing
 from hvdcomp.policies.decisions import BatchSize, Decision, Joint, MultiLevel, Probe, decision_to_json
-from hvdcomp.progress import Progress
+from hvdcomp.progress import Progress, StepClock
 from hvdcomp.statistics import AccumulatedGradients
 
 Rates = tuple[float, ...]
@@ -54,6 +54,7 @@ class Coordinator:
         decision: in force.
         batch_size: the part of it that is about the batch.
         progress: steps and epochs that ended.
+        clock: that times the steps.
     """
 
     def __init__(
@@ -85,8 +86,7 @@ class Coordinator:
         self._rates: Rates = ()  # at the latest step
         self._sums = AccumulatedGradients()
         self._stage: TwoLevels | LevelProbe | None = None
-        self._clock = clock
-        self._step_ended: float | None = None
+        self.clock = StepClock(clock)
         self._step_times: list[float] = []
         self.decision: Decision = BatchSize(1, 1.0)
         self.batch_size = BatchSize(1, 1.0)
@@ -228,7 +228,7 @@ class Coordinator:
         told: dict[str, Any] = {}
         if self.policy.lag:
             told["gains"] = self._stage.gains()  # first, because it waits for the device: then times are known too
-        seconds = self._since_last_step()
+        seconds = self.clock.lap()
         samples = self._engine.communicator.size * self.batch_size.accumulation
         told["timing"] = Timing(samples, seconds, self._stage.seconds())
         return told
@@ -236,13 +236,7 @@ class Coordinator:
     def _time_step(self) -> None:
         """Notes how long the step that ends took. The host's clock: on an accelerator true on average."""
         if self._decides and Statistic.STEP_TIMES in self.policy.statistics:
-            self._step_times.append(self._since_last_step())
-
-    def _since_last_step(self) -> float:
-        """Seconds since the end of the step before; NaN if there was none."""
-        now, before = self._clock(), self._step_ended
-        self._step_ended = now
-        return float("nan") if before is None else now - before
+            self._step_times.append(self.clock.lap())
 
     def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
         now, self._period_rates = self._period_rates, following

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -117,7 +117,10 @@ class Engine:
             defaults = [kind.default_memory for kind in (compressor, *self.plan.values())]
             self.memory = next((default for default in defaults if default.is_momentum), None)
         self._next_plan = self.plan
-        self._digest: int | None = None  # of the plan; None if not computed yet
+        # What follows from the plan; None where it is not computed yet.
+        self._digest: int | None = None
+        self._plan_casts: bool | None = None
+        self._cast_cost: StepCost | None = None  # of the tensors that were last exchanged so
         self.level: Level | str | None = None
         self.stage: Stage | None = None
         self.witness: SentWitness | None = None
@@ -166,7 +169,7 @@ class Engine:
         """Fixes the plan of the step that is about to begin, and returns it."""
         if self.plan is not self._next_plan:
             self.plan = self._next_plan
-            self._digest = None
+            self._digest = self._plan_casts = self._cast_cost = None
         return self.plan
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:
@@ -244,7 +247,9 @@ class Engine:
     @property
     def only_casts(self) -> bool:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
-        return not self.holds_residuals and self.casts(self.plan)
+        if self._plan_casts is None:
+            self._plan_casts = self.casts(self.plan)
+        return self._plan_casts and not self.holds_residuals
 
     def casts(self, plan: Plan) -> bool:
         """Whether a plan is nothing but casts that keep nothing back."""
@@ -256,17 +261,21 @@ class Engine:
 
     def enter_casts(self, names: Iterable[str]) -> None:
         """Enters, as a step of its own, an exchange that somebody else did because `only_casts` held."""
-        step = StepCost(step=self.step_number)
-        for name in names:
-            tensor, compressor = self.tensors[name], self.plan[name]
-            step.tensors[name] = Cost(
-                bytes_sent=compressor.payload_bytes(tensor.shape, dtype=tensor.dtype),
-                dense_bytes=tensor.size * dtype_bytes(tensor.dtype),
-                floats_sent=compressor.payload_floats(tensor.shape),
-            )
-            step.add(step.tensors[name])
-        self.ledger.record(step)
+        names = tuple(names)
+        if self._cast_cost is None or tuple(self._cast_cost.tensors) != names:
+            self._cast_cost = StepCost(tensors={name: self._cost_of_cast(name) for name in names})
+            for cost in self._cast_cost.tensors.values():
+                self._cast_cost.add(cost)
+        self.ledger.record(replace(self._cast_cost, step=self.step_number))
         self.step_number += 1
+
+    def _cost_of_cast(self, name: str) -> Cost:
+        tensor, compressor = self.tensors[name], self.plan[name]
+        return Cost(
+            bytes_sent=compressor.payload_bytes(tensor.shape, dtype=tensor.dtype),
+            dense_bytes=tensor.size * dtype_bytes(tensor.dtype),
+            floats_sent=compressor.payload_floats(tensor.shape),
+        )
 
     def memory_for(self, compressor: Compressor) -> Memory:
         """The memory of a tensor that is sent by a compressor."""

@@ -1,7 +1,9 @@
-"""How far a training is, in steps and epochs, when batches may grow on the way."""
+"""How far a training is, in steps and epochs, when batches may grow on the way; and how long its steps take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hvdcomp.policies.base import Period
@@ -58,3 +60,33 @@ class Progress:
         if period.steps:
             return self.step % period.steps == 0
         return epoch_ended and self.epoch % period.epochs == 0
+
+
+class StepClock:
+    """Times steps from end to end, without what a training does between them.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ended: float | None = None
+
+    def lap(self) -> float:
+        """Ends a step; returns the seconds since the end of the step before, NaN if there was none."""
+        now, before = self._clock(), self._ended
+        self._ended = now
+        return float("nan") if before is None else now - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time that passes inside out of the step that follows."""
+        if self._ended is None:
+            yield
+            return
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._ended += self._clock() - start

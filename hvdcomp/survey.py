@@ -126,7 +126,8 @@ class _Model:
 
         for name, rest in ((DENSE, "none"), (FP16, "fp16"), (COMPRESSED, None)):
             plan = self._plans.of(Methods({}, rest))
-            offer(name, Candidate(self._seconds(plan, encode if rest is None else None), 0, rest), plan)
+            spent = encode if rest is None else self.facts.compute.encode.get(rest)
+            offer(name, Candidate(self._seconds(plan, spent), 0, rest), plan)
         order = tuple(tensor.name for tensor in worthwhile)
         for name, rest in ((f"{COMPRESSED} and {DENSE}", "none"), (f"{COMPRESSED} and {FP16}", "fp16")):
             if encode is not None and (mixed := self._best_mixture(worthwhile, rest, encode)) is not None:

@@ -31,7 +31,7 @@ def result() -> dict[str, Any]:
         method: {"median_ms": time, "quartiles_ms": [0.9 * time, 1.1 * time], "bytes_per_step": 1.0}
         for method, time in {"compute": 60.0, **MEASURED}.items()
     }
-    return {"calibration": as_json(calibration), "noisy": {}, "steps": {"m": steps}, "alone": "compute"}
+    return {"calibration": as_json(calibration), "noisy": {}, "steps": {"m": steps}, "alone": "compute", "auto": "auto"}
 
 
 def test_rows_hold_what_was_predicted_and_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import islice
@@ -12,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdcomp.policies.base import Period
-from hvdcomp.progress import Progress
+from hvdcomp.progress import Progress, StepClock
 
 
 class Step(NamedTuple):
@@ -125,3 +126,24 @@ def test_without_a_length_epochs_are_not_counted(none: int | None) -> None:
         assert (progress.step, progress.epoch_or_none, progress.taken) == (step, None, 0)
         assert progress.ends(Period(steps=2), False) == (step % 2 == 0)
     assert Progress(3).epoch_or_none == 0
+
+
+def test_a_step_ends_where_the_next_begins_but_for_pauses() -> None:
+    moments = iter([10.0, 12.0, 12.5, 40.0, 41.0, 50.0, 51.0])
+    clock = StepClock(lambda: next(moments))
+    assert math.isnan(clock.lap())  # 10
+    assert clock.lap() == 2.0  # 12
+    with clock.paused():  # 12.5 to 40
+        pass
+    assert clock.lap() == 1.5  # 41
+    with pytest.raises(KeyError), clock.paused():  # 50 to 51: what was interrupted took its time too
+        raise KeyError
+    assert next(moments, None) is None
+
+
+def test_a_pause_before_the_first_step_looks_at_no_clock() -> None:
+    def clock() -> float:
+        raise AssertionError
+
+    with StepClock(clock).paused():
+        pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import click
 
 sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its path, from any folder
 
-from benchmarks.cluster.steps_worker import COMPUTE, STOCK, measure_within  # noqa: E402
+from benchmarks.cluster.auto_training import AUTO, AutoTraining  # noqa: E402
+from benchmarks.cluster.steps_worker import COMPUTE, STOCK, Training, measure_within  # noqa: E402
+from hvdcomp.perfmodel import Adviser, Calibration, Setting, as_json, save  # noqa: E402
 from hvdcomp.spec import parse_compressor  # noqa: E402
 
 PROGRESS = "PROGRESS "
@@ -33,7 +36,6 @@ def main(
 ) -> None:
     """Calibrates, measures, and writes what was found."""
     from hvdcomp.bench.calibrate import calibrate
-    from hvdcomp.perfmodel import as_json
     from hvdcomp.train import environment
     from hvdcomp.train.ranks import Ranks
 
@@ -53,23 +55,51 @@ def main(
         seconds=seconds * len(models),
         show=lambda what: show(f"calibrating, {what}"),
     )
-    steps: dict[str, Any] = {}
-    for model in models:
-        trainings = measure_within(
-            model,
-            (*STOCK, *specs),
-            batch_size=batch_size,
-            seconds=seconds,
-            seed=seed,
-            show=lambda what, model=model: show(f"measuring, {model}: {what}"),  # type: ignore[misc]
-        )
-        steps[model] = {training.times.method: training.times.as_json() for training in trainings}
-        del trainings
+    file = output.with_name("calibration.json")
+    if ranks.rank == 0:
+        save(made.calibration, file)
+    steps = {}
+    for number, model in enumerate(models):
+        best = _predicted_best(made.calibration, model, specs)
+        log = output.with_name(f"decisions{number}.jsonl")
+        auto = AutoTraining(best, file, log, model, batch_size, seed) if best else None
+        others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
+        steps[model] = _measure(others, auto, seconds, lambda what, model=model: show(f"measuring, {model}: {what}"))  # type: ignore[misc]
+        del others, auto
         gc.collect()  # optimizers and their hooks hold each other
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
-        result = {"calibration": as_json(made.calibration), "noisy": noisy, "steps": steps, "alone": COMPUTE}
+        calibration = as_json(made.calibration)
+        result = {"calibration": calibration, "noisy": noisy, "steps": steps, "alone": COMPUTE, "auto": AUTO}
         output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _measure(
+    others: Sequence[Training], auto: AutoTraining | None, seconds: float, show: Callable[[str], None]
+) -> dict[str, Any]:
+    """What was measured of each training, by method; of `auto` on rank 0 also what it chose."""
+    import horovod.torch as hvd
+
+    if auto is not None:
+        show("auto begins")
+        auto.begin(seconds / 3)
+    trainings = [*others, *([] if auto is None else [auto])]
+    measure_within(trainings, seconds=seconds, show=show)
+    measured = {training.times.method: training.times.as_json() for training in trainings}
+    if auto is not None and hvd.rank() == 0:
+        measured[AUTO] |= auto.choice()
+    return measured
+
+
+def _predicted_best(calibration: Calibration, model: str, specs: Sequence[str]) -> str | None:
+    """The compressor that is fastest by rank 0's calibration, the same on all ranks; None if there are none."""
+    import horovod.torch as hvd
+
+    if not specs:
+        return None
+    adviser = Adviser(calibration, model, specs)
+    seconds = {spec: float(adviser.step_s(str(parse_compressor(spec)), Setting(hvd.size()))) for spec in specs}
+    return hvd.broadcast_object(min(seconds, key=lambda spec: seconds[spec]), name="steps.best")
 
 
 if __name__ == "__main__":

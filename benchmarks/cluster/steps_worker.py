@@ -14,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS, SetupError
 
 _QUICK_S = 0.25  # steps of less are measured in blocks of several
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 20
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
 COMPUTE = "compute"  # training alone: no gradient leaves the rank
@@ -72,15 +73,13 @@ class Training:
         self.model = self.workload.model
         self.numel = sum(parameter.numel() for parameter in self.model.parameters())
         self.times = Times(method, dense_bytes=4 * self.numel)
-        self.ledger: Any = None
+        self.compression: Any = None  # of hvdcomp
         self.optimizer = self._optimizer(method, seed)
         self._counted = 0
 
     def _optimizer(self, method: str, seed: int) -> Any:
         import horovod.torch as hvd
         import torch
-
-        import hvdcomp
 
         plain = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         if method == COMPUTE:
@@ -92,9 +91,17 @@ class Training:
             compression = hvd.Compression.none if method == "none" else hvd.Compression.fp16
             self.times.bytes_per_step = self.numel * (4 if method == "none" else 2)
         else:
-            compression = hvdcomp.Compression.from_spec(method, named_parameters=named, seed=seed)
-            self.ledger = compression.ledger
+            compression = self.compression = self._compression(named, seed)
         return hvd.DistributedOptimizer(plain, named_parameters=named, compression=compression)
+
+    def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
+        import hvdcomp
+
+        return hvdcomp.Compression.from_spec(self.times.method, named_parameters=named, seed=seed)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Surrounds the steps of a block."""
+        return nullcontext()
 
     def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
         """Makes the steps of one round, in step with all other ranks, and adds their times.
@@ -107,14 +114,15 @@ class Training:
         import torch
 
         hvd.barrier()
-        for _ in range(settling):
-            self._step()
-        before = self._costs()
-        mine = torch.tensor([self._step() for _ in range(steps)], dtype=torch.float64)
-        after = self._costs()
+        with self._turn():
+            for _ in range(settling):
+                self._step()
+            before = self._costs()
+            mine = torch.tensor([self._step() for _ in range(steps)], dtype=torch.float64)
+            after = self._costs()
         slowest = hvd.allreduce(mine, op=hvd.Max, name="steps.times")
         self.times.step_ms.append((1000 * slowest).tolist())
-        if self.ledger is not None:
+        if self.compression is not None:
             self._add_costs(before, after, steps)
 
     def forget(self) -> None:
@@ -130,7 +138,7 @@ class Training:
         return time.perf_counter() - start
 
     def _costs(self) -> dict[str, float | None]:
-        return {} if self.ledger is None else dict(vars(self.ledger.totals))
+        return {} if self.compression is None else dict(vars(self.compression.ledger.totals))
 
     def _add_costs(self, before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
         """Enters the means per step over all rounds that count."""
@@ -150,16 +158,16 @@ class Training:
 
 
 def measure_within(
-    model: str, methods: Sequence[str], *, batch_size: int, seconds: float, seed: int, show: Callable[[str], None]
-) -> list[Training]:
-    """Trains with all methods in turns, for about so many seconds and three rounds at least.
+    trainings: Sequence[Training], *, seconds: float, show: Callable[[str], None]
+) -> None:
+    """Trains in turns, for about so many seconds and three rounds at least.
 
     Args:
+        trainings: that take turns.
         show: called on every rank with what comes next.
     """
     import horovod.torch as hvd
 
-    trainings = [Training(method, model, batch_size, seed) for method in (COMPUTE, *methods)]
     turn = 0.0
     for training in trainings:
         show(f"warming up: {training.times.method}")
@@ -172,9 +180,8 @@ def measure_within(
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")
         first = number % len(trainings)
-        for training in trainings[first:] + trainings[:first]:
+        for training in (*trainings[first:], *trainings[:first]):
             training.block(steps, settling=1)
-    return trainings
 
 
 def measure(

@@ -59,12 +59,37 @@ class Gain:
     predicted_best: str
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` did in one setting. Ratios are medians over the rounds, in which all methods took turns.
+
+    Attributes:
+        compressor: that it was given: the one that is fastest by the calibration.
+        chosen: in the end, of its candidates.
+        predicted_ms: of that candidate.
+        measured_ms: median of its steps.
+        best: the static choice with the least median; dense, fp16 or any compressor.
+        over_best, over_dense: time of a step / that of the best static choice, and of dense.
+    """
+
+    hosts: int
+    rate: str
+    model: str
+    compressor: str
+    chosen: str
+    predicted_ms: float
+    measured_ms: float
+    best: str
+    over_best: float
+    over_dense: float
+
+
 def compare(hosts: int, rate: str, result: dict[str, Any]) -> list[Row]:
     """The rows of one cluster, from what its ranks wrote."""
     calibration = from_json(result["calibration"])
     rows = []
     for model, steps in result["steps"].items():
-        measured = {method: one for method, one in steps.items() if method != result["alone"]}
+        measured = static_steps(result, steps)
         specs = {method: STOCK_SPECS.get(method, method) for method in measured}
         adviser = Adviser(calibration, model, list(specs.values()))
         for method, one in measured.items():
@@ -94,6 +119,44 @@ def compare(hosts: int, rate: str, result: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def static_steps(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, Any]:
+    """Of one model's measured steps those of the methods that always send the same way."""
+    return {method: one for method, one in steps.items() if method not in (result["alone"], result["auto"])}
+
+
+def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
+    """What `auto` did in each setting, from what the ranks of each cluster wrote."""
+    found = []
+    for run in runs:
+        for model, steps in run["steps"].items():
+            auto = steps.get(run["auto"])
+            if auto is None:
+                continue
+            static = static_steps(run, steps)
+            best = min(static, key=lambda method: static[method]["median_ms"])
+            found.append(
+                Choice(
+                    hosts=run["hosts"],
+                    rate=run["rate"],
+                    model=model,
+                    compressor=auto["compressor"],
+                    chosen=auto["chosen"],
+                    predicted_ms=auto["predicted_ms"],
+                    measured_ms=auto["median_ms"],
+                    best=best,
+                    over_best=_ratio(auto, static[best]),
+                    over_dense=_ratio(auto, static["none"]),
+                )
+            )
+    return found
+
+
+def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The median over rounds of the ratio of the steps' medians."""
+    pairs = zip(one["step_ms"], other["step_ms"], strict=True)
+    return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs)
+
+
 def gains(rows: Sequence[Row]) -> list[Gain]:
     """For each setting in which there is a compressor, the one that was fastest."""
     found = []
@@ -121,7 +184,8 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
         details: what else belongs into the JSON: options, calibrations, all step times.
     """
     files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
-    data = {"rows": [asdict(row) for row in rows], "gains": [asdict(gain) for gain in gains(rows)], **details}
+    tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
+    data = {name: [asdict(one) for one in table] for name, table in tables.items()} | details
     files[0].write_text(json.dumps(data, indent=1) + "\n")
     with files[1].open("w", newline="") as stream:
         table = csv.DictWriter(stream, [field.name for field in fields(Row)])
@@ -192,9 +256,39 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
             ],
         ),
         "",
+        *_auto(choices(details.get("runs", ()))),
         *_noise(details.get("runs", ())),
     ]
     return "\n".join(lines)
+
+
+def auto_summary(found: Sequence[Choice]) -> str:
+    """How `auto` did, in a sentence."""
+    slowest, slower = (max(found, key=lambda one: getattr(one, name)) for name in ("over_best", "over_dense"))
+    return (
+        f"A step with auto takes {statistics.median(one.over_best for one in found):.3f} times that of the best static "
+        f"choice in the median, {slowest.over_best:.3f} times at most ({_place(slowest)}); {slower.over_dense:.3f} "
+        f"times that of dense at most ({_place(slower)})."
+    )
+
+
+def _place(choice: Choice) -> str:
+    return f"{choice.model}, {choice.hosts} hosts, {choice.rate}"
+
+
+def _auto(found: Sequence[Choice]) -> list[str]:
+    if not found:
+        return []
+    headings = ("hosts", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static", "over best",
+                "over dense")  # fmt: skip
+    table = [
+        (
+            str(one.hosts), one.rate, one.model, one.compressor, one.chosen, f"{one.predicted_ms:.1f}",
+            f"{one.measured_ms:.1f}", one.best, f"{one.over_best:.3f}", f"{one.over_dense:.3f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    return [auto_summary(found), "", *_markdown_table(headings, table), ""]
 
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:

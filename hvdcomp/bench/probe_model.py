@@ -1,15 +1,16 @@
 """What a training step of one model takes here, measured by all ranks at once. PyTorch, on the CPU.
 
 The model is trained in several ways that take turns: alone; with stock Horovod, whose allreduce overlaps with the
-backward pass; with a stand-in that sends one number for each tensor; and with that and each compressor, whose
-collectives have no payload: all that a real step does but to move bytes. The parts of the step are timed in each.
+backward pass, of dense gradients and of each cast; with a stand-in that sends one number for each tensor; and with that
+and each compressor, whose collectives have no payload: all that a real step does but to move bytes. The parts of the
+step are timed in each.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,11 +28,12 @@ from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.network import Network
+from hvdcomp.perfmodel.predict import Setting, predict
 from hvdcomp.perfmodel.schedule import sequential
 
 _FORWARD, _BACKWARD, _MIDDLE, _OPTIMIZER = range(4)  # parts of a step; the middle is the exchange, or stands for it
 _LEARNING_RATE = 1e-4
-_FEWEST, _MOST = 3, 20  # rounds of turns
+_FEWEST, _MOST = 5, 20  # rounds of turns
 _QUICK_S = 0.25  # steps of less are measured in blocks, after one that brings the model back into the caches
 _READY_STEPS = 5
 _DECODES = 3
@@ -114,6 +116,22 @@ class _OneNumber:
         return gradient
 
 
+class _Cast:
+    """Sends each gradient in the element type that a compressor gives it."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by Horovod for each gradient."""
+        wire = self._compressor.wire_dtype(str(tensor.dtype).removeprefix("torch."))
+        return tensor.to(getattr(torch, wire or "")), tensor
+
+    def decompress(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Called by Horovod when the means are back."""
+        return tensor.to(gradient.dtype)
+
+
 def probe_model(
     model: str,
     specs: Sequence[Compressor],
@@ -158,32 +176,34 @@ def probe_model(
     hooks = float(np.median(_mean(numbers, _BACKWARD))) / parts[1] - 1
     small = float(network.seconds("allreduce", 8.0, hvd.size()).total)
     horovod = max(0.0, engine - max(0.0, hooks) * backward - small)
-    encode = {}
-    for one in specs:
-        spec = str(one)
-        if spec not in times:
-            continue
-        show(f"decoding of {spec}")
-        exchange = exchange_of(one, tensors)
-        if exchange.overlapped:
-            readings[f"casts of {spec}"] = casts = halves(_mean(times[spec], _MIDDLE))
-            encode[spec] = EncodeTime(casts.seconds, source=_SOURCE)
-            continue
-        readings[f"step without payload of {spec}"] = step = halves(_slowest(times[spec]))
-        # What the ranks wait for each other between the rounds is in it.
-        encode[spec] = _encode_time(one, plain, step.seconds - whole - engine - _latency_s(exchange, network))
     compute = Compute(
         backward_s=backward,
         forward_s=forward,
         gamma=gamma,
         batch_size=batch_size,
-        encode=encode,
         optimizer_s=optimizer,
         engine_s=engine,
         horovod_s=horovod,
         ready=ready,
     )
-    return ModelProbe(ModelFacts(tuple(tensors), compute, float(fusion_threshold())), readings)
+    bucket_bytes = float(fusion_threshold())
+    encode = {}
+    for one in specs:
+        spec = str(one)
+        if spec not in times:
+            continue
+        exchange = exchange_of(one, tensors)
+        if exchange.overlapped:
+            readings[f"step of {spec}"] = step = halves(_slowest(times[spec]))
+            known = predict(network, compute, exchange, bucket_bytes, Setting(hvd.size()))
+            encode[spec] = EncodeTime(max(0.0, step.seconds - float(known.total)), source=_SOURCE)
+            continue
+        show(f"decoding of {spec}")
+        readings[f"step without payload of {spec}"] = step = halves(_slowest(times[spec]))
+        # What the ranks wait for each other between the rounds is in it.
+        encode[spec] = _encode_time(one, plain, step.seconds - whole - engine - _latency_s(exchange, network))
+    facts = ModelFacts(tuple(tensors), replace(compute, encode=encode), bucket_bytes)
+    return ModelProbe(facts, readings)
 
 
 def _ways(model: str, specs: Sequence[Compressor], batch_size: int, seed: int) -> tuple[Ways, Workload]:
@@ -210,7 +230,8 @@ def _ways(model: str, specs: Sequence[Compressor], batch_size: int, seed: int) -
         if not engine.only_casts:
             ways[str(one)] = Training(numbers, numbers_optimizer, _through(engine, numbers, numbers_optimizer))
         elif not all(kind.lossless for kind in engine.plan.values()):
-            ways[str(one)] = Training(plain, optimizer, _casting(engine, plain))
+            cast, cast_optimizer = with_horovod(str(one), _Cast(one))
+            ways[str(one)] = Training(cast, cast_optimizer, cast_optimizer.synchronize)
     return ways, plain
 
 
@@ -223,20 +244,6 @@ def _through(engine: Engine, workload: Workload, optimizer: Any) -> Callable[[],
         engine.step(_gradients(workload))
 
     return exchange
-
-
-def _casting(engine: Engine, workload: Workload) -> Callable[[], None]:
-    """Casts all gradients to what the plan says, and back."""
-    wire = {
-        name: getattr(torch, compressor.wire_dtype(engine.tensors[name].dtype) or "")
-        for name, compressor in engine.plan.items()
-    }
-
-    def cast() -> None:
-        for name, gradient in _gradients(workload).items():
-            gradient.to(wire[name]).to(gradient.dtype)
-
-    return cast
 
 
 def _gradients(workload: Workload) -> dict[str, torch.Tensor]:

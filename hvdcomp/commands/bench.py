@@ -112,7 +112,7 @@ def steps(
     On each cluster: calibrates, then trains with dense gradients, Horovod's fp16 and each compressor in turns.
     """
     from hvdcomp.bench import steps as runs
-    from hvdcomp.bench.compare import HEADINGS, cells, compare, gains, summary, write
+    from hvdcomp.bench.compare import HEADINGS, auto_summary, cells, choices, compare, gains, summary, write
 
     try:
         import matplotlib  # noqa: F401
@@ -160,6 +160,8 @@ def steps(
             soft_wrap=True,
         )
     console.print(summary(rows), soft_wrap=True)
+    if found := choices(results):
+        console.print(auto_summary(found), soft_wrap=True)
     for result in results:
         if result["noisy"]:
             console.print(f"noisy on {result['hosts']} hosts, {result['rate']}: {', '.join(result['noisy'])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     - On rank 0 it writes the same, and the level of each tensor, as TensorBoard scalars: what was sent since the epoch
       began.
 
+    - It leaves validation out of the times of steps, by which some policies decide.
+
     The decisions themselves do not need it: `fit` without this callback trains alike.
 
     Args:
@@ -51,6 +54,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         self._log_dir = log_dir
         self._update_freq = update_freq
         self._writer: tf.summary.SummaryWriter | None = None
+        self._pause = ExitStack()  # while validation goes on
         self._epoch_began = Cost()  # what was sent until then
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -94,6 +98,14 @@ class PolicyCallback(tf_keras.callbacks.Callback):
             logs |= self._scalars()
         if self._update_freq == "epoch":
             self._write(self._scalars())
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops the clock by which policies time steps: validation belongs to none."""
+        self._pause.enter_context(self._compression.paused())
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Lets it go on."""
+        self._pause.close()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the TensorBoard file."""

@@ -20,6 +20,7 @@ import torch
 from hvdcomp.binding import Binding
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+from hvdcomp.engine import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames, caller_local
@@ -73,6 +74,8 @@ class TorchBinding(Binding):
         self._submitted: set[str] = set()  # tensors of this step
         self._open: set[str] = set()  # those of them that were not decompressed yet
         self._names = ParameterNames(self._parameters)
+        self._wires_of: Plan | None = None
+        self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}  # for `_wire_dtype`, of that plan
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
         if not self._open:
@@ -82,14 +85,14 @@ class TorchBinding(Binding):
         self._open.add(name)
         if self._casting:
             self.observe("local", {name: tensor})
-            wire = self.engine.plan[name].wire_dtype(str(tensor.dtype).removeprefix("torch."))
-            return tensor.to(getattr(torch, wire or "")).contiguous(), _Ticket(name, True, tensor)
+            wire = self._wire_dtype(name, tensor.dtype)
+            sent = tensor if tensor.dtype is wire else tensor.to(wire)
+            return sent.contiguous(), _Ticket(name, True, tensor)
         self._pending[name] = tensor
         # An int64, because Horovod fuses tensors of one element type, and must not fuse these with the engine's
         # buffers: what is fused depends on timing, and would change the order of additions from run to run.
         return torch.full((1,), self.presence), _Ticket(name, False, tensor)
 
-    @torch.no_grad()
     def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
         if ticket.cast:
             result = _as_gradient(tensor, ticket.gradient)
@@ -100,7 +103,7 @@ class TorchBinding(Binding):
             result = self._results.pop(ticket.name)
         self._open.discard(ticket.name)
         if not self._open and ticket.cast:
-            self.engine.enter_casts(sorted(self._submitted))
+            self.engine.enter_casts(name for name in self.engine.tensors if name in self._submitted)
             self.end_step()
         return result
 
@@ -114,6 +117,16 @@ class TorchBinding(Binding):
         if not self._casting:
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
 
+    def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The element type in which a gradient travels, where the plan is to cast."""
+        if self._wires_of is not self.engine.plan:
+            self._wires_of, self._wires = self.engine.plan, {}
+        if (name, dtype) not in self._wires:
+            wire = self.engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))
+            self._wires[name, dtype] = getattr(torch, wire or "")
+        return self._wires[name, dtype]
+
+    @torch.no_grad()
     def _run_engine(self, presence: int) -> None:
         """Runs the engine on what is pending; `presence` is what Horovod made of the ranks' numbers."""
         summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum

@@ -240,7 +240,8 @@ class _Run:
         if not all(finite):
             return "diverged"
         if self._checkpoints is not None and (save or any(stop)):
-            self._checkpoints.save(self._step, self._learner, self._position)
+            with self._compression.paused():
+                self._checkpoints.save(self._step, self._learner, self._position)
         return "stopped" if any(stop) else None
 
     def _steps_to_next_check(self) -> int:
@@ -286,6 +287,10 @@ class _Run:
             self._writer.step({**record, **_cost(self._compression)})
 
     def _end_epoch(self) -> None:
+        with self._compression.paused():
+            self._close_epoch()
+
+    def _close_epoch(self) -> None:
         self._average_buffers()
         loss = sum(self._losses) / len(self._losses)
         mean_loss = float(self._ranks.sum(loss, "loss")) / self._ranks.size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
@@ -158,3 +160,25 @@ def case_a_checkpoint_of_another_model_is_refused() -> None:
     message = refusal(lambda: state.read(path))
     assert "another model" in message
     assert "other" in message
+
+
+def case_validation_is_left_out_of_the_times_of_steps() -> None:
+    """GraVAC is told how long each step took: never a validation that takes as long as many of them."""
+    log = Path(mkdtemp()) / "decisions.jsonl"
+    model, compression = make("gravac:min=2,max=4", decision_log=log, steps_per_epoch=None)
+    inputs, classes = data()
+
+    class Slow(tf_keras.callbacks.Callback):
+        def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+            time.sleep(3)
+
+    model.fit(
+        inputs, classes, batch_size=ROWS, epochs=3, verbose=0, shuffle=False,
+        validation_data=(inputs, classes), validation_steps=1, callbacks=[PolicyCallback(compression), Slow()],
+    )  # fmt: skip
+    if hvd.rank() == 0:
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        # In the first epochs TensorFlow builds its functions.
+        told = [line["statistics"]["timing"]["seconds"] for line in lines if line["step"] > STEPS + 1]
+        assert len(told) >= STEPS, told
+        assert max(told) < 2, told

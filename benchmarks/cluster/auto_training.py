@@ -1,0 +1,84 @@
+"""A training in which the policy `auto` chooses, measured in turns with those that do not change what they send."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.steps_worker import Training
+
+AUTO = "auto"
+
+_FEWEST = 20  # steps in a row before the turns: what is tried first is tried then
+_BLOCK = 5
+
+
+class AutoTraining(Training):
+    """A training with `auto`, whose clock stands still while others have their turn.
+
+    Args:
+        compressor: spec of what the policy may choose beside dense and fp16.
+        calibration: a file that rank 0 can read.
+        log: where rank 0 writes the decisions.
+        model_name, batch_size, seed: as for `Training`.
+    """
+
+    def __init__(
+        self, compressor: str, calibration: Path, log: Path, model_name: str, batch_size: int, seed: int
+    ) -> None:
+        import hvdcomp
+
+        self._settings: dict[str, Any] = {
+            "spec": compressor,
+            "policy": hvdcomp.Auto(calibration=str(calibration), model=model_name),
+            "decision_log": log,
+        }
+        self._log = log
+        self._others = ExitStack()  # the policy's clock stands still in it
+        super().__init__(AUTO, model_name, batch_size, seed)
+
+    def begin(self, seconds: float) -> None:
+        """Trains for so long without others between, and some steps at least."""
+        import horovod.torch as hvd
+
+        start, made = time.perf_counter(), 0
+        going = True
+        while going:
+            self.block(_BLOCK, settling=0)
+            made += _BLOCK
+            mine = made < _FEWEST or time.perf_counter() - start < seconds
+            going = hvd.broadcast_object(mine, name="steps.auto")
+        self.forget()
+
+    def choice(self) -> dict[str, Any]:
+        """What was chosen in the end, of what, and how often another; on rank 0."""
+        from hvdcomp.decision_log import Decided, read_decisions
+
+        decided = [line for line in read_decisions(self._log) if isinstance(line, Decided)]
+        chosen = [line.state["chosen"] for line in decided]
+        last = decided[-1].state
+        return {
+            "compressor": self._settings["spec"],
+            "chosen": chosen[-1],
+            "why": last["why"],
+            "predicted_ms": 1000 * last["candidates"][chosen[-1]]["seconds"],
+            "candidates_ms": {name: 1000 * one["seconds"] for name, one in last["candidates"].items()},
+            "changes": sum(one != other for one, other in pairwise(chosen)),
+        }
+
+    def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
+        import hvdcomp
+
+        return hvdcomp.Compression.from_spec(named_parameters=named, seed=seed, **self._settings)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._others.close()
+        try:
+            yield
+        finally:
+            self._others.enter_context(self.compression.paused())
