@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import SpecError
 from hvdcomp.policies import Auto
-from hvdcomp.policies.auto import SETTLING, AutoState, Measured
+from hvdcomp.policies.auto import SETTLING, WARM_UP, AutoState, Measured
 from hvdcomp.policies.base import Candidate, Period, Statistics, Survey
 from hvdcomp.policies.decisions import Methods
 
@@ -105,13 +105,14 @@ def test_it_begins_with_the_fastest_by_the_model(fastest: str, decision: Methods
 
 
 def test_the_steps_of_a_history_by_hand() -> None:
-    """Window 5, two steps not counted: step 0 begins; fp16 is near by the model, and faster; compressed is not."""
+    """Window 5, two steps not counted, twelve in the beginning; fp16 is near by the model, and faster."""
     times = {"dense": 1.0, "fp16": 0.9, "compressed": 3.0}
     run = Run(times).go({"dense": 1.0, "fp16": 1.05, "compressed": 1.1}, 60)
-    assert run.sent[:7] == ["dense"] * 7
-    assert run.sent[7:14] == ["fp16"] * 7  # within a tenth: tried at no price
-    assert run.sent[14:18] == ["compressed"] * 4  # two settle, two count, and are hopeless
-    assert run.sent[18:] == ["fp16"] * 42
+    assert WARM_UP == 10
+    assert run.sent[:17] == ["dense"] * 17
+    assert run.sent[17:24] == ["fp16"] * 7  # within a tenth: tried at no price
+    assert run.sent[24:28] == ["compressed"] * 4  # two settle, two count, and are hopeless
+    assert run.sent[28:] == ["fp16"] * 32
     last = run.states[-1][1]
     assert last.measured["compressed"] == Measured(3.0, 0.0, 2)
     assert last.measured["fp16"].seconds == pytest.approx(0.9)
@@ -132,12 +133,18 @@ def test_what_is_far_off_by_the_model_is_not_tried_and_dense_only_when_that_is_c
 
 
 def test_steps_that_settle_do_not_count() -> None:
-    run = Run({"dense": 1.0, "fp16": lambda step: 5.0 if step in (7, 8) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
+    run = Run({"dense": 1.0, "fp16": lambda step: 5.0 if step in (17, 18) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
     assert run.sent[-1] == "fp16"
 
 
+def test_a_slow_beginning_is_not_held_against_what_is_tried_first() -> None:
+    run = Run({"dense": lambda step: 1.0 if step >= WARM_UP else 9.0, "fp16": 1.2}).go({"dense": 1.0, "fp16": 1.0}, 80)
+    assert run.sent[-1] == "dense"
+    assert run.states[-1][1].measured["dense"].seconds == pytest.approx(1.0)
+
+
 def test_one_slow_step_does_not_end_a_trial() -> None:
-    run = Run({"dense": 1.0, "fp16": lambda step: 9.0 if step in (9, 12) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
+    run = Run({"dense": 1.0, "fp16": lambda step: 9.0 if step in (19, 22) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
     assert run.sent[-1] == "fp16"
     assert run.states[-1][1].measured["fp16"].seconds == pytest.approx(0.5)
 
@@ -265,11 +272,11 @@ def test_steps_that_were_not_timed_are_made_up_for() -> None:
     """After a restart the first step has no time."""
     state, _ = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=survey({"dense": 1.0, "fp16": 1.0})))
     nan = float("nan")
-    state, _ = AUTO.decide(state, Statistics(4, step_times=(nan, 1.0, nan, 1.0)))
-    assert (state.chosen, state.until, state.times) == ("dense", 8, (1.0,))
-    state, _ = AUTO.decide(state, Statistics(8, step_times=(1.0, 1.0, 1.0, 0.0)))
-    assert (state.chosen, state.until) == ("dense", 9)
-    state, _ = AUTO.decide(state, Statistics(9, step_times=(1.0,)))
+    state, _ = AUTO.decide(state, Statistics(14, step_times=(nan, *[1.0] * 11, nan, 1.0)))
+    assert (state.chosen, state.until, state.times) == ("dense", 18, (1.0,))
+    state, _ = AUTO.decide(state, Statistics(18, step_times=(1.0, 1.0, 1.0, 0.0)))
+    assert (state.chosen, state.until) == ("dense", 19)
+    state, _ = AUTO.decide(state, Statistics(19, step_times=(1.0,)))
     assert (state.chosen, state.trying) == ("fp16", True)
 
 

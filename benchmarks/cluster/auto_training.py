@@ -67,6 +67,7 @@ class AutoTraining(Training):
             "why": last["why"],
             "predicted_ms": 1000 * last["candidates"][chosen[-1]]["seconds"],
             "candidates_ms": {name: 1000 * one["seconds"] for name, one in last["candidates"].items()},
+            "found_ms": {name: (1000 * one["seconds"], one["steps"]) for name, one in last["measured"].items()},
             "changes": sum(one != other for one, other in pairwise(chosen)),
         }
 

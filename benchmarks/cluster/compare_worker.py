@@ -22,6 +22,7 @@ from hvdcomp.perfmodel import Adviser, Calibration, Setting, as_json, save  # no
 from hvdcomp.spec import parse_compressor  # noqa: E402
 
 PROGRESS = "PROGRESS "
+_FAR = 1.3
 
 
 @click.command()
@@ -86,9 +87,23 @@ def _measure(
     trainings = [*others, *([] if auto is None else [auto])]
     measure_within(trainings, seconds=seconds, show=show)
     measured = {training.times.method: training.times.as_json() for training in trainings}
-    if auto is not None and hvd.rank() == 0:
-        measured[AUTO] |= auto.choice()
+    if auto is not None:
+        best, *rest = hvd.broadcast_object(_rivals(measured), name="steps.rivals")
+        turns = [auto, *(one for one in others if one.times.method in (best, *rest))]
+        for training in turns:
+            training.forget()
+        measure_within(turns, seconds=2 * seconds, show=lambda what: show(f"auto against {best}: {what}"))
+        if hvd.rank() == 0:
+            against = {training.times.method: training.times.step_ms for training in turns}
+            measured[AUTO] |= {**auto.choice(), "best": best, "against": against}
     return measured
+
+
+def _rivals(measured: dict[str, Any]) -> list[str]:
+    """The fastest static choice, and dense if it is another and not far behind: what `auto` is to be no slower than."""
+    medians = {method: one["median_ms"] for method, one in measured.items() if method not in (COMPUTE, AUTO)}
+    best = min(medians, key=lambda method: medians[method])
+    return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]
 
 
 def _predicted_best(calibration: Calibration, model: str, specs: Sequence[str]) -> str | None:

@@ -25,7 +25,6 @@ from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS, SetupError
 
-_QUICK_S = 0.25  # steps of less are measured in blocks of several
 _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
@@ -168,6 +167,8 @@ def measure_within(
     """
     import horovod.torch as hvd
 
+    from hvdcomp.bench.workload import turn_of
+
     turn = 0.0
     for training in trainings:
         show(f"warming up: {training.times.method}")
@@ -175,8 +176,8 @@ def measure_within(
         turn += sum(training.times.step_ms[-1]) / 1000
         training.forget()
     turn = hvd.broadcast_object(turn, name="steps.turn")
-    steps = 3 if turn / len(trainings) < _QUICK_S else 1
-    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / (turn * (steps + 1)))))
+    _, steps = turn_of(turn / len(trainings))
+    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / (turn * (1 + steps)))))
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")
         first = number % len(trainings)

@@ -61,7 +61,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` did in one setting. Ratios are medians over the rounds, in which all methods took turns.
+    """What `auto` did in one setting. Ratios are medians over rounds in which it took turns with the others.
 
     Attributes:
         compressor: that it was given: the one that is fastest by the calibration.
@@ -69,7 +69,8 @@ class Choice:
         predicted_ms: of that candidate.
         measured_ms: median of its steps.
         best: the static choice with the least median; dense, fp16 or any compressor.
-        over_best, over_dense: time of a step / that of the best static choice, and of dense.
+        over_best, over_dense: time of a step / that of the best static choice, and of dense. Dense takes turns with it
+            only if it is not far behind.
     """
 
     hosts: int
@@ -132,8 +133,8 @@ def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
             auto = steps.get(run["auto"])
             if auto is None:
                 continue
-            static = static_steps(run, steps)
-            best = min(static, key=lambda method: static[method]["median_ms"])
+            turns = auto["against"]
+            over = {method: _ratio(turns[run["auto"]], turns[method]) for method in turns}
             found.append(
                 Choice(
                     hosts=run["hosts"],
@@ -143,17 +144,17 @@ def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
                     chosen=auto["chosen"],
                     predicted_ms=auto["predicted_ms"],
                     measured_ms=auto["median_ms"],
-                    best=best,
-                    over_best=_ratio(auto, static[best]),
-                    over_dense=_ratio(auto, static["none"]),
+                    best=auto["best"],
+                    over_best=over[auto["best"]],
+                    over_dense=over.get("none", auto["median_ms"] / steps["none"]["median_ms"]),
                 )
             )
     return found
 
 
-def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float:
+def _ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
     """The median over rounds of the ratio of the steps' medians."""
-    pairs = zip(one["step_ms"], other["step_ms"], strict=True)
+    pairs = zip(one, other, strict=True)
     return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs)
 
 

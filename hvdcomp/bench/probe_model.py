@@ -20,9 +20,9 @@ import torch
 
 from hvdcomp.bench.fit import Reading, halves
 from hvdcomp.bench.probe_network import Show, fusion_threshold
-from hvdcomp.bench.workload import Workload, build
+from hvdcomp.bench.workload import Workload, build, turn_of
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.engine import Engine
 from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
@@ -34,7 +34,6 @@ from hvdcomp.perfmodel.schedule import sequential
 _FORWARD, _BACKWARD, _MIDDLE, _OPTIMIZER = range(4)  # parts of a step; the middle is the exchange, or stands for it
 _LEARNING_RATE = 1e-4
 _FEWEST, _MOST = 5, 20  # rounds of turns
-_QUICK_S = 0.25  # steps of less are measured in blocks, after one that brings the model back into the caches
 _READY_STEPS = 5
 _DECODES = 3
 _SOURCE = "hvdcomp calibrate"
@@ -187,6 +186,14 @@ def probe_model(
         ready=ready,
     )
     bucket_bytes = float(fusion_threshold())
+
+    def beyond(compressor: Compressor, step_s: float) -> float:
+        """What a step takes that Horovod carries, beside what follows from all else."""
+        known = predict(network, compute, exchange_of(compressor, tensors), bucket_bytes, Setting(hvd.size()))
+        return max(0.0, step_s - float(known.total))
+
+    readings["step with Horovod"] = step = halves(_slowest(dense))
+    compute = replace(compute, horovod_s=horovod + beyond(NoCompression(), step.seconds))
     encode = {}
     for one in specs:
         spec = str(one)
@@ -195,8 +202,7 @@ def probe_model(
         exchange = exchange_of(one, tensors)
         if exchange.overlapped:
             readings[f"step of {spec}"] = step = halves(_slowest(times[spec]))
-            known = predict(network, compute, exchange, bucket_bytes, Setting(hvd.size()))
-            encode[spec] = EncodeTime(max(0.0, step.seconds - float(known.total)), source=_SOURCE)
+            encode[spec] = EncodeTime(beyond(one, step.seconds), source=_SOURCE)
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(_slowest(times[spec]))
@@ -260,7 +266,7 @@ def _take_turns(ways: Ways, seconds: float, show: Show) -> dict[str, np.ndarray]
         hvd.barrier()
         second += sum(training.step())
     second = hvd.broadcast_object(second, name="hvdcomp.calibrate.turn")
-    settling, block = (1, 2) if second / len(ways) < _QUICK_S else (0, 1)
+    settling, block = turn_of(second / len(ways))
     rounds = int(min(_MOST, max(_FEWEST, seconds / (second * (settling + block)))))
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
     names = list(ways)
@@ -268,12 +274,11 @@ def _take_turns(ways: Ways, seconds: float, show: Show) -> dict[str, np.ndarray]
         show(f"steps: round {number + 1} of {rounds}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            hvd.barrier()
+            # None between the steps: ranks that share a core would wait in it for what they take from each other.
             for _ in range(settling):
-                hvd.barrier()
                 ways[name].step()
-            for _ in range(block):
-                hvd.barrier()
-                samples[name].append(ways[name].step())
+            samples[name] += [ways[name].step() for _ in range(block)]
     return {
         name: _everywhere(np.array(taken), f"hvdcomp.calibrate.steps.{name}") for name, taken in samples.items()
     }

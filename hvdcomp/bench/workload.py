@@ -16,6 +16,7 @@ from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
 
 _CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
 _TOKENS, _LENGTH = 100, 64  # characters of a text
+_TURN_S, _MOST_STEPS = 0.25, 8
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,17 @@ class Workload:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         ]
+
+
+def turn_of(step_s: float) -> tuple[int, int]:
+    """How long a turn of one of several trainings is: steps that bring it back into the caches, and steps that count.
+
+    Args:
+        step_s: about what a step takes.
+    """
+    if step_s >= _TURN_S:
+        return 0, 1
+    return 1, max(2, min(_MOST_STEPS, int(_TURN_S / step_s)))
 
 
 def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:

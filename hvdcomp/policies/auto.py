@@ -26,6 +26,10 @@ SETTLING = 2
 """So many steps after a change are not counted: the first sends what compression had kept back, and Horovod learns the
 names and sizes of what it exchanges anew."""
 
+WARM_UP = 10
+"""So many steps of a training are not counted before these: caches, allocators and names make them slow, whatever they
+send, and what is tried first would look worse than it is."""
+
 DENSE = "dense"
 """Name of the candidate that sends everything as it is."""
 
@@ -75,7 +79,7 @@ class AutoState:
         candidates: by name, with predicted times; none before the survey is told.
         chosen: the candidate in force.
         why: it is, in words.
-        since: the first step, counted from 0, that obeys it.
+        since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
         until: the next decision is made when so many steps have ended.
         trying: whether it is being tried; else it stays until something speaks against it.
         times: seconds of the steps of this trial that count.
@@ -212,7 +216,8 @@ class Auto(Policy[AutoState]):
         state = dataclasses.replace(state, order=tuple(survey.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
         why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
-        return self._try(state, first, step, why)
+        tried = self._try(state, first, step, why)
+        return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
     def _count(self, state: AutoState, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
         """Enters the times into the accounts. Returns those that say how long the chosen candidate takes."""
