@@ -33,7 +33,7 @@ export PYTHONUNBUFFERED := 1
 demo test: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench image clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,9 @@ test: lint  ## lint, then run all tests
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
 	@hvdcomp bench encode --model resnet50 --repeats 9 --output docs/encode
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
+
+image:  ## build the container image for CPU with docker, podman or buildah
+	@docker/build cpu
 
 clean:  ## remove .venv, runs/ and caches in this folder
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -11,6 +11,7 @@ level that the other has fixed. Rank 0 writes the medians of the step times and 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -116,6 +117,13 @@ def measure(case: str, blocks: int) -> dict[str, Any]:
     }
 
 
+def keep_to_one_core(number: int) -> None:
+    """Keeps all threads of this process to one core: ranks that move disturb each other by more than a policy costs."""
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
+
+
 @click.command()
 @click.option("--blocks", default=120, show_default=True, help=f"Blocks of {BLOCK} steps of each training and case.")
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Measure only these.")
@@ -134,6 +142,7 @@ def main(blocks: int, only: tuple[str, ...], output: Path) -> None:
 
     hvd.init()
     environment.use_threads(hvd.local_size())
+    keep_to_one_core(hvd.local_rank())
     say = Console(quiet=hvd.rank() != 0, highlight=False, soft_wrap=True).print
     results = {}
     for case in only or CASES:

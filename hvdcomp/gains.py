@@ -45,14 +45,14 @@ class TwoLevels:
         self._measuring = measuring
         self._decide = decide
         self._candidate = decision.candidate and plans.at_factor(decision.candidate)
-        self._norms: list[Array] = []  # of some arrays of each tensor, (arrays,)
+        self._norms: Array | None = None  # of some arrays of each tensor, (arrays,)
         self._weights: list[list[float]] = []  # of each array's energy in those of x, and of what each level loses
         self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
         self._first: Sent = {}  # what the stage has compressed once, for the witness
 
     def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         """The engine's `stage`."""
-        self._norms, self._weights, self._span = [], [], None
+        self._norms, self._weights, self._span = None, [], None
         xs = {name: inputs[name] for name in self._plans.names if name in inputs}
         first: Sent = {}
         decision = self._decision
@@ -103,6 +103,7 @@ class TwoLevels:
         start = xp.mark(like)
         self._compress(xp, xs, self._plans.at_factor(self._decision.minimum), first)
         between = xp.mark(like)
+        arrays: list[Array] = []
         for name, x in xs.items():
             sums = [[(1.0, x)], error_terms(xp, x, first[name])]
             if self._candidate:
@@ -110,25 +111,26 @@ class TwoLevels:
                 if twice is None:
                     twice = self._engine.preview(xp, name, densified(xp, x, first[name]), self._candidate[name])
                 sums.append(error_terms(xp, x, twice))
-            self._note(xp, sums)
+            arrays += self._weigh(sums)
+        self._norms = xp.norms(arrays)
         return start, between, xp.mark(like)
 
-    def _note(self, xp: ModuleType, sums: list[list[tuple[float, Array]]]) -> None:
-        """Takes the norms of all arrays of one tensor's sums, of each array once."""
+    def _weigh(self, sums: list[list[tuple[float, Array]]]) -> list[Array]:
+        """Notes the weights of all arrays of one tensor's sums; returns the arrays, each once."""
         rows: dict[int, tuple[Array, list[float]]] = {}
         for place, terms in enumerate(sums):
             for weight, array in terms:
                 _, weights = rows.setdefault(id(array), (array, [0.0] * len(sums)))
                 weights[place] += weight
-        self._norms.append(xp.norms([array for array, _ in rows.values()]))
         self._weights += [weights for _, weights in rows.values()]
+        return [array for array, _ in rows.values()]
 
     def gains(self) -> Gains:
         """The gains of the whole model in the last step; 1.0 if there was nothing to compress. Waits for the device."""
         energies = [0.0] * (3 if self._candidate else 2)
-        if self._norms:
-            xp = arrays_for(self._norms[0])
-            for norm, weights in zip(xp.to_list(xp.concatenate(self._norms)), self._weights, strict=True):
+        if self._norms is not None:
+            norms = arrays_for(self._norms).to_list(self._norms)
+            for norm, weights in zip(norms, self._weights, strict=True):
                 for place, weight in enumerate(weights):
                     if weight:  # 0 times an infinity would be NaN
                         energies[place] += weight * norm * norm
@@ -138,9 +140,9 @@ class TwoLevels:
 
     def seconds(self) -> float:
         """What the last step spent only to learn gains; 0.0 where the device has not come that far yet."""
-        if self._span is None:
+        if self._span is None or self._norms is None:
             return 0.0
-        return arrays_for(self._norms[0]).seconds_between(*self._span) or 0.0
+        return arrays_for(self._norms).seconds_between(*self._span) or 0.0
 
 
 class LevelProbe:

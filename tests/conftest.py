@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import hypothesis
 import pytest
 
@@ -14,6 +18,16 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("hvdcomp")
+
+
+def pytest_sessionstart() -> None:
+    """Where the machine is there for the tests, installs what some of them need beside Python's packages.
+
+    If that fails, the script has said why, and those tests are skipped with what is missing.
+    """
+    if os.environ.get("HVDCOMP_INSTALL_SYSTEM_PACKAGES") == "1":
+        script = Path(__file__).parents[1] / "scripts" / "install-system-packages"
+        subprocess.run([script, "--slurm", "--images"], check=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.bench import steps as runs
-from hvdcomp.bench.compare import compare, errors, gains, summary, write
+from hvdcomp.bench.compare import auto_summary, choices, compare, errors, gains, summary, write
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.commands.bench import command
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
@@ -67,6 +67,41 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert files[3].read_bytes().startswith(b"\x89PNG")
 
 
+def with_auto(turns: dict[str, list[list[float]]], best: str) -> dict[str, Any]:
+    """The same of a cluster on which `auto` took turns with the best static choice, and with dense or not."""
+    run = {"hosts": 2, "rate": "1gbit", **result()}
+    run["steps"]["m"]["auto"] = {
+        "median_ms": 42.0, "quartiles_ms": [41.0, 43.0], "bytes_per_step": 1.0, "compressor": "topk:ratio=0.01",
+        "chosen": "compressed", "predicted_ms": 45.0, "best": best, "against": turns,
+    }  # fmt: skip
+    return run
+
+
+def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
+    turns = {"auto": [[41.0], [90.0, 44.0, 43.0], [42.0]], "topk:ratio=0.01": [[40.0], [44.0], [40.0]]}
+    run = with_auto(turns, "topk:ratio=0.01")
+    (found,) = choices([run])
+    assert (found.best, found.chosen, found.compressor) == ("topk:ratio=0.01", "compressed", "topk:ratio=0.01")
+    assert found.over_best == pytest.approx(41 / 40)  # the middle of 41/40, 44/44 and 42/40
+    assert found.over_dense == pytest.approx(42 / 120)  # far behind: it took no turns
+    assert [row.method for row in compare(2, "1gbit", run)] == list(MEASURED)  # it is no static choice itself
+    near = with_auto({**turns, "none": [[41.0], [40.0], [42.0]]}, "topk:ratio=0.01")
+    (close,) = choices([near])
+    assert close.over_dense == pytest.approx(1.0)
+    said = auto_summary([found, close])
+    assert "1.025 times that of the best static choice in the median" in said
+    assert "1.000 times that of dense at most (m, 2 hosts, 1gbit)" in said
+    assert choices([{"hosts": 2, "rate": "1gbit", **result()}]) == []
+
+
+def test_turns_are_short_where_steps_are_long() -> None:
+    torch = pytest.importorskip("torch")
+    assert torch is not None
+    from hvdcomp.bench.workload import turn_of
+
+    assert [turn_of(seconds) for seconds in (10.0, 0.25, 0.1, 0.05, 0.001)] == [(0, 1), (0, 1), (1, 2), (1, 5), (1, 8)]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -113,6 +148,11 @@ def test_a_small_setting_from_end_to_end(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "steps-measured.json").read_text())
     assert [row["method"] for row in found["rows"]] == ["none", "hvd.fp16", "topk:ratio=0.01"]
+    (auto,) = found["auto"]
+    assert (auto["compressor"], auto["best"]) == ("topk:ratio=0.01", "topk:ratio=0.01")
+    assert "compressed" in auto["chosen"]
+    assert 0 < auto["over_dense"] < 1
+    assert 0 < auto["over_best"] < 2
     dense, fp16, topk = found["rows"]
     assert dense["bytes_per_step"] == 2 * fp16["bytes_per_step"] > 25 * topk["bytes_per_step"]
     # The link's own time cannot be undercut, neither by what was measured nor by what is predicted from it.

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cluster import Cluster, ClusterError, namespaces, parse_rate, records
+from benchmarks.cluster.launch import cores_of
 from benchmarks.cluster.rates import bucket_bytes
 from benchmarks.cluster.throughput import measure
 
@@ -280,11 +281,13 @@ def test_a_running_cluster_is_no_leftover(clean: None) -> None:
 
 ALLREDUCE = """
 import socket
+import sys
 import horovod.torch as hvd
 import torch
 hvd.init()
 total = hvd.allreduce(torch.tensor([1.0, 10.0]) * (hvd.rank() + 1), op=hvd.Sum, name="x").tolist()
-print("RESULT", hvd.rank(), hvd.size(), hvd.local_size(), socket.gethostname(), total, flush=True)
+place = f"{hvd.rank()} {hvd.size()} {hvd.local_size()} {socket.gethostname()}"
+sys.stdout.write(f"RESULT {place} {total}\\n")  # at once: both ranks write at the same time
 """
 
 
@@ -338,3 +341,10 @@ def test_an_unknown_method_is_refused_before_anything_starts() -> None:
     assert result.exit_code == 2
     assert "topkk" in result.output
     assert "hvd.fp16" in result.output
+
+
+def test_hosts_keep_to_cores_of_their_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    assert [cores_of(host, 2) for host in range(2)] == [{2, 5}, {3, 7}]
+    assert [cores_of(host, 4) for host in range(4)] == [{2}, {3}, {5}, {7}]
+    assert [cores_of(host, 6) for host in range(6)] == [{2}, {3}, {5}, {7}, {2}, {3}]

@@ -27,8 +27,6 @@ _PYTHON = sys.executable
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    if why_not() is not None and os.environ.get("HVDCOMP_INSTALL_SYSTEM_PACKAGES") == "1" and os.geteuid() == 0:
-        subprocess.run([_ROOT / "scripts" / "install-system-packages", "--slurm"], check=True)
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -240,6 +241,15 @@ def test_less_than_the_drift_and_a_single_look_change_nothing() -> None:
         run = Run({"dense": slower, "compressed": 1.2}).go({"dense": 1.0, "compressed": 1.2}, 600)
         assert "compressed" in run.sent[:200]
         assert set(run.sent[200:]) == {"dense"}
+
+
+def test_steps_whose_times_scatter_are_not_taken_for_a_change() -> None:
+    def restless(step: int) -> float:
+        return float(np.random.default_rng(step).lognormal(sigma=0.5))
+
+    run = Run({"dense": restless, "compressed": lambda step: 1.2 * restless(step)})
+    run.go({"dense": 1.0, "compressed": 1.2}, 6000)
+    assert "steps have changed" not in run.reasons()
 
 
 def test_steps_that_change_for_ever_are_followed_more_and_more_patiently() -> None:

@@ -34,6 +34,16 @@ def variables(extra: Mapping[str, str] | None) -> dict[str, str]:
     return {**_VARIABLES, **os.environ, "PATH": path, **(extra or {})}
 
 
+def cores_of(host: int, hosts: int) -> set[int]:
+    """The machine's cores that are a host's own; with more hosts than cores, the one that it shares.
+
+    Left to move between cores, ranks get in each other's way by chance, and the same step takes now once, now twice
+    its time.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return set(cores[host::hosts]) if len(cores) >= hosts else {cores[host % len(cores)]}
+
+
 def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
     """The command that becomes `command` on one host, which has a host name of its own."""
     set_name = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'

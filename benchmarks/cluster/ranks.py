@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its path, from any folder
 
-from benchmarks.cluster.launch import host_command  # noqa: E402
+from benchmarks.cluster.launch import cores_of, host_command  # noqa: E402
 from benchmarks.cluster.namespaces import address  # noqa: E402
 
 _GRACE_SECONDS = 5
@@ -54,16 +54,6 @@ def main(cluster: str, hosts: int, slots: int, command: list[str]) -> int:
         keep = functools.partial(os.sched_setaffinity, 0, cores_of(host, hosts))
         processes.append(subprocess.Popen(full, env={**os.environ, **common, **own}, preexec_fn=keep))
     return _wait(processes)
-
-
-def cores_of(host: int, hosts: int) -> set[int]:
-    """The machine's cores that are a host's own; with more hosts than cores, the one that it shares.
-
-    Left to move between cores, ranks get in each other's way by chance, and the same step takes now once, now twice
-    its time.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    return set(cores[host::hosts]) if len(cores) >= hosts else {cores[host % len(cores)]}
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:

@@ -129,8 +129,8 @@ def norm(arrays: Sequence[Array]) -> Array:
 
 def norms(arrays: Sequence[Array]) -> Array:
     wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
-    each = [torch.linalg.vector_norm(x, dtype=dtype).double() for x, dtype in zip(arrays, wide, strict=True)]
-    return torch.stack(each)
+    each = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(arrays, wide, strict=True)]
+    return torch.stack(each).double()  # of mixed types, stack takes the wider
 
 
 def mean_to_std(arrays: Sequence[Array]) -> Array:

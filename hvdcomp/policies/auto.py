@@ -39,6 +39,7 @@ _DOUBT = 0.1  # a prediction may be so much too high; what is within that is tri
 _NOTICEABLE = 0.01  # differences of step times that are looked for
 _MOST = 8  # measurements of a candidate that cannot be told apart from the best, in windows
 _PATIENCE, _MOST_PATIENCE = 2, 64  # looks in a row
+_SURE = 3  # standard errors that a change of the step time has to be above: else restless steps open all without end
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class Auto(Policy[AutoState]):
             now = Measured.of(counted)
             usual = state.usual.get(state.chosen, now.seconds)
             state = dataclasses.replace(state, usual={**state.usual, state.chosen: usual})
-            if abs(now.seconds - usual) > self.drift * usual:
+            if abs(now.seconds - usual) > max(self.drift * usual, _SURE * now.error):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
                     why = f"steps take {_ms(now.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"

