@@ -21,7 +21,7 @@ from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, 
 MEASURED = {"none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0, "powersgd:rank=4": 50.0}
 
 
-def result() -> dict[str, Any]:
+def result(hosts: int = 2) -> dict[str, Any]:
     """What a cluster's ranks would write: 4 MB at 1e8 bytes/s between two ranks take 40 ms."""
     encode = {"topk:ratio=0.01": EncodeTime(0.02), "powersgd:rank=4": EncodeTime(0.01)}
     facts = ModelFacts((TensorInfo("w", (1000, 1000)),), Compute(0.05, 0.01, encode=encode, ready=((1.0, 1.0),)), 1e9)
@@ -31,14 +31,17 @@ def result() -> dict[str, Any]:
         method: {"median_ms": time, "quartiles_ms": [0.9 * time, 1.1 * time], "bytes_per_step": 1.0}
         for method, time in {"compute": 60.0, **MEASURED}.items()
     }
-    return {"calibration": as_json(calibration), "noisy": {}, "steps": {"m": steps}, "alone": "compute", "auto": "auto"}
+    place = {"hosts": hosts, "rate": "1gbit", "model": "m"}
+    measured = {"calibration": as_json(calibration), "noisy": {}, "steps": steps, "alone": "compute", "auto": "auto"}
+    return place | measured
 
 
 def test_rows_hold_what_was_predicted_and_measured() -> None:
-    rows = {row.method: row for row in compare(2, "1gbit", result())}
+    rows = {row.method: row for row in compare(result())}
     assert list(rows) == list(MEASURED)
     assert rows["none"].predicted_ms == pytest.approx(60 + 40)
     assert rows["none"].error == pytest.approx(100 / 120 - 1)
+    assert rows["none"].compute_error == pytest.approx(0.0)  # 60 ms
     assert rows["hvd.fp16"].predicted_ms == pytest.approx(60 + 20)
     assert rows["topk:ratio=0.01"].predicted_ms == pytest.approx(60 + 20 + 10_000 * 8 / 1e5, rel=0.01)
     assert rows["topk:ratio=0.01"].noise == pytest.approx(0.2)
@@ -48,13 +51,13 @@ def test_rows_hold_what_was_predicted_and_measured() -> None:
 
 
 def test_gains_and_files(tmp_path: Path) -> None:
-    rows = compare(2, "1gbit", result()) + compare(4, "1gbit", result())
+    rows = compare(result()) + compare(result(4))
     assert [(gain.hosts, gain.best, gain.over_dense, gain.over_fp16, gain.predicted_best) for gain in gains(rows)] == [
         (2, "topk:ratio=0.01", 3.0, 2.0, "powersgd:rank=4"),
         (4, "topk:ratio=0.01", 3.0, 2.0, "powersgd:rank=4"),
     ]
     noisy = {"m, passes": {"seconds": 0.1, "spread": 0.42}}
-    details = {"command": "hvdcomp bench steps", "runs": [{"hosts": 2, "rate": "1gbit", **result(), "noisy": noisy}]}
+    details = {"command": "hvdcomp bench steps", "runs": [{**result(), "noisy": noisy}]}
     files = write(tmp_path, "steps", rows, details)
     assert [file.suffix for file in files] == [".json", ".csv", ".md", ".png"]
     assert len(json.loads(files[0].read_text())["rows"]) == len(rows)
@@ -63,14 +66,14 @@ def test_gains_and_files(tmp_path: Path) -> None:
     text = files[2].read_text()
     assert summary(rows) in text
     assert "| 2 | 1gbit | m | none | 120.0 |" in text
-    assert "2 hosts, 1gbit: m, passes (42%)" in text
+    assert "m, 2 hosts, 1gbit: m, passes (42%)" in text
     assert files[3].read_bytes().startswith(b"\x89PNG")
 
 
 def with_auto(turns: dict[str, list[list[float]]], best: str) -> dict[str, Any]:
     """The same of a cluster on which `auto` took turns with the best static choice, and with dense or not."""
-    run = {"hosts": 2, "rate": "1gbit", **result()}
-    run["steps"]["m"]["auto"] = {
+    run = result()
+    run["steps"]["auto"] = {
         "median_ms": 42.0, "quartiles_ms": [41.0, 43.0], "bytes_per_step": 1.0, "compressor": "topk:ratio=0.01",
         "chosen": "compressed", "predicted_ms": 45.0, "best": best, "against": turns,
     }  # fmt: skip
@@ -84,14 +87,14 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     assert (found.best, found.chosen, found.compressor) == ("topk:ratio=0.01", "compressed", "topk:ratio=0.01")
     assert found.over_best == pytest.approx(41 / 40)  # the middle of 41/40, 44/44 and 42/40
     assert found.over_dense == pytest.approx(42 / 120)  # far behind: it took no turns
-    assert [row.method for row in compare(2, "1gbit", run)] == list(MEASURED)  # it is no static choice itself
+    assert [row.method for row in compare(run)] == list(MEASURED)  # it is no static choice itself
     near = with_auto({**turns, "none": [[41.0], [40.0], [42.0]]}, "topk:ratio=0.01")
     (close,) = choices([near])
     assert close.over_dense == pytest.approx(1.0)
     said = auto_summary([found, close])
     assert "1.025 times that of the best static choice in the median" in said
     assert "1.000 times that of dense at most (m, 2 hosts, 1gbit)" in said
-    assert choices([{"hosts": 2, "rate": "1gbit", **result()}]) == []
+    assert choices([result()]) == []
 
 
 def test_turns_are_short_where_steps_are_long() -> None:

@@ -5,7 +5,6 @@ Rank 0 writes lines that begin with "PROGRESS ", and one JSON file with the cali
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -26,15 +25,13 @@ _FAR = 1.3
 
 
 @click.command()
-@click.option("--model", "models", multiple=True, required=True)
+@click.option("--model", required=True)
 @click.option("--compressor", "specs", multiple=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
-@click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps, of each model.")
+@click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-def main(
-    models: tuple[str, ...], specs: tuple[str, ...], batch_size: int, seed: int, seconds: float, output: Path
-) -> None:
+def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds: float, output: Path) -> None:
     """Calibrates, measures, and writes what was found."""
     from hvdcomp.bench.calibrate import calibrate
     from hvdcomp.train import environment
@@ -48,31 +45,27 @@ def main(
             print(f"{PROGRESS}{what}", flush=True)
 
     made = calibrate(
-        models,
+        [model],
         [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
         name=output.stem,
         batch_size=batch_size,
         seed=seed,
-        seconds=seconds * len(models),
+        seconds=seconds,
         show=lambda what: show(f"calibrating, {what}"),
     )
-    file = output.with_name("calibration.json")
+    file = output.with_name(f"{output.stem}.calibration.json")
     if ranks.rank == 0:
         save(made.calibration, file)
-    steps = {}
-    for number, model in enumerate(models):
-        best = _predicted_best(made.calibration, model, specs)
-        log = output.with_name(f"decisions{number}.jsonl")
-        auto = AutoTraining(best, file, log, model, batch_size, seed) if best else None
-        others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
-        steps[model] = _measure(others, auto, seconds, lambda what, model=model: show(f"measuring, {model}: {what}"))  # type: ignore[misc]
-        del others, auto
-        gc.collect()  # optimizers and their hooks hold each other
+    best = _predicted_best(made.calibration, model, specs)
+    log = output.with_suffix(".jsonl")
+    auto = AutoTraining(best, file, log, model, batch_size, seed) if best else None
+    others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
+    steps = _measure(others, auto, seconds, lambda what: show(f"measuring, {what}"))
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
         calibration = as_json(made.calibration)
         result = {"calibration": calibration, "noisy": noisy, "steps": steps, "alone": COMPUTE, "auto": AUTO}
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        output.write_text(json.dumps(result) + "\n")
 
 
 def _measure(

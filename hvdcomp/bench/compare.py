@@ -25,6 +25,8 @@ class Row:
     Attributes:
         measured_ms, low_ms, high_ms: median and quartiles of the steps.
         error: predicted / measured - 1.
+        compute_error: the same of training without any communication, as calibrated and as measured beside: how far the
+            machine itself was not equally fast.
         compute_ms, encode_ms, network_ms, latency_ms: the parts of the prediction.
         noise: relative distance between the quartiles of the measured steps.
     """
@@ -38,6 +40,7 @@ class Row:
     high_ms: float
     predicted_ms: float
     error: float
+    compute_error: float
     compute_ms: float
     encode_ms: float
     network_ms: float
@@ -85,70 +88,75 @@ class Choice:
     over_dense: float
 
 
-def compare(hosts: int, rate: str, result: dict[str, Any]) -> list[Row]:
-    """The rows of one cluster, from what its ranks wrote."""
-    calibration = from_json(result["calibration"])
+def compare(run: dict[str, Any]) -> list[Row]:
+    """The rows of one model on one cluster, from what its ranks wrote."""
+    calibration, model = from_json(run["calibration"]), run["model"]
+    measured = _static(run)
+    specs = {method: STOCK_SPECS.get(method, method) for method in measured}
+    adviser = Adviser(calibration, model, list(specs.values()))
+    compute = calibration.models[model].compute
+    alone = (compute.forward_s or 0.0) + compute.backward_s + compute.optimizer_s
     rows = []
-    for model, steps in result["steps"].items():
-        measured = static_steps(result, steps)
-        specs = {method: STOCK_SPECS.get(method, method) for method in measured}
-        adviser = Adviser(calibration, model, list(specs.values()))
-        for method, one in measured.items():
-            spec = str(parse_compressor(specs[method]))
-            parts = adviser.parts(spec, Setting(int(calibration.machine["ranks"])))
-            low, high = one["quartiles_ms"]
-            predicted = 1e3 * float(parts.total)
-            rows.append(
-                Row(
-                    hosts=hosts,
-                    rate=rate,
-                    model=model,
-                    method=method,
-                    measured_ms=one["median_ms"],
-                    low_ms=low,
-                    high_ms=high,
-                    predicted_ms=predicted,
-                    error=predicted / one["median_ms"] - 1,
-                    compute_ms=1e3 * float(parts.compute),
-                    encode_ms=1e3 * float(parts.encode),
-                    network_ms=1e3 * float(parts.transfer),
-                    latency_ms=1e3 * float(parts.latency),
-                    noise=(high - low) / one["median_ms"],
-                    bytes_per_step=one["bytes_per_step"],
-                )
+    for method, one in measured.items():
+        parts = adviser.parts(str(parse_compressor(specs[method])), Setting(int(calibration.machine["ranks"])))
+        low, high = one["quartiles_ms"]
+        predicted = 1e3 * float(parts.total)
+        rows.append(
+            Row(
+                hosts=run["hosts"],
+                rate=run["rate"],
+                model=model,
+                method=method,
+                measured_ms=one["median_ms"],
+                low_ms=low,
+                high_ms=high,
+                predicted_ms=predicted,
+                error=predicted / one["median_ms"] - 1,
+                compute_error=1e3 * alone / run["steps"][run["alone"]]["median_ms"] - 1,
+                compute_ms=1e3 * float(parts.compute),
+                encode_ms=1e3 * float(parts.encode),
+                network_ms=1e3 * float(parts.transfer),
+                latency_ms=1e3 * float(parts.latency),
+                noise=(high - low) / one["median_ms"],
+                bytes_per_step=one["bytes_per_step"],
             )
+        )
     return rows
 
 
-def static_steps(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, Any]:
-    """Of one model's measured steps those of the methods that always send the same way."""
-    return {method: one for method, one in steps.items() if method not in (result["alone"], result["auto"])}
+def place_of(run: dict[str, Any]) -> str:
+    """Where it was, in words."""
+    return f"{run['model']}, {run['hosts']} hosts, {run['rate']}"
+
+
+def _static(run: dict[str, Any]) -> dict[str, Any]:
+    """The measured steps of the methods that always send the same way."""
+    return {method: one for method, one in run["steps"].items() if method not in (run["alone"], run["auto"])}
 
 
 def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
-    """What `auto` did in each setting, from what the ranks of each cluster wrote."""
+    """What `auto` did in each setting, from what the ranks wrote."""
     found = []
     for run in runs:
-        for model, steps in run["steps"].items():
-            auto = steps.get(run["auto"])
-            if auto is None:
-                continue
-            turns = auto["against"]
-            over = {method: _ratio(turns[run["auto"]], turns[method]) for method in turns}
-            found.append(
-                Choice(
-                    hosts=run["hosts"],
-                    rate=run["rate"],
-                    model=model,
-                    compressor=auto["compressor"],
-                    chosen=auto["chosen"],
-                    predicted_ms=auto["predicted_ms"],
-                    measured_ms=auto["median_ms"],
-                    best=auto["best"],
-                    over_best=over[auto["best"]],
-                    over_dense=over.get("none", auto["median_ms"] / steps["none"]["median_ms"]),
-                )
+        auto = run["steps"].get(run["auto"])
+        if auto is None:
+            continue
+        turns = auto["against"]
+        over = {method: _ratio(turns[run["auto"]], turns[method]) for method in turns}
+        found.append(
+            Choice(
+                hosts=run["hosts"],
+                rate=run["rate"],
+                model=run["model"],
+                compressor=auto["compressor"],
+                chosen=auto["chosen"],
+                predicted_ms=auto["predicted_ms"],
+                measured_ms=auto["median_ms"],
+                best=auto["best"],
+                over_best=over[auto["best"]],
+                over_dense=over.get("none", auto["median_ms"] / run["steps"]["none"]["median_ms"]),
             )
+        )
     return found
 
 
@@ -207,7 +215,7 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "of it")
+HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -225,6 +233,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.low_ms:.1f} to {row.high_ms:.1f}",
         f"{row.predicted_ms:.1f}",
         f"{row.error:+.0%}",
+        f"{row.compute_error:+.0%}",
         f"{largest} {parts[largest]:.1f}",
     )
 
@@ -234,7 +243,8 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps; the last column "
+        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps. The column "
+        "compute is the error of the time without any communication, between calibrating and measuring; the last one "
         "is the largest part of the prediction, in ms.",
         "",
         *_markdown_table(HEADINGS, [cells(row) for row in rows]),
@@ -268,13 +278,9 @@ def auto_summary(found: Sequence[Choice]) -> str:
     slowest, slower = (max(found, key=lambda one: getattr(one, name)) for name in ("over_best", "over_dense"))
     return (
         f"A step with auto takes {statistics.median(one.over_best for one in found):.3f} times that of the best static "
-        f"choice in the median, {slowest.over_best:.3f} times at most ({_place(slowest)}); {slower.over_dense:.3f} "
-        f"times that of dense at most ({_place(slower)})."
+        f"choice in the median, {slowest.over_best:.3f} times at most ({place_of(vars(slowest))}); "
+        f"{slower.over_dense:.3f} times that of dense at most ({place_of(vars(slower))})."
     )
-
-
-def _place(choice: Choice) -> str:
-    return f"{choice.model}, {choice.hosts} hosts, {choice.rate}"
 
 
 def _auto(found: Sequence[Choice]) -> list[str]:
@@ -295,7 +301,7 @@ def _auto(found: Sequence[Choice]) -> list[str]:
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
     """What was too noisy to trust, by the calibrations' own account."""
     lines = [
-        f"- {run['hosts']} hosts, {run['rate']}: "
+        f"- {place_of(run)}: "
         + "; ".join(f"{what} ({one['spread']:.0%})" for what, one in run["noisy"].items())
         for run in runs
         if run["noisy"]

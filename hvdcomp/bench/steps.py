@@ -72,8 +72,13 @@ def check(hosts: Sequence[int], rates: Sequence[str]) -> None:
 
 def measure(
     hosts: Sequence[int], rates: Sequence[str], options: Options, show: Callable[[str], None]
-) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Measures cluster by cluster; yields hosts, rate and what its ranks wrote.
+) -> Iterator[dict[str, Any]]:
+    """Measures cluster by cluster, and on each model by model.
+
+    Each model is calibrated just before it is measured: machines are not equally fast all the time.
+
+    Yields:
+        What the ranks wrote, with `hosts`, `rate` and `model`.
 
     Args:
         show: called with what comes next, in another thread.
@@ -82,28 +87,33 @@ def measure(
         StepsError: if a run failed; with the end of what it said.
     """
     package = cluster_package()
-    worker = Path(package.__file__).with_name("compare_worker.py")
-    for number in hosts:
-        for rate in rates:
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / f"{number} hosts, {rate}.json"
-                command = [sys.executable, str(worker), *_arguments(options), "--output", str(file)]
-                said: list[str] = []
-                take = _taker(said, lambda what, place=f"{number} hosts, {rate}": show(f"{place}: {what}"))  # type: ignore[misc]
-                try:
-                    with package.Cluster(number, rate) as cluster:
-                        code = cluster.run(command, output=take, env={"OMP_NUM_THREADS": "1"})
-                except package.ClusterError as error:
-                    raise StepsError(str(error)) from None
-                if code != 0 or not file.exists():
-                    end = "".join(said[-_KEPT_LINES:])
-                    raise StepsError(f"the run on {number} hosts at {rate} ended with code {code}:\n{end}")
-                yield number, rate, json.loads(file.read_text())
+    try:
+        for number in hosts:
+            for rate in rates:
+                with package.Cluster(number, rate) as cluster:
+                    for model in options.models:
+                        place = {"hosts": number, "rate": rate, "model": model}
+                        yield place | _run(cluster, place, options, show)
+    except package.ClusterError as error:
+        raise StepsError(str(error)) from None
+
+
+def _run(cluster: Any, place: dict[str, Any], options: Options, show: Callable[[str], None]) -> dict[str, Any]:
+    name = "{model}, {hosts} hosts, {rate}".format(**place)
+    worker = Path(cluster_package().__file__).with_name("compare_worker.py")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{place['hosts']} hosts, {place['rate']}.json"
+        command = [sys.executable, str(worker), "--model", place["model"], *_arguments(options), "--output", str(file)]
+        said: list[str] = []
+        take = _taker(said, lambda what: show(f"{name}: {what}"))
+        code = cluster.run(command, output=take, env={"OMP_NUM_THREADS": "1"})
+        if code != 0 or not file.exists():
+            raise StepsError(f"the run of {name} ended with code {code}:\n{''.join(said[-_KEPT_LINES:])}")
+        return json.loads(file.read_text())
 
 
 def _arguments(options: Options) -> list[str]:
-    words = [word for model in options.models for word in ("--model", model)]
-    words += [word for spec in options.compressors for word in ("--compressor", spec)]
+    words = [word for spec in options.compressors for word in ("--compressor", spec)]
     return [*words, "--batch-size", str(options.batch_size), "--seconds", str(options.seconds)]
 
 

@@ -112,7 +112,7 @@ def steps(
     On each cluster: calibrates, then trains with dense gradients, Horovod's fp16 and each compressor in turns.
     """
     from hvdcomp.bench import steps as runs
-    from hvdcomp.bench.compare import HEADINGS, auto_summary, cells, choices, compare, gains, summary, write
+    from hvdcomp.bench.compare import HEADINGS, auto_summary, cells, choices, compare, gains, place_of, summary, write
 
     try:
         import matplotlib  # noqa: F401
@@ -136,17 +136,15 @@ def steps(
     console = Console(highlight=False, width=max(120, Console().width))
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=len(numbers) * len(rates))
+        task = progress.add_task("starting", total=len(numbers) * len(rates) * len(models))
         try:
-            for number, rate, result in runs.measure(
-                numbers, rates, wanted, lambda what: progress.update(task, description=what)
-            ):
-                rows += compare(number, rate, result)
-                results.append({"hosts": number, "rate": rate, **result})
+            for result in runs.measure(numbers, rates, wanted, lambda what: progress.update(task, description=what)):
+                rows += compare(result)
+                results.append(result)
                 details = {"command": _steps_command(numbers, rates, wanted, output), "runs": results}
                 files = write(output, "steps-measured", rows, {**details, **runs.environment_facts()})
                 progress.advance(task)
-                progress.console.print(f"{number} hosts, {rate}: measured", highlight=False)
+                progress.console.print(f"{place_of(result)}: measured", highlight=False)
         except runs.StepsError as error:
             raise click.ClickException(str(error)) from None
     table = Table(*HEADINGS)
@@ -164,7 +162,7 @@ def steps(
         console.print(auto_summary(found), soft_wrap=True)
     for result in results:
         if result["noisy"]:
-            console.print(f"noisy on {result['hosts']} hosts, {result['rate']}: {', '.join(result['noisy'])}")
+            console.print(f"noisy, {place_of(result)}: {', '.join(result['noisy'])}")
     click.echo(f"wrote {', '.join(map(str, files))}")
 
 
