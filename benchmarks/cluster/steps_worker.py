@@ -176,13 +176,13 @@ def measure_within(
         turn += sum(training.times.step_ms[-1]) / 1000
         training.forget()
     turn = hvd.broadcast_object(turn, name="steps.turn")
-    _, steps = turn_of(turn / len(trainings))
-    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / (turn * (1 + steps)))))
+    settling, steps = turn_of(turn / len(trainings))
+    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / (turn * (settling + steps)))))
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")
         first = number % len(trainings)
         for training in (*trainings[first:], *trainings[:first]):
-            training.block(steps, settling=1)
+            training.block(steps, settling)
 
 
 def measure(
