@@ -37,7 +37,6 @@ class AutoTraining(Training):
             "policy": hvdcomp.Auto(calibration=str(calibration), model=model_name),
             "decision_log": log,
         }
-        self._log = log
         self._others = ExitStack()  # the policy's clock stands still in it
         super().__init__(AUTO, model_name, batch_size, seed)
 
@@ -58,7 +57,7 @@ class AutoTraining(Training):
         """What was chosen in the end, of what, and how often another; on rank 0."""
         from hvdcomp.decision_log import Decided, read_decisions
 
-        decided = [line for line in read_decisions(self._log) if isinstance(line, Decided)]
+        decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
         chosen = [line.state["chosen"] for line in decided]
         last = decided[-1].state
         return {

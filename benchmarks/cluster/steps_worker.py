@@ -25,7 +25,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS, SetupError
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 60
+_MOST_ROUNDS = 60
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
 COMPUTE = "compute"  # training alone: no gradient leaves the rank
@@ -159,7 +159,7 @@ class Training:
 def measure_within(
     trainings: Sequence[Training], *, seconds: float, show: Callable[[str], None]
 ) -> None:
-    """Trains in turns, for about so many seconds and three rounds at least.
+    """Trains in turns, for about so many seconds and some rounds at least.
 
     Args:
         trainings: that take turns.
@@ -167,7 +167,7 @@ def measure_within(
     """
     import horovod.torch as hvd
 
-    from hvdcomp.bench.workload import turn_of
+    from hvdcomp.bench.workload import in_turn, turns_within
 
     turn = 0.0
     for training in trainings:
@@ -176,12 +176,10 @@ def measure_within(
         turn += sum(training.times.step_ms[-1]) / 1000
         training.forget()
     turn = hvd.broadcast_object(turn, name="steps.turn")
-    settling, steps = turn_of(turn / len(trainings))
-    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / (turn * (settling + steps)))))
+    rounds, settling, steps = turns_within(seconds, turn, len(trainings), _MOST_ROUNDS)
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")
-        first = number % len(trainings)
-        for training in (*trainings[first:], *trainings[:first]):
+        for training in in_turn(trainings, number):
             training.block(steps, settling)
 
 
@@ -195,11 +193,12 @@ def measure(
         steps: of a block, that count.
         show: called on every rank with the number of the round, from 0 for the warm-up.
     """
+    from hvdcomp.bench.workload import in_turn
+
     trainings = [Training(method, model, batch_size, seed) for method in (COMPUTE, *methods)]
     for number in range(rounds + 1):
         show(number)
-        first = number % len(trainings)
-        for training in trainings[first:] + trainings[:first]:
+        for training in in_turn(trainings, number):
             training.block(steps)
             if number == 0:
                 training.forget()

@@ -20,7 +20,7 @@ import torch
 
 from hvdcomp.bench.fit import Reading, halves
 from hvdcomp.bench.probe_network import Show, fusion_threshold
-from hvdcomp.bench.workload import Workload, build, turn_of
+from hvdcomp.bench.workload import Workload, build, in_turn, turns_within
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.engine import Engine
@@ -33,7 +33,7 @@ from hvdcomp.perfmodel.schedule import sequential
 
 _FORWARD, _BACKWARD, _MIDDLE, _OPTIMIZER = range(4)  # parts of a step; the middle is the exchange, or stands for it
 _LEARNING_RATE = 1e-4
-_FEWEST, _MOST = 5, 20  # rounds of turns
+_MOST_ROUNDS = 20  # of turns
 _READY_STEPS = 5
 _DECODES = 3
 _SOURCE = "hvdcomp calibrate"
@@ -266,14 +266,11 @@ def _take_turns(ways: Ways, seconds: float, show: Show) -> dict[str, np.ndarray]
         hvd.barrier()
         second += sum(training.step())
     second = hvd.broadcast_object(second, name="hvdcomp.calibrate.turn")
-    settling, block = turn_of(second / len(ways))
-    rounds = int(min(_MOST, max(_FEWEST, seconds / (second * (settling + block)))))
+    rounds, settling, block = turns_within(seconds, second, len(ways), _MOST_ROUNDS)
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
-    names = list(ways)
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in in_turn(list(ways), number):
             hvd.barrier()
             # None between the steps: ranks that share a core would wait in it for what they take from each other.
             for _ in range(settling):

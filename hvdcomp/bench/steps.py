@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hvdcomp
+from hvdcomp.bench.compare import place_of
 
 _PROGRESS = "PROGRESS "  # what lines of benchmarks/cluster/compare_worker.py begin with
 _KEPT_LINES = 30
@@ -99,7 +100,7 @@ def measure(
 
 
 def _run(cluster: Any, place: dict[str, Any], options: Options, show: Callable[[str], None]) -> dict[str, Any]:
-    name = "{model}, {hosts} hosts, {rate}".format(**place)
+    name = place_of(place)
     worker = Path(cluster_package().__file__).with_name("compare_worker.py")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{place['hosts']} hosts, {place['rate']}.json"

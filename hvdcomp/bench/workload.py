@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -17,6 +17,9 @@ from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
 _CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
 _TOKENS, _LENGTH = 100, 64  # characters of a text
 _TURN_S, _MOST_STEPS = 0.25, 8
+_FEWEST_ROUNDS = 5
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,25 @@ def turn_of(step_s: float) -> tuple[int, int]:
     if step_s >= _TURN_S:
         return 0, 1
     return 1, max(2, min(_MOST_STEPS, int(_TURN_S / step_s)))
+
+
+def turns_within(seconds: float, round_s: float, trainings: int, most: int) -> tuple[int, int, int]:
+    """Rounds in which some trainings take turns, for about so many seconds, and the two kinds of steps of a turn.
+
+    Args:
+        seconds: to fill; some rounds are made in any case.
+        round_s: what one step of each training takes together.
+        trainings: their number.
+        most: rounds that are enough.
+    """
+    settling, steps = turn_of(round_s / trainings)
+    return int(min(most, max(_FEWEST_ROUNDS, seconds / (round_s * (settling + steps))))), settling, steps
+
+
+def in_turn(trainings: Sequence[T], number: int) -> list[T]:
+    """The order of a round: each begins with another, so that what comes first or after what falls on all alike."""
+    first = number % len(trainings)
+    return [*trainings[first:], *trainings[:first]]
 
 
 def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
