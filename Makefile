@@ -79,8 +79,10 @@ lint: setup  ## check style and types (ruff, mypy)
 	@ruff check .
 	@mypy
 
+# Tests that start ranks need all cores; the others share them, a file in one process. `pytest` alone runs all in turn.
 test: lint  ## lint, then run all tests
-	@pytest
+	@pytest -m "not alone" --numprocesses $$(nproc) --dist loadfile --no-loadscope-reorder
+	@pytest -m alone
 
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
 	@hvdcomp bench encode --model resnet50 --repeats 9 --output docs/encode

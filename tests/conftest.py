@@ -20,17 +20,20 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("hvdcomp")
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Where the machine is there for the tests, installs what some of them need beside Python's packages.
 
     If that fails, the script has said why, and those tests are skipped with what is missing.
     """
+    if hasattr(session.config, "workerinput"):
+        return  # one of pytest-xdist's processes, whose parent has done it
     if os.environ.get("HVDCOMP_INSTALL_SYSTEM_PACKAGES") == "1":
         script = Path(__file__).parents[1] / "scripts" / "install-system-packages"
         subprocess.run([script, "--slurm", "--images"], check=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: its ranks need all cores or the machine's network: no test beside it")
     config.addinivalue_line("markers", "network: downloads packages; skipped where no package index can be reached")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     try:

@@ -18,6 +18,8 @@ from hvdcomp.collectives import TensorInfo
 from hvdcomp.commands.bench import command
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 
+pytestmark = pytest.mark.alone
+
 MEASURED = {"none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0, "powersgd:rank=4": 50.0}
 
 

@@ -29,6 +29,8 @@ from hvdcomp.perfmodel import Collective, CollectiveCost, Compute, Exchange, Net
 from hvdcomp.train.settings import SetupError
 from tests.launch import run_ranks
 
+pytestmark = pytest.mark.alone
+
 SIZES = [64, *(1 << power for power in range(12, 25, 2))]
 CYCLE = 1e-3
 _COMMAND = str(Path(sys.executable).parent / "hvdcomp")

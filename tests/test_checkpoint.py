@@ -70,6 +70,8 @@ def test_a_training_goes_on_from_any_step_as_if_never_stopped(spec: str, text: s
         # That checkpoints are written changes nothing.
         assert (whole.plans, whole.batches, whole.result_bits()) == (plain.plans, plain.batches, plain.result_bits())
         for stop, state in enumerate(states):
+            if backend == "tensorflow" and stop % 3:
+                continue  # its operations one by one are slow
             resumed = driven(communicator, spec, policy, backend, state)
             assert resumed.engine.step_number == stop
             assert resumed.engine.ledger.steps == stop
@@ -123,6 +125,8 @@ def test_an_engine_without_a_policy_goes_on_with_its_level_and_what_other_memori
             states.append(state_of(whole, None, copy))
             results += go(whole, step + 1)
         for stop, state in enumerate(states):
+            if backend == "tensorflow" and stop % 3:
+                continue  # its operations one by one are slow
             resumed = engine_of(communicator)
             restore(state, resumed, None, lambda array, name: copy(array))
             assert go(resumed, 8) == results[stop:], stop
@@ -205,6 +209,11 @@ def resumed_with(states: list[Mapping[str, Any]]) -> tuple[list[Driven], list[st
     return list(runs), [str(warning.message) for warning in caught if "residual" in str(warning.message)]
 
 
+def run_again(runs: list[Driven], steps: int) -> None:
+    """Some more steps of all ranks of a training."""
+    runs[0].engine.communicator.group.run(lambda communicator: runs[communicator.rank].run(steps))  # type: ignore[attr-defined]
+
+
 def go_on(runs: list[Driven], step: int, lost: list[bool]) -> None:
     """Ranks that begin at `step`, with the same warm starts and levels, and go on; some without their residuals."""
     for run, loses in zip(runs, lost, strict=True):
@@ -212,7 +221,7 @@ def go_on(runs: list[Driven], step: int, lost: list[bool]) -> None:
         assert run.coordinator.decision == runs[0].coordinator.decision
         assert run.engine.holds_residuals != loses
         assert all(run.engine.states[name].compressor for name in COMPRESSED)
-    run_ranks(len(runs), lambda communicator: runs[communicator.rank].run(4))
+    run_again(runs, 4)
     for run in runs[1:]:
         assert run.plans == runs[0].plans
         assert run.result_bits() == runs[0].result_bits()
@@ -252,7 +261,7 @@ def test_lost_residuals_are_zeros_and_not_those_of_another_rank() -> None:
     for kept in zeroed[1].engine.states.values():
         kept.memory = tuple(array * 0 for array in kept.memory)
     for trainings in (runs, zeroed):
-        run_ranks(2, lambda communicator, trainings=trainings: trainings[communicator.rank].run(3))
+        run_again(trainings, 3)
     assert runs[0].result_bits() == zeroed[0].result_bits()
     whole = states_after(8, 2)
     assert whole[0]["shared"]["step"] == 8

@@ -22,6 +22,8 @@ from benchmarks.cluster.launch import cores_of
 from benchmarks.cluster.rates import bucket_bytes
 from benchmarks.cluster.throughput import measure
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[1]
 MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
 

@@ -227,6 +227,7 @@ def test_a_learning_rate_scales_the_residual_alone() -> None:
     assert residual.any()
 
 
+@pytest.mark.alone
 def test_on_real_ranks(tmp_path: Path) -> None:
     """Refusal of an optimizer with momentum, and training, through stock Horovod."""
     pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")

@@ -11,6 +11,8 @@ from tests.launch import run_ranks
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here for TensorFlow")
 
+pytestmark = pytest.mark.alone
+
 _EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

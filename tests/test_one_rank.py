@@ -10,6 +10,8 @@ from tests.launch import run_ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
+pytestmark = pytest.mark.alone
+
 PROGRAM = """
 import torch
 import horovod.torch as hvd

@@ -12,6 +12,8 @@ from tests.launch import run_ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
+pytestmark = pytest.mark.alone
+
 STEPS = 20
 
 

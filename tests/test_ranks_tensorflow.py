@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_ranks
-from tests.multirank.outcomes import SETTINGS, cases, check, run_once
+from tests.multirank.outcomes import EACH_ONCE, cases, check, run_once
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+
+pytestmark = pytest.mark.alone
 
 _BOTH = "cases_tensorflow_and_torch"
 _MODULES = [
@@ -25,8 +27,7 @@ if find_spec("torch") is not None:
     _MODULES.append(_BOTH)
 
 
-@pytest.mark.parametrize(("count", "controller"), SETTINGS)
-@pytest.mark.parametrize(("module", "case"), cases(_MODULES))
+@pytest.mark.parametrize(("module", "case", "count", "controller"), cases(dict.fromkeys(_MODULES, EACH_ONCE)))
 def test_on_real_ranks(module: str, case: str, count: int, controller: str) -> None:
     check(run_once(module, count, controller), case)
 

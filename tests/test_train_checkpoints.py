@@ -16,6 +16,8 @@ from tests.test_train_data import _write_cifar10
 pytest.importorskip("sklearn")
 pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
+pytestmark = pytest.mark.alone
+
 # Runs `hvdcomp train` once per entry of a list, on ranks that stay. An entry may say after how many steps rank 1 gets a
 # signal, or a Python statement to run then on each rank. The ranks look every three steps whether one was told to stop.
 _PROGRAM = """

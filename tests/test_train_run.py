@@ -17,6 +17,8 @@ from tests.launch import run_ranks
 pytest.importorskip("sklearn")
 pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
+pytestmark = pytest.mark.alone
+
 _COMMAND = str(Path(sys.executable).parent / "hvdcomp")
 _STEP_FIELDS = {
     "step",

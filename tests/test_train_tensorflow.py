@@ -24,6 +24,8 @@ from hvdcomp.train import environment  # noqa: E402
 from hvdcomp.train.models import build_model  # noqa: E402
 from hvdcomp.train.settings import MODELS, SetupError  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 _COMMAND = str(Path(sys.executable).parent / "hvdcomp")
 
 # -- models

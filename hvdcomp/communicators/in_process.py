@@ -10,30 +10,99 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import Array
 
 Result = TypeVar("Result")
+Contribution = tuple[str, str, tuple[int, ...], Array]  # kind and name of the collective; shape and array of one rank
+
+
+class ReleasedError(Exception):
+    """Ends a rank that waits for one that will not come."""
 
 
 class InProcessGroup:
-    """The meeting place of `size` ranks."""
+    """The meeting place of `size` ranks.
+
+    One rank runs at a time, until it needs the others, and then the next: threads that computed at once would spend
+    most of the time of small steps waiting for Python's lock.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.slots: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size)
+        self.error: BaseException | None = None  # what all are released for
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._left: set[int] = set()
+        self._contributions: list[Contribution] = []
+        self._results: list[Array] = []
 
-    def meet(self, rank: int, contribution: Any) -> list[Any]:
-        """Gives this rank's contribution and returns all of them, in rank order."""
-        self.slots[rank] = contribution
-        self.barrier.wait()
-        everyone = list(self.slots)
-        self.barrier.wait()
-        return everyone
+    def meet(self, rank: int, contribution: Contribution) -> Array:
+        """Gives this rank's contribution and returns what is made of all of them, in rank order."""
+        if self.size == 1:
+            return _results([contribution])[0]
+        if self._left:
+            self._fail(RuntimeError(f"rank {min(self._left)} has ended, and another waits for it: {contribution[:3]}"))
+        else:
+            self._contributions.append(contribution)
+            if len(self._contributions) == self.size:
+                self._finish()
+            self._pass_on(rank)
+            self._turns[rank].acquire()
+        if self.error is not None:
+            raise ReleasedError
+        return self._results[rank]
+
+    def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
+        """As `run_ranks`; what another run left with the communicators of this group may go on in a second."""
+        self.error, self._left, self._contributions = None, set(), []
+        results: list[Any] = [None] * self.size
+
+        def run(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                results[rank] = work(InProcessCommunicator(self, rank))
+            except ReleasedError:
+                pass
+            except BaseException as error:
+                self._fail(error)
+            self._leave(rank)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+        return results
+
+    def _leave(self, rank: int) -> None:
+        self._left.add(rank)
+        if self._contributions:
+            self._fail(RuntimeError(f"rank {rank} has ended, and another waits for it: {self._contributions[0][:3]}"))
+        self._pass_on(rank)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all ranks when they meet; the first error counts."""
+        self.error = self.error or error
+
+    def _finish(self) -> None:
+        contributions, self._contributions = self._contributions, []
+        try:
+            self._results = _results(contributions)
+        except Exception as error:
+            self._fail(error)
+
+    def _pass_on(self, rank: int) -> None:
+        following = ((rank + distance) % self.size for distance in range(1, self.size + 1))
+        for other in following:
+            if other not in self._left:
+                self._turns[other].release()
+                break
 
 
 class InProcessCommunicator:
     """One rank of an `InProcessGroup`. Sums run in rank order, so that all ranks get the same bits."""
 
     def __init__(self, group: InProcessGroup, rank: int) -> None:
-        self._group = group
+        self.group = group
         self.rank = rank
         self.size = group.size
 
@@ -48,13 +117,16 @@ class InProcessCommunicator:
 
     def wait(self, handle: tuple[str, str, Array]) -> Array:
         kind, name, array = handle
-        everyone = self._group.meet(self.rank, (kind, name, tuple(array.shape), array))
-        if len({contribution[:3] for contribution in everyone}) > 1:
-            raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in everyone]}")
-        arrays = [contribution[3] for contribution in everyone]
-        result = _combine(kind, arrays)
-        self._group.barrier.wait()  # nobody reuses an array that another rank still reads
-        return result
+        return self.group.meet(self.rank, (kind, name, tuple(array.shape), array))
+
+
+def _results(contributions: list[Contribution]) -> list[Array]:
+    """What each rank gets, an array of its own."""
+    if len({contribution[:3] for contribution in contributions}) > 1:
+        raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in contributions]}")
+    combined = _combine(contributions[0][0], [array for *_, array in contributions])
+    xp = arrays_for(combined)
+    return [combined, *(xp.concatenate([combined]) for _ in contributions[1:])]
 
 
 def _combine(kind: str, arrays: list[Array]) -> Array:
@@ -75,23 +147,4 @@ def run_ranks(size: int, work: Callable[[InProcessCommunicator], Result]) -> Seq
     Raises:
         The first error of any rank; the other ranks are released from their collectives.
     """
-    group = InProcessGroup(size)
-    results: list[Any] = [None] * size
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(InProcessCommunicator(group, rank))
-        except BaseException as error:
-            if not isinstance(error, threading.BrokenBarrierError):
-                errors.append(error)
-            group.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return InProcessGroup(size).run(work)
