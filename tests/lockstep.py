@@ -51,6 +51,18 @@ def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed:
     return Exchanged(outcomes, requests)
 
 
+def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
+    """What the last rank gets of a compressor without state that gathers once; the others read nothing."""
+    xp = arrays_for(xs[0])
+    generators = [compressor.exchange(xp, x, (), Context("w", 0, 0, rank, len(xs))) for rank, x in enumerate(xs)]
+    answer = _answer([next(generator) for generator in generators])
+    try:
+        generators[-1].send(answer)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("it asked for more")
+
+
 def _answer(asked: list[Any]) -> Any:
     assert len({(type(request), *[tuple(array.shape) for array in arrays_of(request)]) for request in asked}) == 1
     if isinstance(asked[0], AllGather):

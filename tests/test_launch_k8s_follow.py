@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -392,6 +394,28 @@ def test_an_interrupt_leaves_the_job_unless_told_otherwise(api: KubernetesApi, c
     assert (("mpijobs", "mnist") in api.objects) is not cancel
     assert ("deleted" if cancel else "hvdcomp launch k8s delete mnist --namespace team") in errors
     assert "Traceback" not in errors
+
+
+def test_nothing_is_written_once_following_was_given_up() -> None:
+    """The thread that reads may live on; were it to write while Python exits, the command would be aborted."""
+    written, gone, read_on = [], threading.Event(), threading.Event()
+
+    class Endless:
+        def log(self, *arguments: Any, **options: Any) -> Iterator[bytes]:
+            yield b"2026-01-01T00:00:01Z before"
+            gone.wait(20)
+            yield b"2026-01-01T00:00:02Z after"
+            read_on.set()
+
+    log = following._Log(Endless(), written.append)  # type: ignore[arg-type]
+    log.read(("pod", 0))
+    deadline = time.monotonic() + 20
+    while not written and time.monotonic() < deadline:
+        time.sleep(0.01)
+    log.abandon()
+    gone.set()
+    assert read_on.wait(20)
+    assert written == ["before"]
 
 
 def test_lines_of_one_moment_are_counted() -> None:

@@ -81,6 +81,7 @@ def follow(
                 report(now)
             state = now
     finally:
+        log.abandon()
         for watch in watches:
             watch.stop()
 
@@ -152,6 +153,7 @@ class _Log:
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._lines = NewLines()
+        self._passing_on = threading.Lock()
 
     def read(self, attempt: tuple[str, int] | None) -> None:
         """Read this attempt, if it is not the one that is read already."""
@@ -171,6 +173,15 @@ class _Log:
             self._thread.join()
             self._thread = None
 
+    def abandon(self) -> None:
+        """Pass on nothing from now on: Python cannot exit while another thread writes to its standard output."""
+        with self._passing_on:
+            self._write = lambda line: None
+
+    def _pass_on(self, line: str) -> None:
+        with self._passing_on:
+            self._write(line)
+
     def _run(self, pod: str, ended: threading.Event) -> None:
         failures = 0
         while True:
@@ -179,14 +190,14 @@ class _Log:
                 log = self._cluster.log(pod, LAUNCHER, follow=not last, since=self._lines.seconds())
                 for line in self._lines.of(log):
                     failures = 0
-                    self._write(line)
+                    self._pass_on(line)
                 if last:
                     return
             except ClusterError as error:
                 # 400: the node of the pod does not answer
                 given_up = last and failures >= len(_PAUSES)
                 if given_up or (not error.transient and error.status != 400):
-                    self._write(f"hvdcomp: {error}; the end of the log is missing")
+                    self._pass_on(f"hvdcomp: {error}; the end of the log is missing")
                     return
                 failures += 1
             pause = _PAUSES[min(failures, len(_PAUSES) - 1)]
