@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: its ranks need all cores or the machine's network: no test beside it")
     config.addinivalue_line("markers", "network: downloads packages; skipped where no package index can be reached")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    # Started in the background by a shell, this process ignores Ctrl-C, and so would those that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         import torch
     except ImportError:
