@@ -79,10 +79,9 @@ lint: setup  ## check style and types (ruff, mypy)
 	@ruff check .
 	@mypy
 
-# Tests that start ranks need all cores. The others share them, each file in one process, and one process more than there
-# are cores, because some wait for a container or Slurm. `pytest` alone runs all in turn.
+# Tests that start ranks need all cores; the others share them, a file in one process. `pytest` alone runs all in turn.
 test: lint  ## lint, then run all tests
-	@pytest -m "not alone" --numprocesses $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
+	@pytest -m "not alone" --numprocesses $$(nproc) --dist loadfile --no-loadscope-reorder
 	@pytest -m alone
 
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)

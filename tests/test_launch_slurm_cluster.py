@@ -150,7 +150,7 @@ def test_words_reach_the_ranks_as_they_are(launch: Launcher, launcher: str) -> N
     done = launch.job("--launcher", launcher, "--env", value, "--", _PYTHON, "-c", program, *_HOSTILE)
     assert done.returncode == 0, done.stdout + done.stderr
     heard = [json.loads(line.removeprefix("words ")) for line in done.stdout.splitlines() if line.startswith("words ")]
-    assert heard == [[_HOSTILE, value.removeprefix("VALUE=")]] * 2
+    assert heard == [[_HOSTILE, value.removeprefix("VALUE=")]] * 2, done.stdout + done.stderr
     assert not (launch.folder / "injected").exists()
 
 
