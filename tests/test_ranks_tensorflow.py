@@ -14,20 +14,21 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run
 
 pytestmark = pytest.mark.alone
 
+# On two ranks only where nothing depends on their number, or `cases_tensorflow` has it.
 _BOTH = "cases_tensorflow_and_torch"
-_MODULES = [
-    "cases_tensorflow",
-    "cases_tensorflow_precision",
-    "cases_tensorflow_refused",
-    "cases_tensorflow_policies",
-    "cases_keras",
-    "cases_keras_callback",
-]
+_MODULES = {
+    "cases_tensorflow": EACH_ONCE,
+    "cases_tensorflow_precision": ((2, "mpi"),),
+    "cases_tensorflow_refused": EACH_ONCE,
+    "cases_tensorflow_policies": EACH_ONCE,
+    "cases_keras": ((2, "gloo"), (2, "mpi")),
+    "cases_keras_callback": ((2, "gloo"),),
+}
 if find_spec("torch") is not None:
-    _MODULES.append(_BOTH)
+    _MODULES[_BOTH] = EACH_ONCE
 
 
-@pytest.mark.parametrize(("module", "case", "count", "controller"), cases(dict.fromkeys(_MODULES, EACH_ONCE)))
+@pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))
 def test_on_real_ranks(module: str, case: str, count: int, controller: str) -> None:
     check(run_once(module, count, controller), case)
 

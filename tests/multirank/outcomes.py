@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch import run_ranks
 
-# With PyTorch, what is sent is tested in every setting. Other modules see each number of ranks and each controller
+# With PyTorch, what is sent is tested in every setting. Most other modules see each number of ranks and each controller
 # once: a compressor knows of neither, and two cores take minutes for each start of four ranks.
 EVERY_SETTING = ((2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi"))
 EACH_ONCE = ((2, "mpi"), (4, "gloo"))
