@@ -19,7 +19,7 @@ _LOST = "Horovod has been shut down"
 _MODULES = {
     "cases_torch": EVERY_SETTING,
     "cases_horovod": EACH_ONCE,
-    "cases_policies": ((2, "mpi"), (4, "gloo"), (4, "mpi")),
+    "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
     _JOIN: EACH_ONCE,
 }
 
