@@ -145,7 +145,9 @@ def test_a_rank_that_is_killed_is_said_so(launch: Launcher) -> None:
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_words_reach_the_ranks_as_they_are(launch: Launcher, launcher: str) -> None:
-    program = "import json, os, sys; print('words', json.dumps([sys.argv[1:], os.environ['VALUE']]), flush=True)"
+    # In one write, and from the start of a line: mpirun puts together what the ranks write as it comes.
+    said = "'\\nwords ' + json.dumps([sys.argv[1:], os.environ['VALUE']]) + '\\n'"
+    program = f"import json, os, sys; os.write(1, ({said}).encode())"
     value = "VALUE=a\n#SBATCH --time=1\r\n'\"$(touch injected)"
     done = launch.job("--launcher", launcher, "--env", value, "--", _PYTHON, "-c", program, *_HOSTILE)
     assert done.returncode == 0, done.stdout + done.stderr
