@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -398,7 +398,8 @@ def test_an_interrupt_leaves_the_job_unless_told_otherwise(api: KubernetesApi, c
 
 def test_nothing_is_written_once_following_was_given_up() -> None:
     """The thread that reads may live on; were it to write while Python exits, the command would be aborted."""
-    written, gone, read_on = [], threading.Event(), threading.Event()
+    written: queue.Queue[str] = queue.Queue()
+    gone, read_on = threading.Event(), threading.Event()
 
     class Endless:
         def log(self, *arguments: Any, **options: Any) -> Iterator[bytes]:
@@ -407,15 +408,13 @@ def test_nothing_is_written_once_following_was_given_up() -> None:
             yield b"2026-01-01T00:00:02Z after"
             read_on.set()
 
-    log = following._Log(Endless(), written.append)  # type: ignore[arg-type]
+    log = following._Log(Endless(), written.put)  # type: ignore[arg-type]
     log.read(("pod", 0))
-    deadline = time.monotonic() + 20
-    while not written and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert written.get(timeout=20) == "before"
     log.abandon()
     gone.set()
     assert read_on.wait(20)
-    assert written == ["before"]
+    assert written.empty()
 
 
 def test_lines_of_one_moment_are_counted() -> None:

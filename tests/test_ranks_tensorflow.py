@@ -15,7 +15,6 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run
 pytestmark = pytest.mark.alone
 
 # On two ranks only where nothing depends on their number, or `cases_tensorflow` has it.
-_BOTH = "cases_tensorflow_and_torch"
 _MODULES = {
     "cases_tensorflow": EACH_ONCE,
     "cases_tensorflow_precision": ((2, "mpi"),),
@@ -25,7 +24,7 @@ _MODULES = {
     "cases_keras_callback": ((2, "gloo"),),
 }
 if find_spec("torch") is not None:
-    _MODULES[_BOTH] = EACH_ONCE
+    _MODULES["cases_tensorflow_and_torch"] = EACH_ONCE
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))

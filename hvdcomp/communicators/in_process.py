@@ -37,7 +37,7 @@ class InProcessGroup:
         if self.size == 1:
             return _results([contribution])[0]
         if self._left:
-            self._fail(RuntimeError(f"rank {min(self._left)} has ended, and another waits for it: {contribution[:3]}"))
+            self._fail(_missed(min(self._left), contribution))
         else:
             self._contributions.append(contribution)
             if len(self._contributions) == self.size:
@@ -76,7 +76,7 @@ class InProcessGroup:
     def _leave(self, rank: int) -> None:
         self._left.add(rank)
         if self._contributions:
-            self._fail(RuntimeError(f"rank {rank} has ended, and another waits for it: {self._contributions[0][:3]}"))
+            self._fail(_missed(rank, self._contributions[0]))
         self._pass_on(rank)
 
     def _fail(self, error: BaseException) -> None:
@@ -118,6 +118,10 @@ class InProcessCommunicator:
     def wait(self, handle: tuple[str, str, Array]) -> Array:
         kind, name, array = handle
         return self.group.meet(self.rank, (kind, name, tuple(array.shape), array))
+
+
+def _missed(rank: int, contribution: Contribution) -> RuntimeError:
+    return RuntimeError(f"rank {rank} has ended, and another waits for it: {contribution[:3]}")
 
 
 def _results(contributions: list[Contribution]) -> list[Array]:

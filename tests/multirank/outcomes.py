@@ -13,7 +13,7 @@ import pytest
 from tests.launch import run_ranks
 
 # With PyTorch, what is sent is tested in every setting. Most other modules see each number of ranks and each controller
-# once: a compressor knows of neither. Four ranks on two cores take six times as long with Gloo, which waits busily.
+# once: a compressor knows of neither. Four ranks on two cores took six times as long with Gloo.
 EVERY_SETTING = ((2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi"))
 EACH_ONCE = ((2, "gloo"), (4, "mpi"))
 

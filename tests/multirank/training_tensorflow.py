@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -16,7 +16,6 @@ from hvdcomp.tensorflow.binding import TensorFlowBinding
 
 # What an error becomes that is raised while a graph runs, and not while it is made.
 IN_GRAPH = tf.errors.UnknownError
-T = TypeVar("T")
 Batch = tuple[np.ndarray, np.ndarray]
 
 
@@ -138,11 +137,6 @@ class TapeTraining:
     @property
     def weights(self) -> np.ndarray:
         return weights(self.variables)
-
-
-def some(settings: Sequence[T]) -> Sequence[T]:
-    """All of them on two ranks; on more, which have to share the cores, every third."""
-    return settings if hvd.size() == 2 else settings[::3]
 
 
 def binding_of(how: hvdcomp.Compression) -> TensorFlowBinding:
