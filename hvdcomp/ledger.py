@@ -32,12 +32,12 @@ class Cost:
     communicate_seconds: float | None = None
     decode_seconds: float | None = None
 
-    def add(self, other: Cost) -> None:
-        """Adds another cost; an unknown time adds nothing."""
+    def add(self, other: Cost, times: int = 1) -> None:
+        """Adds another cost, its bytes and floats so many times; an unknown time adds nothing."""
         # Written out, as it is done for each tensor of each step.
-        self.bytes_sent += other.bytes_sent
-        self.dense_bytes += other.dense_bytes
-        self.floats_sent += other.floats_sent
+        self.bytes_sent += times * other.bytes_sent
+        self.dense_bytes += times * other.dense_bytes
+        self.floats_sent += times * other.floats_sent
         if other.encode_seconds is not None:
             self.encode_seconds = (self.encode_seconds or 0) + other.encode_seconds
         if other.communicate_seconds is not None:
@@ -63,24 +63,38 @@ class Ledger:
     def __init__(self) -> None:
         self.last: StepCost | None = None
         self.totals = Cost()
-        self.tensors: dict[str, Cost] = {}
         self.steps = 0
+        self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
+        # Steps without times that cost the same are added up by tensor when somebody asks: where Horovod carries the
+        # gradients, that would be most of what hvdcomp does in a step.
+        self._same: dict[str, Cost] = {}
+        self._same_steps = 0
+
+    @property
+    def tensors(self) -> dict[str, Cost]:
+        """The sums by parameter name."""
+        self._add_same()
+        return self._tensors
 
     def record(self, step: StepCost, settle: Settle | None = None) -> None:
         """Enters a step whose bytes and floats are known.
 
         Args:
             settle: called until it returns True, now and at later steps; it calls `enter_times` once the times are
-                known. None if there are no times.
+                known. None if there are no times; then nothing may change `step.tensors` any more.
         """
         self.last = step
         self.steps += 1
         self.totals.add(step)
-        for name, cost in step.tensors.items():
-            self.tensors.setdefault(name, Cost()).add(cost)
         if settle is not None:
+            self._add_tensors(step.tensors)
             self._unsettled.append(settle)
+        else:
+            if step.tensors is not self._same:
+                self._add_same()
+                self._same = step.tensors
+            self._same_steps += 1
         while self._unsettled and self._unsettled[0]():
             self._unsettled.popleft()
 
@@ -101,4 +115,15 @@ class Ledger:
                 encode_seconds=encode[name], communicate_seconds=share, decode_seconds=decode[name]
             )
             cost.add(tensor_times)
-            self.tensors[name].add(tensor_times)
+            self._tensors[name].add(tensor_times)
+
+    def _add_same(self) -> None:
+        if self._same_steps:
+            self._add_tensors(self._same, self._same_steps)
+            self._same_steps = 0
+
+    def _add_tensors(self, tensors: dict[str, Cost], times: int = 1) -> None:
+        for name, cost in tensors.items():
+            if name not in self._tensors:
+                self._tensors[name] = Cost()
+            self._tensors[name].add(cost, times)

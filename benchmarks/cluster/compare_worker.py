@@ -1,4 +1,7 @@
-"""Calibrates and then measures steps, on every rank of a run: what `hvdcomp bench steps` starts on its clusters.
+"""Calibrates and measures steps, on every rank of a run: what `hvdcomp bench steps` starts on its clusters.
+
+The steps that are compared with the prediction take turns with those that the calibration times: machines are not
+equally fast from one minute to the next, and what is compared should be of the same minutes.
 
 Rank 0 writes lines that begin with "PROGRESS ", and one JSON file with the calibration and the measured steps.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,16 @@ import click
 sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its path, from any folder
 
 from benchmarks.cluster.auto_training import AUTO, AutoTraining  # noqa: E402
-from benchmarks.cluster.steps_worker import COMPUTE, STOCK, Training, measure_within  # noqa: E402
+from benchmarks.cluster.steps_worker import COMPUTE, STOCK, Training, Turns  # noqa: E402
+from hvdcomp.bench.compare import ratio  # noqa: E402
 from hvdcomp.perfmodel import Adviser, Calibration, Setting, as_json, save  # noqa: E402
 from hvdcomp.spec import parse_compressor  # noqa: E402
 
 PROGRESS = "PROGRESS "
 _FAR = 1.3  # dense that takes so many times the best is no measure of `auto` any more
+_SURE = 0.005  # standard error of the ratio to the best static choice with which the turns of `auto` end
+_FEWEST_ROUNDS = 20
+_LONGEST = 6  # times the seconds of a calibration, after which these turns end in any case
 
 
 @click.command()
@@ -32,7 +40,7 @@ _FAR = 1.3  # dense that takes so many times the best is no measure of `auto` an
 @click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds: float, output: Path) -> None:
-    """Calibrates, measures, and writes what was found."""
+    """Calibrates and measures, and writes what was found."""
     from hvdcomp.bench.calibrate import calibrate
     from hvdcomp.train import environment
     from hvdcomp.train.ranks import Ranks
@@ -44,6 +52,8 @@ def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds
         if ranks.rank == 0:
             print(f"{PROGRESS}{what}", flush=True)
 
+    others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
+    turns = Turns(others, lambda what: show(f"measuring, {what}"))
     made = calibrate(
         [model],
         [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
@@ -52,15 +62,17 @@ def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds
         seed=seed,
         seconds=seconds,
         show=lambda what: show(f"calibrating, {what}"),
+        beside=turns.round,
     )
+    steps = {training.times.method: training.times.as_json() for training in others}
     file = output.with_name(f"{output.stem}.calibration.json")
     if ranks.rank == 0:
         save(made.calibration, file)
     best = _predicted_best(made.calibration, model, specs)
     log = output.with_suffix(".jsonl")
-    auto = AutoTraining(best, file, log, model, batch_size, seed) if best else None
-    others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
-    steps = _measure(others, auto, seconds, lambda what: show(f"measuring, {what}"))
+    if best:
+        auto = AutoTraining(best, file, log, model, batch_size, seed)
+        steps[AUTO] = _measure_auto(auto, others, seconds, lambda what: show(f"auto, {what}"))
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
         calibration = as_json(made.calibration)
@@ -68,33 +80,31 @@ def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds
         output.write_text(json.dumps(result) + "\n")
 
 
-def _measure(
-    others: Sequence[Training], auto: AutoTraining | None, seconds: float, show: Callable[[str], None]
+def _measure_auto(
+    auto: AutoTraining, others: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What was measured of each training, by method; of `auto` on rank 0 also what it chose."""
+    """What was measured of `auto` in turns with nothing but its rivals; on rank 0 also what it chose."""
     import horovod.torch as hvd
 
-    if auto is not None:
-        show("auto begins")
-        auto.begin(seconds / 3)
-    trainings = [*others, *([] if auto is None else [auto])]
-    measure_within(trainings, seconds=seconds, show=show)
-    measured = {training.times.method: training.times.as_json() for training in trainings}
-    if auto is not None:
-        best, *rest = hvd.broadcast_object(_rivals(measured), name="steps.rivals")
-        turns = [auto, *(one for one in others if one.times.method in (best, *rest))]
-        for training in turns:
-            training.forget()
-        measure_within(turns, seconds=2 * seconds, show=lambda what: show(f"auto against {best}: {what}"))
-        if hvd.rank() == 0:
-            against = {training.times.method: training.times.step_ms for training in turns}
-            measured[AUTO] |= {**auto.choice(), "best": best, "against": against}
-    return measured
+    best, *rest = hvd.broadcast_object(_rivals(others), name="steps.rivals")
+    show("begins")
+    auto.begin(seconds / 3)
+    turns = Turns([auto, *(one for one in others if one.times.method in (best, *rest))], show)
+    start = time.perf_counter()
+    going = True
+    while going:
+        turns.round()
+        against = {training.times.method: training.times.step_ms for training in turns.trainings}
+        known = turns.rounds >= _FEWEST_ROUNDS and ratio(against[AUTO], against[best])[1] <= _SURE
+        # On rank 0's word: clocks differ.
+        going = hvd.broadcast_object(not known and time.perf_counter() - start < _LONGEST * seconds, name="steps.going")
+    measured = auto.times.as_json()
+    return measured | ({**auto.choice(), "best": best, "against": against} if hvd.rank() == 0 else {})
 
 
-def _rivals(measured: dict[str, Any]) -> list[str]:
+def _rivals(others: Sequence[Training]) -> list[str]:
     """The fastest static choice, and dense if it is another and not far behind: what `auto` is to be no slower than."""
-    medians = {method: one["median_ms"] for method, one in measured.items() if method not in (COMPUTE, AUTO)}
+    medians = {one.times.method: one.times.as_json()["median_ms"] for one in others if one.times.method != COMPUTE}
     best = min(medians, key=lambda method: medians[method])
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]
 

@@ -25,8 +25,6 @@ from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS, SetupError
 
-_MOST_ROUNDS = 60
-
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
 COMPUTE = "compute"  # training alone: no gradient leaves the rank
 
@@ -156,31 +154,41 @@ class Training:
         self._counted = total
 
 
-def measure_within(
-    trainings: Sequence[Training], *, seconds: float, show: Callable[[str], None]
-) -> None:
-    """Trains in turns, for about so many seconds and some rounds at least.
+class Turns:
+    """Trainings that take turns, a round at a time.
 
     Args:
-        trainings: that take turns.
+        trainings: that take turns; what was measured of them before is forgotten.
         show: called on every rank with what comes next.
+
+    Attributes:
+        rounds: made so far.
     """
-    import horovod.torch as hvd
 
-    from hvdcomp.bench.workload import in_turn, turns_within
+    def __init__(self, trainings: Sequence[Training], show: Callable[[str], None]) -> None:
+        import horovod.torch as hvd
 
-    turn = 0.0
-    for training in trainings:
-        show(f"warming up: {training.times.method}")
-        training.block(1, settling=1)
-        turn += sum(training.times.step_ms[-1]) / 1000
-        training.forget()
-    turn = hvd.broadcast_object(turn, name="steps.turn")
-    rounds, settling, steps = turns_within(seconds, turn, len(trainings), _MOST_ROUNDS)
-    for number in range(rounds):
-        show(f"steps: round {number + 1} of {rounds}")
-        for training in in_turn(trainings, number):
-            training.block(steps, settling)
+        from hvdcomp.bench.workload import turn_of
+
+        self.trainings, self.rounds = trainings, 0
+        self._show = show
+        seconds = 0.0
+        for training in trainings:
+            show(f"warming up: {training.times.method}")
+            training.forget()
+            training.block(1, settling=1)
+            seconds += sum(training.times.step_ms[-1]) / 1000
+            training.forget()
+        self._settling, self._steps = turn_of(hvd.broadcast_object(seconds, name="steps.turn") / len(trainings))
+
+    def round(self) -> None:
+        """Each has its turn; each round begins with another."""
+        from hvdcomp.bench.workload import in_turn
+
+        self._show(f"steps: round {self.rounds + 1}")
+        for training in in_turn(self.trainings, self.rounds):
+            training.block(self._steps, self._settling)
+        self.rounds += 1
 
 
 def measure(

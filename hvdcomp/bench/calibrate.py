@@ -42,6 +42,7 @@ def calibrate(
     seed: int,
     seconds: float,
     show: Show = lambda _: None,
+    beside: Callable[[], None] = lambda: None,
 ) -> Calibrated:
     """Measures network and models. To be called on every rank, two or more, with the same arguments.
 
@@ -53,6 +54,8 @@ def calibrate(
         seed: of weights and data.
         seconds: about how long to measure.
         show: called with what comes next.
+        beside: called on every rank after each round of the kinds of steps: what is compared with the calibration is
+            measured there, as machines are not equally fast all the time. What it takes is not among the seconds.
     """
     largest, gathered = _largest(models, compressors, batch_size, seed)
     network = probe_network(largest, gathered, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
@@ -67,6 +70,7 @@ def calibrate(
             seed=seed,
             seconds=(1 - NETWORK_SHARE) * seconds / len(models),
             show=lambda what, model=model: show(f"{model}: {what}"),  # type: ignore[misc]
+            beside=beside,
         )
         facts[model] = probe.facts
         readings |= {f"{model}, {what}": one for what, one in probe.readings.items()}

@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdcomp.bench.fit import NOISY
 from hvdcomp.perfmodel import Adviser, Setting, from_json
+from hvdcomp.robust import median_with_error
 from hvdcomp.spec import parse_compressor
 
 STOCK_SPECS = {"none": "none", "hvd.fp16": "fp16"}
@@ -74,6 +75,8 @@ class Choice:
         best: the static choice with the least median; dense, fp16 or any compressor.
         over_best, over_dense: time of a step / that of the best static choice, and of dense. Dense takes turns with it
             only if it is not far behind.
+        over_best_error, over_dense_error: their standard errors; the latter 0 where dense took no turns.
+        rounds: of these turns.
     """
 
     hosts: int
@@ -85,7 +88,10 @@ class Choice:
     measured_ms: float
     best: str
     over_best: float
+    over_best_error: float
     over_dense: float
+    over_dense_error: float
+    rounds: int
 
 
 def compare(run: dict[str, Any]) -> list[Row]:
@@ -142,7 +148,8 @@ def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
         if auto is None:
             continue
         turns = auto["against"]
-        over = {method: _ratio(turns[run["auto"]], turns[method]) for method in turns}
+        over = {method: ratio(turns[run["auto"]], turns[method]) for method in turns}
+        dense = over.get("none", (auto["median_ms"] / run["steps"]["none"]["median_ms"], 0.0))
         found.append(
             Choice(
                 hosts=run["hosts"],
@@ -153,17 +160,20 @@ def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
                 predicted_ms=auto["predicted_ms"],
                 measured_ms=auto["median_ms"],
                 best=auto["best"],
-                over_best=over[auto["best"]],
-                over_dense=over.get("none", auto["median_ms"] / run["steps"]["none"]["median_ms"]),
+                over_best=over[auto["best"]][0],
+                over_best_error=over[auto["best"]][1],
+                over_dense=dense[0],
+                over_dense_error=dense[1],
+                rounds=len(turns[run["auto"]]),
             )
         )
     return found
 
 
-def _ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """The median over rounds of the ratio of the steps' medians."""
+def ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The median over rounds of the ratio of the steps' medians, and its standard error."""
     pairs = zip(one, other, strict=True)
-    return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs)
+    return median_with_error([statistics.median(mine) / statistics.median(theirs) for mine, theirs in pairs])
 
 
 def gains(rows: Sequence[Row]) -> list[Gain]:
@@ -279,7 +289,8 @@ def auto_summary(found: Sequence[Choice]) -> str:
     return (
         f"A step with auto takes {statistics.median(one.over_best for one in found):.3f} times that of the best static "
         f"choice in the median, {slowest.over_best:.3f} times at most ({place_of(vars(slowest))}); "
-        f"{slower.over_dense:.3f} times that of dense at most ({place_of(vars(slower))})."
+        f"{slower.over_dense:.3f} times that of dense at most ({place_of(vars(slower))}). Standard errors of these "
+        f"ratios are up to {max(one.over_best_error for one in found):.3f}."
     )
 
 
@@ -291,7 +302,8 @@ def _auto(found: Sequence[Choice]) -> list[str]:
     table = [
         (
             str(one.hosts), one.rate, one.model, one.compressor, one.chosen, f"{one.predicted_ms:.1f}",
-            f"{one.measured_ms:.1f}", one.best, f"{one.over_best:.3f}", f"{one.over_dense:.3f}",
+            f"{one.measured_ms:.1f}", one.best, f"{one.over_best:.3f} ± {one.over_best_error:.3f}",
+            f"{one.over_dense:.3f}" + (f" ± {one.over_dense_error:.3f}" if one.over_dense_error else ""),
         )
         for one in found
     ]  # fmt: skip

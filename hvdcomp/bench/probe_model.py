@@ -140,6 +140,7 @@ def probe_model(
     seed: int,
     seconds: float,
     show: Show,
+    beside: Callable[[], None] = lambda: None,
 ) -> ModelProbe:
     """Measures the passes, the optimizer, gamma, what Horovod and hvdcomp take beside, and encode times.
 
@@ -153,11 +154,12 @@ def probe_model(
         seed: of weights and data.
         seconds: about how long to take; a minimum of steps is made in any case.
         show: called with what comes next.
+        beside: called after each round of turns.
     """
     show("building")
     ways, plain = _ways(model, specs, batch_size, seed)
     tensors = plain.tensors()
-    times = _take_turns(ways, seconds, show)
+    times = _take_turns(ways, seconds, show, beside)
     show("when gradients are ready")
     ready = _ready(ways["passes"])
     alone, dense, numbers = times["passes"], times["dense"], times["numbers"]
@@ -257,7 +259,7 @@ def _gradients(workload: Workload) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
-def _take_turns(ways: Ways, seconds: float, show: Show) -> dict[str, np.ndarray]:
+def _take_turns(ways: Ways, seconds: float, show: Show, beside: Callable[[], None]) -> dict[str, np.ndarray]:
     """The parts of the steps of each way, in seconds, (ranks, steps, 4)."""
     second = 0.0
     for name, training in ways.items():
@@ -276,6 +278,7 @@ def _take_turns(ways: Ways, seconds: float, show: Show) -> dict[str, np.ndarray]
             for _ in range(settling):
                 ways[name].step()
             samples[name] += [ways[name].step() for _ in range(block)]
+        beside()
     return {
         name: _everywhere(np.array(taken), f"hvdcomp.calibrate.steps.{name}") for name, taken in samples.items()
     }

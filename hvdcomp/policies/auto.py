@@ -15,12 +15,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, ClassVar
 
 from hvdcomp.policies.base import Candidate, Period, Policy, Statistic, Statistics, Survey, is_number
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.schedules import Levelled
+from hvdcomp.robust import median_with_error
 
 SETTLING = 2
 """So many steps after a change are not counted: the first sends what compression had kept back, and Horovod learns the
@@ -48,7 +48,7 @@ class Measured:
 
     Attributes:
         seconds: their median.
-        error: standard error of it, from the median absolute deviation as if times were normally distributed.
+        error: standard error of it.
         steps: how many were counted.
     """
 
@@ -59,9 +59,7 @@ class Measured:
     @classmethod
     def of(cls, times: Sequence[float]) -> Measured:
         """Of at least one time."""
-        middle = median(times)
-        spread = 1.4826 * median(abs(time - middle) for time in times)
-        return cls(middle, 1.2533 * spread / math.sqrt(len(times)), len(times))
+        return cls(*median_with_error(times), len(times))
 
     def with_more(self, other: Measured, most: int) -> Measured:
         """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""

@@ -31,11 +31,17 @@ if TYPE_CHECKING:
 
 
 class _Ticket(NamedTuple):
-    """What Horovod carries from compress to decompress."""
+    """What Horovod carries from compress to decompress.
+
+    Attributes:
+        name: of the tensor.
+        cast: whether the step goes the way of casts.
+        gradient: None where what Horovod allreduced is the result as it is.
+    """
 
     name: str
     cast: bool
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 class TorchBinding(Binding):
@@ -76,6 +82,8 @@ class TorchBinding(Binding):
         self._names = ParameterNames(self._parameters)
         self._wires_of: Plan | None = None
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}  # for `_wire_dtype`, of that plan
+        self._observed: str | None = None  # whose gradients this rank looks at in a step of casts
+        self._unchanged = {name: _Ticket(name, True, None) for name in self._parameters}
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
         if not self._open:
@@ -84,10 +92,11 @@ class TorchBinding(Binding):
         self._submitted.add(name)
         self._open.add(name)
         if self._casting:
-            self.observe("local", {name: tensor})
+            if self._observed == "local":
+                self.observe("local", {name: tensor})
             wire = self._wire_dtype(name, tensor.dtype)
-            sent = tensor if tensor.dtype is wire else tensor.to(wire)
-            return sent.contiguous(), _Ticket(name, True, tensor)
+            sent = (tensor if tensor.dtype is wire else tensor.to(wire)).contiguous()
+            return sent, self._unchanged[name] if sent is tensor else _Ticket(name, True, tensor)
         self._pending[name] = tensor
         # An int64, because Horovod fuses tensors of one element type, and must not fuse these with the engine's
         # buffers: what is fused depends on timing, and would change the order of additions from run to run.
@@ -95,8 +104,9 @@ class TorchBinding(Binding):
 
     def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
         if ticket.cast:
-            result = _as_gradient(tensor, ticket.gradient)
-            self.observe("aggregated", {ticket.name: result})
+            result = tensor if ticket.gradient is None else _as_gradient(tensor, ticket.gradient)
+            if self._observed == "aggregated":
+                self.observe("aggregated", {ticket.name: result})
         else:
             if self._pending:
                 self._run_engine(int(tensor.item()))
@@ -116,15 +126,18 @@ class TorchBinding(Binding):
         self._casting = self.engine.only_casts and not self.needs_engine
         if not self._casting:
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
+        coordinator = self.coordinator
+        self._observed = None if coordinator is None or not coordinator.observes else coordinator.source
 
     def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The element type in which a gradient travels, where the plan is to cast."""
         if self._wires_of is not self.engine.plan:
             self._wires_of, self._wires = self.engine.plan, {}
-        if (name, dtype) not in self._wires:
-            wire = self.engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))
-            self._wires[name, dtype] = getattr(torch, wire or "")
-        return self._wires[name, dtype]
+        wire = self._wires.get((name, dtype))
+        if wire is None:
+            text = self.engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))
+            wire = self._wires[name, dtype] = getattr(torch, text or "")
+        return wire
 
     @torch.no_grad()
     def _run_engine(self, presence: int) -> None:

@@ -1,0 +1,18 @@
+"""Statistics that a few wild values do not move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+
+def median_with_error(values: Sequence[float]) -> tuple[float, float]:
+    """The median and its standard error, estimated from the median absolute deviation as for a normal distribution.
+
+    Args:
+        values: one at least; of one alone the error is 0.
+    """
+    middle = median(values)
+    spread = 1.4826 * median(abs(value - middle) for value in values)
+    return middle, 1.2533 * spread / math.sqrt(len(values))
