@@ -31,10 +31,18 @@ CASES = {
     "accordion_batch_size": ("topk:ratio=0.01", "accordion_batch_size:low=32,high=64,eta=1e-12,steps=20"),
     "adaqs": ("topk:ratio=0.01", "adaqs:start=50,fall=0.999999,steps=20"),
     "gravac": ("topk:ratio=0.05", "gravac:min=10,max=10,epsilon=1e-6"),
+    "gravac, every=10": ("topk:ratio=0.05", "gravac:min=10,max=10,epsilon=1e-6,every=10"),
     "gravac, two levels": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000"),
+    "gravac, two levels, every=10": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000,every=10"),
 }
 # What is fixed beside it, where that is not the compressor's own level: what the policy's factors come to.
-FIXED = {"adaqs": 50.0, "gravac": 10.0, "gravac, two levels": 20.0}
+FIXED = {
+    "adaqs": 50.0,
+    "gravac": 10.0,
+    "gravac, every=10": 10.0,
+    "gravac, two levels": 20.0,
+    "gravac, two levels, every=10": 20.0,
+}
 
 
 class Training:

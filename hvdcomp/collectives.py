@@ -72,13 +72,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Context:
-    """Which tensor, when, and where: what a compressor may know beside the gradient itself."""
+    """Which tensor, when, and where: what a compressor may know beside the gradient itself.
+
+    `among`, for nested methods alone: indices (m,) of the flat elements that matter, all others are taken as zero; None
+    for all.
+    """
 
     name: str
     step: int
     seed: int
     rank: int
     size: int
+    among: Array | None = None
 
 
 def number_of_elements(shape: tuple[int, ...]) -> int:

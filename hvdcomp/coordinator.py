@@ -108,6 +108,8 @@ class Coordinator:
     def begin_step(self, rates: Callable[[], Rates]) -> None:
         """To be called when a step begins, before the engine's `begin`."""
         self.settle(rates)
+        if isinstance(self._stage, TwoLevels):
+            self._stage.due = self._gains_are_due
         self._rates = rates()
         if self._period_rates is None:
             self._period_rates = self._rates
@@ -116,7 +118,13 @@ class Coordinator:
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
         waits = self._awaits_survey or (self.policy.lag == 0 and self._ended is not None)
-        return waits or isinstance(self.decision, MultiLevel | Probe)
+        measures = isinstance(self.decision, Probe) or (isinstance(self.decision, MultiLevel) and self._gains_are_due)
+        return waits or measures
+
+    @property
+    def _gains_are_due(self) -> bool:
+        """Whether the step that has begun, or comes next, is one whose gains are measured; the same on all ranks."""
+        return self.progress.next_ends(self.policy.period_in(self.state))
 
     @property
     def _awaits_survey(self) -> bool:
@@ -160,7 +168,6 @@ class Coordinator:
     def end_step(self) -> None:
         """To be called at the end of a step, when its results are there."""
         period = self.policy.period_in(self.state)
-        told = self._in_step_statistics()
         self._time_step()
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
@@ -168,7 +175,7 @@ class Coordinator:
             self._decide(statistics)
         if period is None or not self.progress.ends(period, epoch_ended):
             return
-        statistics = dataclasses.replace(self._period_statistics(), **told)
+        statistics = dataclasses.replace(self._period_statistics(), **self._gains_and_timing(period.steps))
         self._sums.clear()
         if isinstance(self._stage, LevelProbe):
             self._stage.clear()
@@ -221,15 +228,15 @@ class Coordinator:
             known["step_times"], self._step_times = tuple(self._step_times), []
         return dataclasses.replace(statistics, **known)
 
-    def _in_step_statistics(self) -> dict[str, Any]:
-        """Gains and times of the step that ends, where they are wanted."""
+    def _gains_and_timing(self, steps: int) -> dict[str, Any]:
+        """Gains of the step that ends and times of the so many of its period, where they are wanted."""
         if not isinstance(self._stage, TwoLevels) or not self._decides:
             return {}
         told: dict[str, Any] = {}
         if self.policy.lag:
             told["gains"] = self._stage.gains()  # first, because it waits for the device: then times are known too
         seconds = self.clock.lap()
-        samples = self._engine.communicator.size * self.batch_size.accumulation
+        samples = steps * self._engine.communicator.size * self.batch_size.accumulation
         told["timing"] = Timing(samples, seconds, self._stage.seconds())
         return told
 

@@ -32,7 +32,7 @@ from hvdcomp.ledger import Cost, Ledger, StepCost
 from hvdcomp.memory import Memory, NoMemory
 
 Plan = Mapping[str, Compressor]
-Stage = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array]]
+Stage = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array | SparseVector]]
 SentWitness = Callable[[ModuleType, Mapping[str, tuple[Array, Array | SparseVector]]], None]
 
 
@@ -82,7 +82,8 @@ class Engine:
         level: as `set_level` was last told.
         plan: the compressor of each tensor in the step that is under way.
         stage: called in each step with x of every tensor, by name, before they are compressed. It may look at them,
-            may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some.
+            may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some. A
+            `SparseVector`, for a nested compressor, stands for nothing of x but the elements at its indices.
         witness: called in each step with x and C(x) of every tensor, by name, as soon as all are known and before
             memories are updated. It may look at them, not change or keep them.
         poison: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
@@ -225,17 +226,19 @@ class Engine:
         self.poison = poison
         return results
 
-    def preview(self, xp: ModuleType, name: str, x: Array, compressor: Compressor) -> Array | SparseVector:
-        """C(x) of one tensor as if this rank were the only one that sends; sends and changes nothing."""
-        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
-        generator = compressor.exchange(xp, x, self._prepare(xp, name, x, compressor, context), context)
-        answer: Any = None
-        while True:
-            try:
-                request = generator.send(answer)
-            except StopIteration as stop:
-                return stop.value.sent
-            answer = request.array if isinstance(request, AllReduce) else [request.parts]
+    def preview(
+        self, xp: ModuleType, name: str, x: Array, compressor: Compressor, among: Array | None = None
+    ) -> Array | SparseVector:
+        """C(x) of one tensor as if this rank were the only one that sends; sends and changes nothing.
+
+        Args:
+            among: as in `Context`.
+        """
+        context = self._context(name, among)
+        return compressor.preview(xp, x, self._prepare(xp, name, x, compressor, context), context)
+
+    def _context(self, name: str, among: Array | None = None) -> Context:
+        return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size, among)
 
     def _prepare(
         self, xp: ModuleType, name: str, x: Array, compressor: Compressor, context: Context
@@ -305,11 +308,14 @@ class Engine:
             marks=[(start, xp.mark(gradient))],
         )
 
-    def _open(self, xp: ModuleType, task: _Task, source: Array) -> None:
+    def _open(self, xp: ModuleType, task: _Task, source: Array | SparseVector) -> None:
         """Makes the generator that compresses `source`, which is x, or stands for it."""
         start = xp.mark(task.gradient)
         name, compressor = task.name, self.plan[task.name]
-        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size)
+        among = None
+        if isinstance(source, SparseVector):
+            source, among = task.x, source.indices
+        context = self._context(name, among)
         task.compressor = compressor
         task.before.method = compressor.name
         task.before.compressor = self._prepare(xp, name, source, compressor, context)

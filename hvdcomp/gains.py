@@ -15,6 +15,7 @@ from typing import Any
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import Array, SparseVector, dtype_bytes
+from hvdcomp.compressors import Compressor
 from hvdcomp.engine import Plan
 from hvdcomp.levels import Plans
 from hvdcomp.policies.base import Gains
@@ -34,6 +35,9 @@ class TwoLevels:
         measuring: whether this rank is to learn the gains.
         decide: called when the gains are known, if the decision leaves open what is sent; returns the one that says.
             Without it the gains are known when the step ends.
+
+    Attributes:
+        due: whether the gains of the step that comes next are wanted, where this rank measures.
     """
 
     def __init__(
@@ -44,43 +48,56 @@ class TwoLevels:
         self._decision = decision
         self._measuring = measuring
         self._decide = decide
+        self.due = True
         self._candidate = decision.candidate and plans.at_factor(decision.candidate)
         self._norms: Array | None = None  # of some arrays of each tensor, (arrays,)
         self._weights: list[list[float]] = []  # of each array's energy in those of x, and of what each level loses
         self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
         self._first: Sent = {}  # what the stage has compressed once, for the witness
 
-    def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array | SparseVector]:
         """The engine's `stage`."""
         self._norms, self._weights, self._span = None, [], None
         xs = {name: inputs[name] for name in self._plans.names if name in inputs}
         first: Sent = {}
         decision = self._decision
         if self._decide is not None:
-            marks = self._measure(xp, xs, first, {}) if self._measuring and xs else None
+            marks = self._measure(xp, xs, first, {}) if self._measures and xs else None
             decision = self._decide()
             if marks is not None:
                 start, between, end = marks
                 self._span = (between if decision.send == "candidate" else start, end)
         if decision.send != "candidate":
             return {}
-        # What is sent is compressed twice: the first time is part of it on every rank. If it was decided just now, rank
-        # 0 may have found another minimum, of which only this decision tells.
-        self._compress(xp, xs, self._plans.at_factor(decision.minimum), first)
+        # What is sent is compressed twice: the first time is part of it on every rank, but where it changes nothing. If
+        # it was decided just now, rank 0 may have found another minimum, of which only this decision tells.
+        minimum = self._plans.at_factor(decision.minimum)
+        nested = {name for name in xs if self._nests(minimum[name], self._engine.plan[name])}
+        twice = {name: x for name, x in xs.items() if self._measures or name not in nested}
+        self._compress(xp, twice, minimum, first)
         self._first = first
-        return {name: densified(xp, x, first[name]) for name, x in xs.items()}
+        return {name: first[name] if name in nested else densified(xp, x, first[name]) for name, x in twice.items()}
 
     def witness(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
         """The engine's `witness`."""
         first, self._first = self._first, {}
         xs = {name: sent[name][0] for name in self._plans.names if name in sent}
-        if not self._measuring or self._decide is not None or not xs:
+        if not self._measures or self._decide is not None or not xs:
             return
         own = {name: sent[name][1] for name in xs if self._engine.plan[name].sent_is_own}
         if self._decision.send == "minimum":
             first = own
         start, _, end = self._measure(xp, xs, first, own if self._decision.send == "candidate" else {})
         self._span = (start, end)
+
+    @property
+    def _measures(self) -> bool:
+        return self._measuring and self.due
+
+    @staticmethod
+    def _nests(first: Compressor, second: Compressor) -> bool:
+        """Whether the second compression of the first is that of x itself, found among what the first keeps."""
+        return first.nested and type(first) is type(second)
 
     def _compress(self, xp: ModuleType, xs: Mapping[str, Array], plan: Plan, kept: Sent) -> None:
         """Adds to `kept` what compression keeps of the tensors of which that is not known."""
@@ -101,7 +118,8 @@ class TwoLevels:
         """
         like = next(iter(xs.values()))
         start = xp.mark(like)
-        self._compress(xp, xs, self._plans.at_factor(self._decision.minimum), first)
+        minimum = self._plans.at_factor(self._decision.minimum)
+        self._compress(xp, xs, minimum, first)
         between = xp.mark(like)
         arrays: list[Array] = []
         for name, x in xs.items():
@@ -109,11 +127,21 @@ class TwoLevels:
             if self._candidate:
                 twice = second.get(name)
                 if twice is None:
-                    twice = self._engine.preview(xp, name, densified(xp, x, first[name]), self._candidate[name])
+                    twice = self._compress_again(xp, name, x, first[name], minimum[name])
                 sums.append(error_terms(xp, x, twice))
             arrays += self._weigh(sums)
         self._norms = xp.norms(arrays)
         return start, between, xp.mark(like)
+
+    def _compress_again(
+        self, xp: ModuleType, name: str, x: Array, kept: Array | SparseVector, by: Compressor
+    ) -> Array | SparseVector:
+        """The second compression of what the first one, `by`, has kept of x."""
+        assert self._candidate
+        candidate = self._candidate[name]
+        if isinstance(kept, SparseVector) and self._nests(by, candidate):
+            return self._engine.preview(xp, name, x, candidate, kept.indices)
+        return self._engine.preview(xp, name, densified(xp, x, kept), candidate)
 
     def _weigh(self, sums: list[list[tuple[float, Array]]]) -> list[Array]:
         """Notes the weights of all arrays of one tensor's sums; returns the arrays, each once."""
@@ -126,7 +154,10 @@ class TwoLevels:
         return [array for array, _ in rows.values()]
 
     def gains(self) -> Gains:
-        """The gains of the whole model in the last step; 1.0 if there was nothing to compress. Waits for the device."""
+        """The gains of the whole model in the last step, which was due; 1.0 if there was nothing to compress.
+
+        Waits for the device.
+        """
         energies = [0.0] * (3 if self._candidate else 2)
         if self._norms is not None:
             norms = arrays_for(self._norms).to_list(self._norms)

@@ -61,6 +61,10 @@ class Progress:
             return self.step % period.steps == 0
         return epoch_ended and self.epoch % period.epochs == 0
 
+    def next_ends(self, period: Period | None) -> bool:
+        """Whether a period of steps ends with the step that comes next."""
+        return period is not None and period.steps > 0 and (self.step + 1) % period.steps == 0
+
 
 class StepClock:
     """Times steps from end to end, without what a training does between them.

@@ -37,6 +37,13 @@ POLICIES = [
 ]
 
 
+# With lag=0 gains are measured in every step.
+CASES = [
+    *((spec, text, lag) for spec, text in POLICIES for lag in (0, 1)),
+    ("topk:ratio=0.1", "gravac:min=2,max=64,window=4,every=2,omega=0,epsilon=0.5,smoothing=0.3", 1),
+]
+
+
 def falling(step: int) -> tuple[float, ...]:
     return (1.0,) if step < 5 else (0.5,)
 
@@ -54,8 +61,7 @@ def driven(
 
 
 @every_backend
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize(("spec", "text"), POLICIES)
+@pytest.mark.parametrize(("spec", "text", "lag"), CASES)
 def test_a_training_goes_on_from_any_step_as_if_never_stopped(spec: str, text: str, lag: int, backend: str) -> None:
     """Checkpoints are used only after the run that wrote them is over, so that they must have copied everything."""
     policy = policy_of(text, lag)

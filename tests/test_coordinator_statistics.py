@@ -214,6 +214,41 @@ def test_gains_and_times_are_of_the_step_that_ended(backend: str) -> None:
     assert all(driven.needed_engine)
 
 
+def test_gains_are_those_of_the_last_step_of_a_period_and_times_of_all_its_steps() -> None:
+    """The others are measured nowhere; dense ones are then left to Horovod, once nothing is left to be sent."""
+    sends = ["candidate", "dense", "minimum", "dense"]
+    policy = {
+        "asked": frozenset({Statistic.GAINS, Statistic.TIMING}), "often": Period(steps=3),
+        "decisions": [MultiLevel(3.0, 16.0, send) for send in sends],  # type: ignore[arg-type]
+    }  # fmt: skip
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+        nonlocal now
+        now += 1 + step if rank == 0 else 0
+        return random_gradients(rank, step)
+
+    (driven, spy), (_, other) = drive(policy, "numpy", 13, clock=clock, gradients=gradients)
+    assert not other.seen
+    assert [told.step for told in spy.seen] == [3, 6, 9, 12]
+    model = Model(0)
+    for step in range(12):
+        model.begin(step, 3.0, 16.0)
+        if step % 3 == 2:
+            told = spy.seen[step // 3]
+            assert told.gains is not None
+            assert told.timing is not None
+            assert (told.gains.minimum, told.gains.candidate) == pytest.approx(model.gains(), rel=1e-5)
+            assert told.timing.samples == 3 * 2
+        model.send(sends[step // 3])
+    assert spy.seen[1].timing is not None
+    assert spy.seen[1].timing.seconds == 4 + 5 + 6
+    assert driven.needed_engine == [step % 3 == 2 for step in range(13)]
+
+
 class InStep(Spy):
     """Is told gains while it has not decided what is sent, and the time of the step afterwards."""
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
-from hvdcomp.policies.base import Gains, Statistics, Timing
+from hvdcomp.policies.base import Gains, Period, Statistics, Timing
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.gravac import GraVAC, GraVACState, error_gain
 
@@ -97,6 +97,16 @@ def test_the_algorithm_as_one_loop(
 ) -> None:
     policy = GraVAC(min=ends[0], max=ends[1], window=window, scaling=scaling, omega=omega, epsilon=epsilon, lag=lag)
     assert drive(policy, draws) == algorithm(policy, draws)
+
+
+@given(draws=steps_drawn, every=st.integers(2, 4), windows=st.integers(1, 3), epsilon=st.sampled_from([0.3, 0.7]))
+def test_gains_of_one_in_several_steps(draws: list[Step], every: int, windows: int, epsilon: float) -> None:
+    """Told of one step in each period, it decides what the algorithm does that sees nothing else, with windows as many
+    times shorter; the weight of a new gain is what a gain that stays would have had after as many steps."""
+    seldom = GraVAC(window=every * windows, every=every, epsilon=epsilon)
+    assert seldom.period == Period(steps=every)
+    weight = 1 - (1 - RANKS / 100) ** every
+    assert drive(seldom, draws) == drive(GraVAC(window=windows, smoothing=weight, epsilon=epsilon), draws)
 
 
 @pytest.mark.parametrize(
@@ -338,6 +348,9 @@ def test_the_gain() -> None:
         ({"window": 0}, "window=0"),
         ({"window": 2.5}, r"window=2\.5"),
         ({"smoothing": 0}, "smoothing=0"),
+        ({"every": 0}, "every=0"),
+        ({"every": 2, "lag": 0}, "every=2 .* lag=0"),
+        ({"every": 3}, "every=3 .* a divisor of the window, 500 steps"),
         ({"smoothing": 2}, "smoothing=2"),
         ({"lag": 2}, "lag=2"),
     ],

@@ -288,10 +288,10 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
     clock = 0.0
     real = engine.preview
 
-    def preview(xp: Any, name: str, x: Any, compressor: Any) -> Any:
+    def preview(xp: Any, name: str, x: Any, compressor: Any, among: Any = None) -> Any:
         nonlocal clock
         clock += 10 if compressor == plans.at_factor(2.0)[name] else 1
-        return real(xp, name, x, compressor)
+        return real(xp, name, x, compressor, among)
 
     monkeypatch.setattr(engine, "preview", preview)
     monkeypatch.setattr(numpy_arrays, "mark", lambda like: clock)
@@ -311,6 +311,42 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
     if not own and not in_step:
         first, second = max(first, what == "minimum"), max(second, what == "candidate")
     assert stage.seconds() == len(COMPRESSED) * (10 * first + second)
+
+
+@pytest.mark.parametrize("what", ["dense", "minimum", "candidate"])
+@pytest.mark.parametrize(("spec", "nested"), [("topk:ratio=0.5", True), ("topk:ratio=0.5,values=fp16", True),
+                                              ("mstopk:ratio=0.5", False)])  # fmt: skip
+def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
+    spec: str, nested: bool, what: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest of the largest are the largest: TopK's second compression takes no first. Nor does rank 0 need one
+    in a step whose gains are not due."""
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), min_numel=16)
+        real, previews = engine.preview, []
+
+        def preview(*arguments: Any) -> Any:
+            previews.append(arguments)
+            return real(*arguments)
+
+        monkeypatch.setattr(engine, "preview", preview)
+        plans = Plans(engine, COMPRESSED)
+        decision = MultiLevel(3.0, 8.0, what)
+        stage = TwoLevels(plans, decision, communicator.rank == 0, None)
+        attach(engine, stage)
+        engine.set_plan(plans.of(decision))
+        for step, due in enumerate((True, False)):
+            stage.due = due
+            engine.begin()
+            previews.clear()
+            engine.step(gradients_of("numpy", communicator.rank, step))
+            expected = int(what == "candidate" and not nested)
+            if due and communicator.rank == 0:
+                expected = 2 if what == "dense" else 1
+            assert len(previews) == expected * len(COMPRESSED)
+
+    run_ranks(2, work)
 
 
 @every_backend

@@ -172,22 +172,22 @@ class Turns:
 
         self.trainings, self.rounds = trainings, 0
         self._show = show
-        seconds = 0.0
+        step_s = []
         for training in trainings:
             show(f"warming up: {training.times.method}")
             training.forget()
             training.block(1, settling=1)
-            seconds += sum(training.times.step_ms[-1]) / 1000
+            step_s.append(training.times.step_ms[-1][0] / 1000)
             training.forget()
-        self._settling, self._steps = turn_of(hvd.broadcast_object(seconds, name="steps.turn") / len(trainings))
+        self._turns = [turn_of(one) for one in hvd.broadcast_object(step_s, name="steps.turn")]
 
     def round(self) -> None:
         """Each has its turn; each round begins with another."""
         from hvdcomp.bench.workload import in_turn
 
         self._show(f"steps: round {self.rounds + 1}")
-        for training in in_turn(self.trainings, self.rounds):
-            training.block(self._steps, self._settling)
+        for training, (settling, steps) in in_turn(list(zip(self.trainings, self._turns, strict=True)), self.rounds):
+            training.block(steps, settling)
         self.rounds += 1
 
 

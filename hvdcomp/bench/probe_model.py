@@ -20,7 +20,7 @@ import torch
 
 from hvdcomp.bench.fit import Reading, halves
 from hvdcomp.bench.probe_network import Show, fusion_threshold
-from hvdcomp.bench.workload import Workload, build, in_turn, turns_within
+from hvdcomp.bench.workload import Workload, build, in_turn, rounds_within, turn_of
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.engine import Engine
@@ -261,18 +261,19 @@ def _gradients(workload: Workload) -> dict[str, torch.Tensor]:
 
 def _take_turns(ways: Ways, seconds: float, show: Show, beside: Callable[[], None]) -> dict[str, np.ndarray]:
     """The parts of the steps of each way, in seconds, (ranks, steps, 4)."""
-    second = 0.0
+    step_s: dict[str, float] = {}
     for name, training in ways.items():
         show(f"warming up: {name}")
         training.step()
         hvd.barrier()
-        second += sum(training.step())
-    second = hvd.broadcast_object(second, name="hvdcomp.calibrate.turn")
-    rounds, settling, block = turns_within(seconds, second, len(ways), _MOST_ROUNDS)
+        step_s[name] = sum(training.step())
+    step_s = hvd.broadcast_object(step_s, name="hvdcomp.calibrate.turn")
+    rounds = rounds_within(seconds, step_s.values(), _MOST_ROUNDS)
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")
         for name in in_turn(list(ways), number):
+            settling, block = turn_of(step_s[name])
             hvd.barrier()
             # None between the steps: ranks that share a core would wait in it for what they take from each other.
             for _ in range(settling):

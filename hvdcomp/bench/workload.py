@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -54,17 +54,16 @@ def turn_of(step_s: float) -> tuple[int, int]:
     return 1, max(2, min(_MOST_STEPS, int(_TURN_S / step_s)))
 
 
-def turns_within(seconds: float, round_s: float, trainings: int, most: int) -> tuple[int, int, int]:
-    """Rounds in which some trainings take turns, for about so many seconds, and the two kinds of steps of a turn.
+def rounds_within(seconds: float, step_s: Iterable[float], most: int) -> int:
+    """In how many rounds some trainings take turns, for about so many seconds.
 
     Args:
         seconds: to fill; some rounds are made in any case.
-        round_s: what one step of each training takes together.
-        trainings: their number.
+        step_s: about what a step of each training takes.
         most: rounds that are enough.
     """
-    settling, steps = turn_of(round_s / trainings)
-    return int(min(most, max(_FEWEST_ROUNDS, seconds / (round_s * (settling + steps))))), settling, steps
+    round_s = sum(one * sum(turn_of(one)) for one in step_s)
+    return int(min(most, max(_FEWEST_ROUNDS, seconds / round_s)))
 
 
 def in_turn(trainings: Sequence[T], number: int) -> list[T]:

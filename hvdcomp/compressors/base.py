@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
+from hvdcomp.collectives import AllReduce, Array, Context, Exchange, SparseVector, TensorInfo
 from hvdcomp.described import Described
 from hvdcomp.errors import SpecError
 from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
@@ -47,6 +47,8 @@ class Compressor(Described):
         lossless: whether the receivers get the gradient itself.
         sent_is_own: whether C(x) follows from this rank's x alone. Where the ranks work on each other's parts it does
             not, and an exchange does not show how much of x this rank by itself would have kept.
+        nested: whether compressing harder what was compressed before gives what compressing x itself as hard gives.
+            Such methods keep elements of x, and follow `Context.among`.
         reference: where the method is published.
     """
 
@@ -57,6 +59,7 @@ class Compressor(Described):
     biased: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     sent_is_own: ClassVar[bool] = True
+    nested: ClassVar[bool] = False
     reference: ClassVar[str] = ""
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
@@ -69,6 +72,19 @@ class Compressor(Described):
             context: the tensor's name, the step, the seed, the rank and the number of ranks.
         """
         raise NotImplementedError
+
+    def preview(
+        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
+    ) -> Array | SparseVector:
+        """C(x) as if this rank were the only one that sends; arguments as of `exchange`."""
+        generator = self.exchange(xp, x, state, context)
+        answer: Any = None
+        while True:
+            try:
+                request = generator.send(answer)
+            except StopIteration as stop:
+                return stop.value.sent
+            answer = request.array if isinstance(request, AllReduce) else [request.parts]
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
         """State to start a step from: made anew when `state` is empty, fitted to a level that has changed."""

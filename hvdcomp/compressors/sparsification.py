@@ -54,11 +54,21 @@ class Sparsifier(Compressor):
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         vector = xp.flatten(x)
-        indices = self.choose(xp, vector, elements_kept(self.ratio, vector.shape[0]))
-        parts, sent = sparse_payload.encode(xp, vector, indices, self.values)
+        parts, sent = self._encode(xp, vector, context)
         ranks = yield AllGather(parts)
         mean = sparse_payload.mean_of_sparse(xp, ranks, vector, context)
         return Outcome(xp.reshape(mean, x.shape), sent)
+
+    def preview(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
+        return self._encode(xp, xp.flatten(x), context)[1]  # nothing is unpacked for that
+
+    def _encode(self, xp: ModuleType, vector: Array, context: Context) -> tuple[tuple[Array, ...], SparseVector]:
+        count = elements_kept(self.ratio, vector.shape[0])
+        if context.among is None:
+            indices = self.choose(xp, vector, count)
+        else:
+            indices = xp.take(context.among, self.choose(xp, xp.take(vector, context.among), count))
+        return sparse_payload.encode(xp, vector, indices, self.values)
 
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         size = number_of_elements(shape)
@@ -79,6 +89,7 @@ class TopK(Sparsifier):
     """The k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018)."""
 
     name: ClassVar[str] = "topk"
+    nested: ClassVar[bool] = True
     reference: ClassVar[str] = "Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599"
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:

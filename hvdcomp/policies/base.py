@@ -76,11 +76,11 @@ class Gains:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one step took.
+    """How long the steps of a period took.
 
     Attributes:
         samples: that all ranks together took in, in any unit that stays the same throughout a training.
-        seconds: of the whole iteration.
+        seconds: of the whole iterations.
         evaluation_seconds: of these, those spent only to learn gains, which a steady state would not spend.
     """
 
@@ -130,7 +130,8 @@ class Statistics:
         model_norm: the same of the whole model: all tensors as one vector.
         mean_to_std: by tensor name, the absolute mean of the accumulated gradient's elements over their standard
             deviation.
-        gains, timing: of the step.
+        gains: of the step.
+        timing: of the steps since the last.
         level_gains: by tensor name and compression factor, the gain 1 - ||x - C(x)||^2 / ||x||^2, both energies summed
             over the probed steps of the period, on rank 0. A tensor without a gradient has no entry; NaN if a gradient
             was not finite.

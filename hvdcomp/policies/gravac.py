@@ -93,7 +93,9 @@ class GraVAC(Policy[GraVACState]):
         scaling: "exponential", candidates 2, 4, 16, 256... times `min`, or "geometric", 2, 4, 8, 16... times; `max` is
             the last.
         window: steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
-        smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1.
+        smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
+            `every` steps.
+        every: gains are measured, and what to send is decided, in one of so many steps; 1 for the published algorithm.
         lag: 1 to let a step obey what the step before it showed; the first step is dense then. 0 for the algorithm to
             the letter: gains are told, and the decision awaited, in the middle of each step, and its timing is told at
             the end of it, in two calls of `decide`.
@@ -106,6 +108,7 @@ class GraVAC(Policy[GraVACState]):
     scaling: str = "exponential"
     window: int | None = None
     smoothing: float | None = None
+    every: int = 1
 
     name: ClassVar[str] = "gravac"
     state_type: ClassVar[type] = GraVACState
@@ -124,6 +127,9 @@ class GraVAC(Policy[GraVACState]):
             self.require_whole("window", 1)
         if self.smoothing is not None:
             self.require(is_number(self.smoothing) and 0 < self.smoothing <= 1, "smoothing", "above 0 and at most 1")
+        self.require_whole("every", 1)
+        self.require(self.lag == 1 or self.every == 1, "every", "1 with lag=0, where each step obeys its own gains")
+        self.require(self._window % self.every == 0, "every", f"a divisor of the window, {self._window} steps")
 
     @property
     def candidates(self) -> tuple[float, ...]:
@@ -136,8 +142,12 @@ class GraVAC(Policy[GraVACState]):
         return tuple(found)
 
     @property
+    def _window(self) -> int:
+        return WINDOWS[self.scaling] if self.window is None else self.window
+
+    @property
     def period(self) -> Period:
-        return Period(steps=1)
+        return Period(steps=self.every)
 
     def wanted(self, state: GraVACState) -> frozenset[Statistic]:
         if self.lag:
@@ -175,7 +185,9 @@ class GraVAC(Policy[GraVACState]):
             new[state.candidate] = told.candidate
         if not all(map(math.isfinite, new.values())):
             return state
-        weight = min(1.0, told.ranks / 100) if self.smoothing is None else self.smoothing
+        weight = self.smoothing
+        if weight is None:  # as if the gains of the steps between had been the same
+            weight = 1 - (1 - min(1.0, told.ranks / 100)) ** self.every
         old = state.gains
         gains = {cf: weight * value + (1 - weight) * old[cf] if cf in old else value for cf, value in new.items()}
         return dataclasses.replace(state, gains=gains)
@@ -191,7 +203,7 @@ class GraVAC(Policy[GraVACState]):
 
     def _record(self, state: GraVACState, timing: Timing) -> GraVACState:
         """Enters the throughput of what was sent. A time that cannot be is left out."""
-        state = dataclasses.replace(state, steps=state.steps + 1)
+        state = dataclasses.replace(state, steps=state.steps + self.every)
         cf = self.decision(state).sent
         seconds = timing.seconds - timing.evaluation_seconds
         if cf is None or not seconds > 0:
@@ -201,8 +213,7 @@ class GraVAC(Policy[GraVACState]):
 
     def _look(self, state: GraVACState) -> GraVACState:
         """At the end of a window: promotes the minimum, turns to the next candidate, ends the search."""
-        window = WINDOWS[self.scaling] if self.window is None else self.window
-        if state.ended or state.steps % window:
+        if state.ended or state.steps % self._window:
             return state
         minimum, candidate = state.minimum, state.candidate
         if candidate is not None:
