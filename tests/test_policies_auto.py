@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import SpecError
 from hvdcomp.policies import Auto
-from hvdcomp.policies.auto import SETTLING, WARM_UP, AutoState, Measured
+from hvdcomp.policies.auto import SETTLING, WARM_UP, AutoState
 from hvdcomp.policies.base import Candidate, Period, Statistics, Survey
 from hvdcomp.policies.decisions import Methods
 
@@ -112,14 +112,19 @@ def test_the_steps_of_a_history_by_hand() -> None:
     assert WARM_UP == 10
     assert run.sent[:17] == ["dense"] * 17
     assert run.sent[17:24] == ["fp16"] * 7  # within a tenth: tried at no price
-    assert run.sent[24:28] == ["compressed"] * 4  # two settle, two count, and are hopeless
-    assert run.sent[28:] == ["fp16"] * 32
+    assert run.sent[24:31] == ["dense"] * 7  # as fast as before
+    assert run.sent[31:38] == ["fp16"] * 7
+    assert run.sent[38:42] == ["compressed"] * 4  # two settle, two count, and are hopeless
+    assert run.sent[42:] == ["fp16"] * 18
     last = run.states[-1][1]
-    assert last.measured["compressed"] == Measured(3.0, 0.0, 2)
+    assert last.measured["compressed"].seconds == pytest.approx(3.0)
+    assert (last.measured["compressed"].error, last.measured["compressed"].steps) == (0.0, 2)
     assert last.measured["fp16"].seconds == pytest.approx(0.9)
-    # Four steps of compressed, the first of 4.2, instead of four of fp16, and 1.26 instead of 0.9 to return to that.
-    assert last.spent == pytest.approx(4.2 + 3 * 3.0 - 4 * 0.9 + 0.36)
+    # Four steps of compressed, the first of 4.2, instead of four of fp16; and the first steps after the other changes,
+    # 1.4 instead of 1 and twice 1.26 instead of 0.9.
+    assert last.spent == pytest.approx(4.2 + 3 * 3.0 - 4 * 0.9 + 0.4 + 2 * 0.36)
     assert "tries fp16: 1050 ms expected, dense takes 1000 ms" in run.reasons()
+    assert "compares fp16 with dense before and after" in run.reasons()
     assert "fp16 is the fastest measured: 900 ms, then dense: 1000 ms" in run.reasons()
 
 
@@ -148,6 +153,32 @@ def test_one_slow_step_does_not_end_a_trial() -> None:
     run = Run({"dense": 1.0, "fp16": lambda step: 9.0 if step in (19, 22) else 0.5}).go({"dense": 1.0, "fp16": 1.0}, 40)
     assert run.sent[-1] == "fp16"
     assert run.states[-1][1].measured["fp16"].seconds == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("fast", [0.1, 0.6])
+def test_what_is_far_better_is_not_left_for_a_second_look(fast: float) -> None:
+    run = Run({"dense": 1.0, "compressed": fast}).go({"dense": 1.0, "compressed": 1.05}, 60)
+    assert run.sent == ["dense"] * 17 + ["compressed"] * 43
+
+
+def test_machines_that_are_not_equally_fast_cost_little_beyond_the_best() -> None:
+    """Every so often all steps take 1.35 times as long for some time, and each is a tenth longer or shorter by chance.
+
+    Of trainings of 600 steps. With trials that are compared with steps of any other time it is 2.9 %.
+    """
+    worlds = ([1, 1.1, 1.3, 1.07], [1.04, 1, 1.3, 1.07], [1.6, 1.3, 1, 1.05], [1.5, 1.2, 1.03, 1])
+    steps, over = 600, []
+    for number, values in enumerate(worlds * 30):
+        base = dict(zip(KINDS, values, strict=True))
+        rng = np.random.default_rng(number)
+        lengths = 1 + rng.exponential(40, steps).astype(int)
+        slow = np.repeat(np.arange(steps) % 2, lengths)[:steps]
+        speed = {name: 1.35**slow * np.exp(0.1 * rng.standard_normal(steps)) for name in KINDS}
+        predicted = {name: value * np.exp(0.1 * rng.standard_normal()) for name, value in base.items()}
+        times = {name: lambda step, one=value * speed[name]: float(one[step]) for name, value in base.items()}
+        run = Run(times).go(predicted, steps)
+        over.append(np.mean([base[name] for name in run.sent]) / min(base.values()) - 1)
+    assert np.mean(over) < 0.023
 
 
 def test_a_single_candidate_stays() -> None:

@@ -2,9 +2,10 @@
 
 The performance model names the candidates and predicts a step's time for each (`hvdcomp.survey`). The training begins
 with the fastest by the model, and measures it. Candidates that the model puts near the best are tried, each for a few
-steps, and the fastest by measurement stays. A trial begins when what it may cost, by what is known, is no more than a
-small share of the time so far, so that trials as a whole stay below that share. When steps take another time than
-when the candidate was chosen, all is open again.
+steps, before and after steps of the best so far: machines are not equally fast all the time, and only what is measured
+one right after the other can be compared. The fastest by measurement stays. A trial begins when what it may cost, by
+what is known, is no more than a small share of the time so far, so that trials as a whole stay below that share. When
+steps take another time than when the candidate was chosen, all is open again.
 
 This is not from a paper.
 """
@@ -33,7 +34,7 @@ send, and what is tried first would look worse than it is."""
 DENSE = "dense"
 """Name of the candidate that sends everything as it is."""
 
-_HOPELESS = 1.5  # a trial ends early if its steps take so many times those of the best
+_HOPELESS = 1.5  # a trial ends early if its steps take so many times those of the best; or the best's so many times its
 _LEAST = 2  # steps to judge that by
 _DOUBT = 0.1  # a prediction may be so much too high; what is within that is tried at no price
 _NOTICEABLE = 0.01  # differences of step times that are looked for
@@ -61,6 +62,10 @@ class Measured:
         """Of at least one time."""
         return cls(*median_with_error(times), len(times))
 
+    def scaled(self, factor: float) -> Measured:
+        """The same of steps that take so many times as long."""
+        return Measured(factor * self.seconds, factor * self.error, self.steps)
+
     def with_more(self, other: Measured, most: int) -> Measured:
         """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""
         old = min(self.steps, most)
@@ -81,8 +86,12 @@ class AutoState:
         since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
         until: the next decision is made when so many steps have ended.
         trying: whether it is being tried; else it stays until something speaks against it.
-        times: seconds of the steps of this trial that count.
-        measured: by name, what is known since the last time that all was open.
+        rival: the candidate that is compared with what is being tried; "" for none, as of the first of all.
+        tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
+        latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
+        times: seconds of the steps of this trial that count, or of the one that has just ended.
+        measured: by name, what is known since the last time that all was open. A trial counts in proportion: by how
+            much longer its steps took than those of the rival before and after it.
         before: by name, medians that were measured before that.
         usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
         drifted: looks in a row that found another time.
@@ -99,6 +108,9 @@ class AutoState:
     since: int = 0
     until: int = 0
     trying: bool = False
+    rival: str = ""
+    tried: str = ""
+    latest: Measured | None = None
     times: tuple[float, ...] = ()
     measured: Mapping[str, Measured] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
@@ -189,9 +201,21 @@ class Auto(Policy[AutoState]):
             if missing:
                 why = f"measures {state.chosen} for {missing} more steps"
                 return dataclasses.replace(state, until=step + missing, why=why)
-            state = self._note(state, Measured.of(state.times))
+            now = Measured.of(state.times)
+            if state.rival and now.seconds * _HOPELESS > self._latest(state).seconds:
+                return self._return(state, step)
+            # The first of all, or so much better that nothing is left for a second look.
+            state = self._compare(state, state.chosen, now, []) if state.rival else self._note(state, now)
+            state = dataclasses.replace(state, trying=False, rival="", latest=now)
+        elif state.tried:
+            if len(counted) < _LEAST:  # times that cannot be
+                return dataclasses.replace(state, until=step + self.window)
+            after = Measured.of(counted)
+            state = self._note(self._compare(state, state.tried, Measured.of(state.times), [after]), after)
+            state = dataclasses.replace(state, tried="", latest=after)
         elif len(counted) >= _LEAST:
             now = Measured.of(counted)
+            state = dataclasses.replace(state, latest=now)
             usual = state.usual.get(state.chosen, now.seconds)
             state = dataclasses.replace(state, usual={**state.usual, state.chosen: usual})
             if abs(now.seconds - usual) > max(self.drift * usual, _SURE * now.error):
@@ -224,6 +248,8 @@ class Auto(Policy[AutoState]):
         settled = state.since + SETTLING
         others = [name for name in state.measured if not (state.trying and name == state.chosen)]
         best = min((state.measured[name].seconds for name in others), default=math.inf)
+        if state.trying and state.latest is not None:
+            best = state.latest.seconds
         beyond = sum(time - best for number, time in known if state.trying or number < settled)
         elapsed = state.elapsed + sum(time for _, time in known)
         state = dataclasses.replace(state, elapsed=elapsed, spent=state.spent + max(0.0, beyond))
@@ -231,8 +257,8 @@ class Auto(Policy[AutoState]):
 
     def _missing(self, state: AutoState) -> int:
         """Steps that a trial has yet to take."""
-        best = min((one.seconds for name, one in state.measured.items() if name != state.chosen), default=math.inf)
-        if len(state.times) >= _LEAST and min(state.times) > _HOPELESS * best:
+        enough = state.rival and len(state.times) >= _LEAST
+        if enough and min(state.times) > _HOPELESS * self._latest(state).seconds:
             return 0
         return max(0, self._steps(state, state.chosen) - len(state.times))
 
@@ -241,10 +267,28 @@ class Auto(Policy[AutoState]):
         return max(self.window, state.measured[name].steps if name in state.measured else 0)
 
     def _note(self, state: AutoState, now: Measured) -> AutoState:
-        """Enters what the chosen candidate takes."""
+        """Enters what the chosen candidate takes, and what others take in proportion."""
         old = state.measured.get(state.chosen)
         told = now if old is None else old.with_more(now, _MOST * self.window)
-        return dataclasses.replace(state, measured={**state.measured, state.chosen: told})
+        factor = 1.0 if old is None else told.seconds / old.seconds
+        others = {name: one.scaled(factor) for name, one in state.measured.items()}
+        return dataclasses.replace(state, measured={**others, state.chosen: told})
+
+    def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
+        """Enters what was tried, by how much longer its steps took than the rival's before and after."""
+        sides = [self._latest(state), *after]
+        seconds = sum(one.seconds for one in sides) / len(sides)
+        change = sides[-1].seconds - sides[0].seconds
+        error = math.hypot(*(one.error for one in sides), change) / len(sides)
+        doubt = math.hypot(trial.error / trial.seconds, error / seconds)
+        found = trial.seconds * state.measured[state.rival or state.chosen].seconds / seconds
+        now, old = Measured(found, doubt * found, trial.steps), state.measured.get(name)
+        told = now if old is None else old.with_more(now, _MOST * self.window)
+        return dataclasses.replace(state, measured={**state.measured, name: told})
+
+    def _latest(self, state: AutoState) -> Measured:
+        assert state.latest is not None  # nothing is tried before
+        return state.latest
 
     def _reopen(self, state: AutoState, now: Measured) -> AutoState:
         """Forgets how fast candidates are but for the chosen one."""
@@ -259,6 +303,8 @@ class Auto(Policy[AutoState]):
     def _go_on(self, state: AutoState, step: int) -> AutoState:
         """Begins a trial that is worth its price, or stays with the best."""
         best = self._best(state)
+        if best != state.chosen:
+            return self._stay(state, best, step, None)
         near = self._open(state, best)
         offers = sorted((self._price(state, best, name), self._expected(state, best, name), name) for name in near)
         for price, _, name in offers:
@@ -274,10 +320,8 @@ class Auto(Policy[AutoState]):
     def _best(self, state: AutoState) -> str:
         """The fastest by measurement. What stays is not left for a difference that may be chance."""
         best = min(state.measured, key=lambda name: state.measured[name].seconds)
-        if state.trying or best == state.chosen:
-            return best
         fastest, ours = state.measured[best], state.measured[state.chosen]
-        doubt = max(2 * math.hypot(fastest.error, ours.error), _NOTICEABLE * fastest.seconds)
+        doubt = max(fastest.error, _NOTICEABLE * fastest.seconds)
         return best if ours.seconds - fastest.seconds > doubt else state.chosen
 
     def _open(self, state: AutoState, best: str) -> list[str]:
@@ -291,7 +335,7 @@ class Auto(Policy[AutoState]):
                 if name == DENSE or self._is_near(state, best, name):
                     found.append(name)
             elif name != best and one.steps < _MOST * self.window:
-                gain = limit.seconds - one.seconds + 2 * math.hypot(limit.error, one.error)
+                gain = limit.seconds - one.seconds + 2 * one.error
                 if gain > _NOTICEABLE * limit.seconds:
                     found.append(name)
         return found
@@ -325,12 +369,18 @@ class Auto(Policy[AutoState]):
         return f"steps have changed; {text}" if state.reopened else text
 
     def _try(self, state: AutoState, name: str, step: int, why: str) -> AutoState:
-        same = name == state.chosen
-        since = state.since if same else step
-        until = step + _LEAST + (0 if same else SETTLING)
         return dataclasses.replace(
-            state, chosen=name, why=why, since=since, until=until, trying=True, times=(), drifted=0
-        )
+            state, chosen=name, rival=state.chosen, why=why, since=step, until=step + SETTLING + _LEAST, trying=True,
+            times=(), drifted=0,
+        )  # fmt: skip
+
+    def _return(self, state: AutoState, step: int) -> AutoState:
+        """Ends a trial with a second look at what it is compared with."""
+        steps = max(self.window, min(len(state.times), self.every))
+        return dataclasses.replace(
+            state, chosen=state.rival, rival="", tried=state.chosen, trying=False, since=step,
+            until=step + SETTLING + steps, why=f"compares {state.chosen} with {state.rival} before and after",
+        )  # fmt: skip
 
     def _stay(self, state: AutoState, best: str, step: int, short: float | None) -> AutoState:
         """Stays with the best, or returns to it, until the next look or until a trial is affordable."""
@@ -341,17 +391,20 @@ class Auto(Policy[AutoState]):
             why = f"{best} is the fastest measured: {_ms(found)}, then {second}: {_ms(others[second])}"
         else:
             why = f"{best} takes {_ms(found)}; nothing else promises to be faster at a price that is low enough"
-        wait = self.every
-        if short is not None and short < self.every * found:
-            wait = max(self.window, math.ceil(short / found))
         changed = best != state.chosen
+        wait = self.every
+        if changed:
+            wait = SETTLING + self.window  # to be compared with others
+        elif short is not None and short < self.every * found:
+            wait = max(self.window, math.ceil(short / found))
         return dataclasses.replace(
             state,
             chosen=best,
             why=why,
             since=step if changed else state.since,
-            until=step + wait + (SETTLING if changed else 0),
-            trying=False,
+            until=step + wait,
+            latest=None if changed else state.latest,
+            usual={} if changed else state.usual,
             times=(),
         )
 
@@ -365,6 +418,7 @@ class Auto(Policy[AutoState]):
             candidates={name: _rebuilt(Candidate, one) for name, one in state.candidates.items()},
             measured={name: _rebuilt(Measured, one) for name, one in state.measured.items()},
             times=tuple(state.times),
+            latest=state.latest and _rebuilt(Measured, state.latest),
         )
 
 
