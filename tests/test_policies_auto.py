@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import SpecError
 from hvdcomp.policies import Auto
-from hvdcomp.policies.auto import SETTLING, WARM_UP, AutoState
+from hvdcomp.policies.auto import SETTLING, WARM_UP
+from hvdcomp.policies.auto_state import AutoState
 from hvdcomp.policies.base import Candidate, Period, Statistics, Survey
 from hvdcomp.policies.decisions import Methods
 
@@ -147,6 +148,20 @@ def test_a_slow_beginning_is_not_held_against_what_is_tried_first() -> None:
     run = Run({"dense": lambda step: 1.0 if step >= WARM_UP else 9.0, "fp16": 1.2}).go({"dense": 1.0, "fp16": 1.0}, 80)
     assert run.sent[-1] == "dense"
     assert run.states[-1][1].measured["dense"].seconds == pytest.approx(1.0)
+
+
+def test_times_that_cannot_be_are_left_out() -> None:
+    """A clock that stands still for a while: nothing is compared with what was not measured."""
+    times = {"dense": lambda step: 0.0 if step < 90 else 1.0, "fp16": lambda step: 0.0 if step < 90 else 0.5}
+    run = Run(times).go({"dense": 1.0, "fp16": 1.0}, 160)
+    assert run.sent[:90] == ["dense"] * 90
+    assert run.sent[-1] == "fp16"
+    slow = Run({"dense": 1.0, "fp16": lambda step: 0.9 if step >= 24 else 0.0}).go({"dense": 1.0, "fp16": 1.0}, 160)
+    assert slow.sent[-1] == "fp16"
+    late = Run({"dense": lambda step: 1.0 if step not in range(24, 50) else 0.0, "fp16": 0.9}).go(
+        {"dense": 1.0, "fp16": 1.0}, 160
+    )
+    assert late.sent[-1] == "fp16"
 
 
 def test_one_slow_step_does_not_end_a_trial() -> None:

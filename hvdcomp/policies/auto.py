@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hvdcomp.policies.auto_state import PATIENCE, AutoState, Measured
 from hvdcomp.policies.base import Candidate, Period, Policy, Statistic, Statistics, Survey, is_number
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.robust import median_with_error
 
 SETTLING = 2
 """So many steps after a change are not counted: the first sends what compression had kept back, and Horovod learns the
@@ -39,87 +39,8 @@ _LEAST = 2  # steps to judge that by
 _DOUBT = 0.1  # a prediction may be so much too high; what is within that is tried at no price
 _NOTICEABLE = 0.01  # differences of step times that are looked for
 _MOST = 8  # measurements of a candidate that cannot be told apart from the best, in windows
-_PATIENCE, _MOST_PATIENCE = 2, 64  # looks in a row
+_MOST_PATIENCE = 64  # looks in a row
 _SURE = 3  # standard errors that a change of the step time has to be above: else restless steps open all without end
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What steps of a candidate took.
-
-    Attributes:
-        seconds: their median.
-        error: standard error of it.
-        steps: how many were counted.
-    """
-
-    seconds: float
-    error: float
-    steps: int
-
-    @classmethod
-    def of(cls, times: Sequence[float]) -> Measured:
-        """Of at least one time."""
-        return cls(*median_with_error(times), len(times))
-
-    def scaled(self, factor: float) -> Measured:
-        """The same of steps that take so many times as long."""
-        return Measured(factor * self.seconds, factor * self.error, self.steps)
-
-    def with_more(self, other: Measured, most: int) -> Measured:
-        """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""
-        old = min(self.steps, most)
-        steps = old + other.steps
-        seconds = (old * self.seconds + other.steps * other.seconds) / steps
-        return Measured(seconds, math.hypot(old * self.error, other.steps * other.error) / steps, steps)
-
-
-@dataclass(frozen=True)
-class AutoState:
-    """The state of `Auto`.
-
-    Attributes:
-        order: names of the tensors, those first that are most worth compressing.
-        candidates: by name, with predicted times; none before the survey is told.
-        chosen: the candidate in force.
-        why: it is, in words.
-        since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
-        until: the next decision is made when so many steps have ended.
-        trying: whether it is being tried; else it stays until something speaks against it.
-        rival: the candidate that is compared with what is being tried; "" for none, as of the first of all.
-        tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
-        latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
-        times: seconds of the steps of this trial that count, or of the one that has just ended.
-        measured: by name, what is known since the last time that all was open. A trial counts in proportion: by how
-            much longer its steps took than those of the rival before and after it.
-        before: by name, medians that were measured before that.
-        usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
-        drifted: looks in a row that found another time.
-        patience: so many of them open all again.
-        reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
-        elapsed: seconds of all steps so far.
-        spent: seconds of these that trials and changes took beyond steps of the best.
-    """
-
-    order: tuple[str, ...]
-    candidates: Mapping[str, Candidate] = field(default_factory=dict)
-    chosen: str = ""
-    why: str = ""
-    since: int = 0
-    until: int = 0
-    trying: bool = False
-    rival: str = ""
-    tried: str = ""
-    latest: Measured | None = None
-    times: tuple[float, ...] = ()
-    measured: Mapping[str, Measured] = field(default_factory=dict)
-    before: Mapping[str, float] = field(default_factory=dict)
-    usual: Mapping[str, float] = field(default_factory=dict)
-    drifted: int = 0
-    patience: int = _PATIENCE
-    reopened: str = ""
-    elapsed: float = 0.0
-    spent: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +127,7 @@ class Auto(Policy[AutoState]):
                 return self._return(state, step)
             # The first of all, or so much better that nothing is left for a second look.
             state = self._compare(state, state.chosen, now, []) if state.rival else self._note(state, now)
-            state = dataclasses.replace(state, trying=False, rival="", latest=now)
+            state = dataclasses.replace(state, trying=False, rival="", latest=now, usual={})
         elif state.tried:
             if len(counted) < _LEAST:  # times that cannot be
                 return dataclasses.replace(state, until=step + self.window)
@@ -303,7 +224,7 @@ class Auto(Policy[AutoState]):
     def _go_on(self, state: AutoState, step: int) -> AutoState:
         """Begins a trial that is worth its price, or stays with the best."""
         best = self._best(state)
-        if best != state.chosen:
+        if best != state.chosen or state.latest is None:  # first to be measured itself
             return self._stay(state, best, step, None)
         near = self._open(state, best)
         offers = sorted((self._price(state, best, name), self._expected(state, best, name), name) for name in near)
@@ -312,7 +233,7 @@ class Auto(Policy[AutoState]):
             if free or self._short_of(state, price) <= 0:
                 return self._try(state, name, step, self._why_try(state, best, name))
         if state.reopened:
-            patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else _PATIENCE
+            patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else PATIENCE
             state = dataclasses.replace(state, reopened="", patience=patience)
         short = min((self._short_of(state, price) for price, _, _ in offers), default=None)
         return self._stay(state, best, step, short)
