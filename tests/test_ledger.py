@@ -31,6 +31,21 @@ def test_sums() -> None:
     assert ledger.totals.encode_seconds is None  # not known, which is not zero
 
 
+def test_steps_that_cost_the_same_are_added_up_whenever_somebody_asks() -> None:
+    """As casts are: the same costs by tensor in many steps, between steps with others and steps with times."""
+    ledger, same, other, timed = Ledger(), step(0, a=100, b=20), step(0, a=1), step(0, b=7)
+    expected = Cost()
+    for number, cost in enumerate([same, same, same, other, same, timed, same, same]):
+        ledger.record(cost, (lambda: True) if cost is timed else None)
+        expected.add(cost)
+        if number in (1, 4):  # reading changes nothing
+            assert ledger.tensors["a"].bytes_sent == {1: 200, 4: 401}[number]
+    assert ledger.totals == expected
+    a, b = ledger.tensors["a"], ledger.tensors["b"]
+    assert (a.bytes_sent, a.dense_bytes, a.floats_sent) == (601, 6010, 150.25)
+    assert (b.bytes_sent, b.dense_bytes, b.floats_sent) == (127, 1270, 31.75)
+
+
 def test_times_are_shared_out_by_bytes() -> None:
     ledger = Ledger()
     cost = step(0, a=60, b=32)
