@@ -76,7 +76,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Measures cluster by cluster, and on each model by model.
 
-    Each model is calibrated just before it is measured: machines are not equally fast all the time.
+    Each model is calibrated and measured in turns: machines are not equally fast all the time.
 
     Yields:
         What the ranks wrote, with `hosts`, `rate` and `model`.

@@ -110,7 +110,7 @@ def steps(
 ) -> None:
     """Compare predicted with measured times of steps, on emulated clusters (needs root and iproute2).
 
-    On each cluster: calibrates, then trains with dense gradients, Horovod's fp16 and each compressor in turns.
+    On each cluster: calibrates, and in turns with that trains with dense gradients, Horovod's fp16 and each compressor.
     """
     from hvdcomp.bench import steps as runs
     from hvdcomp.bench.compare import HEADINGS, auto_summary, cells, choices, compare, gains, place_of, summary, write
