@@ -20,7 +20,7 @@ import torch
 
 from hvdcomp.bench.fit import Reading, halves
 from hvdcomp.bench.probe_network import Show, fusion_threshold
-from hvdcomp.bench.workload import Workload, build, in_turn, rounds_within, turn_of
+from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.engine import Engine
@@ -33,7 +33,7 @@ from hvdcomp.perfmodel.schedule import sequential
 
 _FORWARD, _BACKWARD, _MIDDLE, _OPTIMIZER = range(4)  # parts of a step; the middle is the exchange, or stands for it
 _LEARNING_RATE = 1e-4
-_MOST_ROUNDS = 20  # of turns
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 20  # of turns
 _READY_STEPS = 5
 _DECODES = 3
 _SOURCE = "hvdcomp calibrate"
@@ -268,7 +268,8 @@ def _take_turns(ways: Ways, seconds: float, show: Show, beside: Callable[[], Non
         hvd.barrier()
         step_s[name] = sum(training.step())
     step_s = hvd.broadcast_object(step_s, name="hvdcomp.calibrate.turn")
-    rounds = rounds_within(seconds, step_s.values(), _MOST_ROUNDS)
+    round_s = sum(one * sum(turn_of(one)) for one in step_s.values())
+    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / round_s)))
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(rounds):
         show(f"steps: round {number + 1} of {rounds}")

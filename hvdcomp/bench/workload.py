@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
 _CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
 _TOKENS, _LENGTH = 100, 64  # characters of a text
 _TURN_S, _MOST_STEPS = 0.25, 8
-_FEWEST_ROUNDS = 5
 
 T = TypeVar("T")
 
@@ -52,18 +51,6 @@ def turn_of(step_s: float) -> tuple[int, int]:
     if step_s >= _TURN_S:
         return 0, 1
     return 1, max(2, min(_MOST_STEPS, int(_TURN_S / step_s)))
-
-
-def rounds_within(seconds: float, step_s: Iterable[float], most: int) -> int:
-    """In how many rounds some trainings take turns, for about so many seconds.
-
-    Args:
-        seconds: to fill; some rounds are made in any case.
-        step_s: about what a step of each training takes.
-        most: rounds that are enough.
-    """
-    round_s = sum(one * sum(turn_of(one)) for one in step_s)
-    return int(min(most, max(_FEWEST_ROUNDS, seconds / round_s)))
 
 
 def in_turn(trainings: Sequence[T], number: int) -> list[T]:

@@ -130,8 +130,8 @@ class Statistics:
         model_norm: the same of the whole model: all tensors as one vector.
         mean_to_std: by tensor name, the absolute mean of the accumulated gradient's elements over their standard
             deviation.
-        gains: of the step.
-        timing: of the steps since the last.
+        gains, timing: of the last step of a period, and of all its steps; for policies whose periods are of so many
+            steps.
         level_gains: by tensor name and compression factor, the gain 1 - ||x - C(x)||^2 / ||x||^2, both energies summed
             over the probed steps of the period, on rank 0. A tensor without a gradient has no entry; NaN if a gradient
             was not finite.
