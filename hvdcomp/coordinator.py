@@ -27,13 +27,13 @@ from hvdcomp.engine import Engine
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.gains import LevelProbe, TwoLevels
 from hvdcomp.levels import Plans, batch_of, levelled_tensors
-from hvdcomp.policies.base import LearningRates, Policy, Statistic, Statistics, Survey, Timing
+from hvdcomp.policies.base import LearningRates, Period, Policy, Statistic, Statistics, Survey, Timing
 from hvdcomp.policies.decisions import BatchSize, Decision, Joint, MultiLevel, Probe, decision_to_json
 from hvdcomp.progress import Progress, StepClock
 from hvdcomp.statistics import AccumulatedGradients
+from hvdcomp.wants import Wants
 
 Rates = tuple[float, ...]
-_SUMMED = frozenset({Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD})
 
 
 class Coordinator:
@@ -57,6 +57,11 @@ class Coordinator:
         clock: that times the steps.
     """
 
+    state: Any
+    _wants: Wants  # of that state
+    _latest: Any  # on rank 0 ahead of it while a broadcast is under way
+    _wants_latest: Wants
+
     def __init__(
         self,
         policy: Policy[Any],
@@ -77,8 +82,8 @@ class Coordinator:
         self._log = log
         self._survey = survey
         self._decides = engine.communicator.rank == 0
-        self.state: Any = policy.initial_state(self.names)
-        self._latest: Any = self.state  # on rank 0, ahead of `state` while a broadcast is under way
+        self._ever = Wants.ever(policy)
+        self._go_on_from(policy.initial_state(self.names))
         self._channel = MessageChannel(make_broadcaster, self._room())
         self._in_flight = False
         self._ended: Statistics | None = None  # a period that is over, and waits for the learning rate that follows
@@ -117,26 +122,21 @@ class Coordinator:
     @property
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
-        waits = self._awaits_survey or (self.policy.lag == 0 and self._ended is not None)
+        waits = self._wants.survey or (self.policy.lag == 0 and self._ended is not None)
         measures = isinstance(self.decision, Probe) or (isinstance(self.decision, MultiLevel) and self._gains_are_due)
         return waits or measures
 
     @property
     def _gains_are_due(self) -> bool:
         """Whether the step that has begun, or comes next, is one whose gains are measured; the same on all ranks."""
-        return self.progress.next_ends(self.policy.period_in(self.state))
-
-    @property
-    def _awaits_survey(self) -> bool:
-        """Whether the policy is to be told, in this step, what there is to choose from; the same on all ranks."""
-        return Statistic.SURVEY in self.policy.statistics and Statistic.SURVEY in self.policy.wanted(self.state)
+        return self.progress.next_ends(self._wants.period)
 
     def before_exchange(self) -> None:
         """To be called when all gradients of a step are there, before the engine's step."""
         if self._ended is not None and self.policy.lag == 0:
             self._decide_now(self._rates)
             self._take_up_in_step()
-        elif self._awaits_survey:
+        elif self._wants.survey:
             # Not earlier: until the ranks have compared their settings, others may not know of any survey.
             progress = self.progress
             self._decide(Statistics(step=progress.step, epoch=progress.epoch_or_none, survey=self._survey))
@@ -157,8 +157,8 @@ class Coordinator:
     def observes(self) -> bool:
         """Whether gradients are to be accumulated on this rank in this step."""
         # While a decision is on its way, nobody knows yet whether the next one wants them.
-        pending = self._ended is not None and bool(_SUMMED & self.policy.statistics)
-        return self._decides and (pending or bool(_SUMMED & self.policy.wanted(self._latest)))
+        pending = self._ended is not None and self._ever.sums
+        return self._decides and (pending or self._wants_latest.sums)
 
     @property
     def source(self) -> str:
@@ -167,7 +167,7 @@ class Coordinator:
 
     def end_step(self) -> None:
         """To be called at the end of a step, when its results are there."""
-        period = self.policy.period_in(self.state)
+        period = self._wants.period
         self._time_step()
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
@@ -175,11 +175,11 @@ class Coordinator:
             self._decide(statistics)
         if period is None or not self.progress.ends(period, epoch_ended):
             return
-        statistics = dataclasses.replace(self._period_statistics(), **self._gains_and_timing(period.steps))
+        statistics = self._period_statistics(period)
         self._sums.clear()
         if isinstance(self._stage, LevelProbe):
             self._stage.clear()
-        if Statistic.LEARNING_RATES in self.policy.statistics:
+        if Statistic.LEARNING_RATES in self._ever.statistics:
             self._ended = statistics
         elif self.policy.lag:
             self._decide(statistics)
@@ -209,13 +209,13 @@ class Coordinator:
 
     # What is gathered.
 
-    def _period_statistics(self) -> Statistics:
+    def _period_statistics(self, period: Period) -> Statistics:
         """What is known at the end of a period; without numbers on ranks other than 0."""
-        statistics = Statistics(step=self.progress.step, epoch=self.progress.epoch_or_none)
+        step, epoch = self.progress.step, self.progress.epoch_or_none
         if not self._decides:
-            return statistics
-        wanted = self.policy.wanted(self._latest)
-        known: dict[str, Any] = {}
+            return Statistics(step, epoch)
+        wanted = self._wants_latest.statistics
+        known = self._gains_and_timing(period.steps)
         if Statistic.NORMS in wanted:
             known["norms"] = self._sums.norms(self.names)
         if Statistic.MODEL_NORM in wanted:
@@ -226,11 +226,11 @@ class Coordinator:
             known |= {"level_gains": self._stage.gains(), "level_costs": self._stage.costs()}
         if Statistic.STEP_TIMES in wanted:
             known["step_times"], self._step_times = tuple(self._step_times), []
-        return dataclasses.replace(statistics, **known)
+        return Statistics(step, epoch, **known)
 
     def _gains_and_timing(self, steps: int) -> dict[str, Any]:
         """Gains of the step that ends and times of the so many of its period, where they are wanted."""
-        if not isinstance(self._stage, TwoLevels) or not self._decides:
+        if not isinstance(self._stage, TwoLevels):
             return {}
         told: dict[str, Any] = {}
         if self.policy.lag:
@@ -242,7 +242,7 @@ class Coordinator:
 
     def _time_step(self) -> None:
         """Notes how long the step that ends took. The host's clock: on an accelerator true on average."""
-        if self._decides and Statistic.STEP_TIMES in self.policy.statistics:
+        if self._decides and self._ever.step_times:
             self._step_times.append(self.clock.lap())
 
     def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
@@ -275,6 +275,7 @@ class Coordinator:
         if not self._decides:
             return
         self._latest, decision = self.policy.decide(self._latest, statistics)
+        self._wants_latest = Wants.of(self.policy, self._latest)
         if self._log is None:
             return
         try:
@@ -303,7 +304,13 @@ class Coordinator:
 
     def _hear(self) -> None:
         """Waits for rank 0's state, and goes on from it."""
-        self.state = self._latest = self.policy.from_json(json.loads(self._channel.finish()))
+        self._go_on_from(self.policy.from_json(json.loads(self._channel.finish())))
+
+    def _go_on_from(self, state: Any) -> None:
+        """Enters a state that all ranks know."""
+        self.state = state
+        self._wants = Wants.of(self.policy, state)
+        self._latest, self._wants_latest = state, self._wants
 
     def _receive(self) -> None:
         self._in_flight = False
@@ -361,13 +368,14 @@ class Coordinator:
         """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
         if own is None and self._decides:
             raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
-        self.state = self._latest = self.policy.from_json(shared["state"])
+        self._go_on_from(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
         self._put_in_force(self.policy.decision(self.state))
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
         self._period_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self._decides:
             self._latest = self.policy.from_json(own["latest"])
+            self._wants_latest = Wants.of(self.policy, self._latest)
             self._ended = None if own["ended"] is None else Statistics(**own["ended"])
             self._sums.sums = {name: place(array, name) for name, array in own["sums"].items()}
             self._step_times = list(own["step_times"])
@@ -380,7 +388,7 @@ class Coordinator:
 
     @property
     def _told_in_step(self) -> bool:
-        return self.policy.lag == 0 and Statistic.GAINS in self.policy.statistics
+        return self.policy.lag == 0 and Statistic.GAINS in self._ever.statistics
 
     def _await_gains(self) -> None:
         """Prepares for a step of which nobody knows yet what it sends."""

@@ -8,8 +8,8 @@ ranks only through a communicator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -262,14 +262,16 @@ class Engine:
         cast = compressor.wire_dtype(self.tensors[name].dtype) is not None
         return cast and isinstance(self.memory_for(compressor), NoMemory)
 
-    def enter_casts(self, names: Iterable[str]) -> None:
+    def enter_casts(self, names: Set[str]) -> None:
         """Enters, as a step of its own, an exchange that somebody else did because `only_casts` held."""
-        names = tuple(names)
-        if self._cast_cost is None or tuple(self._cast_cost.tensors) != names:
-            self._cast_cost = StepCost(tensors={name: self._cost_of_cast(name) for name in names})
-            for cost in self._cast_cost.tensors.values():
-                self._cast_cost.add(cost)
-        self.ledger.record(replace(self._cast_cost, step=self.step_number))
+        known = self._cast_cost
+        if known is None or known.tensors.keys() != names:
+            known = StepCost(tensors={name: self._cost_of_cast(name) for name in self.tensors if name in names})
+            for cost in known.tensors.values():
+                known.add(cost)
+            self._cast_cost = known
+        sums = (known.bytes_sent, known.dense_bytes, known.floats_sent)
+        self.ledger.record(StepCost(*sums, step=self.step_number, tensors=known.tensors))
         self.step_number += 1
 
     def _cost_of_cast(self, name: str) -> Cost:

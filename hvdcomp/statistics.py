@@ -26,14 +26,16 @@ class AccumulatedGradients:
         """Adds `factor` times the gradients of a step, unless the element `poison` is NaN."""
         if not gradients:
             return
-        xp = arrays_for(next(iter(gradients.values())))
-        for name, gradient in gradients.items():
-            if name not in self.sums:
-                wide = "float32" if xp.item_size(gradient) < 4 else xp.dtype_name(gradient)
-                self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
+        arrays = list(gradients.values())
+        xp = arrays_for(arrays[0])
+        if gradients.keys() - self.sums.keys():
+            for name, gradient in gradients.items():  # in their order, which that of additions follows
+                if name not in self.sums:
+                    wide = "float32" if xp.item_size(gradient) < 4 else xp.dtype_name(gradient)
+                    self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
         if poison is None:
-            poison = xp.zeros((1,), like=next(iter(gradients.values())))
-        totals = xp.add_scaled([self.sums[name] for name in gradients], list(gradients.values()), factor, poison)
+            poison = xp.zeros((1,), like=arrays[0])
+        totals = xp.add_scaled([self.sums[name] for name in gradients], arrays, factor, poison)
         self.sums.update(zip(gradients, totals, strict=True))
 
     def clear(self) -> None:

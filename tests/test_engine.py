@@ -375,7 +375,7 @@ def test_only_casts_and_their_costs() -> None:
     (run,) = run_engines(1, tensors, parse_compressor("fp16"), lambda r, s: {}, 0, memory=ErrorFeedback)
     assert not run.engine.only_casts
     (run,) = run_engines(1, tensors, parse_compressor("none"), lambda r, s: {}, 0)
-    run.engine.enter_casts(["a", "b"])
+    run.engine.enter_casts({"a", "b"})
     assert run.engine.ledger.last.bytes_sent == 400 + 12
     assert run.engine.ledger.last.dense_bytes == 400 + 6
     assert run.engine.step_number == 1

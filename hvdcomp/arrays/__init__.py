@@ -24,11 +24,21 @@ def arrays_for(array: Any) -> ModuleType:
     Raises:
         TypeError: for anything but a NumPy array, a PyTorch tensor or a TensorFlow tensor.
     """
-    for kind in type(array).__mro__:
+    kind = type(array)
+    if kind not in _of_type:
+        _of_type[kind] = _module_for(kind)
+    return _of_type[kind]
+
+
+_of_type: dict[type, ModuleType] = {}  # asked several times in each step
+
+
+def _module_for(array_type: type) -> ModuleType:
+    for kind in array_type.__mro__:
         framework = kind.__module__.partition(".")[0]
         if framework in _MODULES:
             return importlib.import_module(_MODULES[framework])
     raise TypeError(
-        f"hvdcomp cannot compress a {type(array).__module__}.{type(array).__qualname__}; "
+        f"hvdcomp cannot compress a {array_type.__module__}.{array_type.__qualname__}; "
         "it takes NumPy arrays, PyTorch tensors and TensorFlow tensors"
     )

@@ -128,6 +128,8 @@ def norm(arrays: Sequence[Array]) -> Array:
 
 
 def norms(arrays: Sequence[Array]) -> Array:
+    if all(x.dtype == torch.float32 for x in arrays):
+        return torch.stack(torch._foreach_norm(list(arrays))).double()
     wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
     each = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(arrays, wide, strict=True)]
     return torch.stack(each).double()  # of mixed types, stack takes the wider

@@ -32,6 +32,8 @@ from hvdcomp.policies.schedules import Levelled
 WINDOWS = {"exponential": 500, "geometric": 2000}
 """Steps for which a candidate is evaluated, by how the candidates follow on each other."""
 
+_GAINS, _TIMING = frozenset({Statistic.GAINS}), frozenset({Statistic.TIMING})
+
 
 def error_gain(energy: float, error_energy: float) -> float:
     """The compression gain 1 - ||x - C(x)||^2 / ||x||^2 within [0, 1].
@@ -151,8 +153,8 @@ class GraVAC(Policy[GraVACState]):
 
     def wanted(self, state: GraVACState) -> frozenset[Statistic]:
         if self.lag:
-            return frozenset({Statistic.GAINS, Statistic.TIMING})
-        return frozenset({Statistic.GAINS if state.send is None else Statistic.TIMING})
+            return self.statistics
+        return _GAINS if state.send is None else _TIMING
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)

@@ -211,7 +211,7 @@ class TensorFlowBinding(Binding):
     def _begin_casts(self, names: list[str]) -> int:
         if not self.agreed:
             self._begin()
-        self.engine.enter_casts(names)
+        self.engine.enter_casts(set(names))
         return self.engine.step_number
 
     # What `Binding` asks of the framework.

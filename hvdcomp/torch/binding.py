@@ -113,7 +113,7 @@ class TorchBinding(Binding):
             result = self._results.pop(ticket.name)
         self._open.discard(ticket.name)
         if not self._open and ticket.cast:
-            self.engine.enter_casts(name for name in self.engine.tensors if name in self._submitted)
+            self.engine.enter_casts(self._submitted)
             self.end_step()
         return result
 
