@@ -37,7 +37,7 @@ _LONGEST = 4  # times the seconds of a calibration, after which these turns end 
 @click.option("--compressor", "specs", multiple=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
-@click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
+@click.option("--seconds", type=float, required=True, help="For calibrating, for steps, and for auto alone, each.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds: float, output: Path) -> None:
     """Calibrates and measures, and writes what was found."""
@@ -88,7 +88,7 @@ def _measure_auto(
 
     best, *rest = hvd.broadcast_object(_rivals(others), name="steps.rivals")
     show("begins")
-    auto.begin(seconds / 3)
+    auto.begin(seconds)
     turns = Turns([auto, *(one for one in others if one.times.method in (best, *rest))], show)
     start = time.perf_counter()
     going = True

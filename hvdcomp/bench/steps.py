@@ -30,7 +30,7 @@ class Options:
     Attributes:
         models, compressors: names and specs.
         batch_size: of one rank.
-        seconds: for calibrating, and again for steps, of each model; about.
+        seconds: for calibrating, again for steps, and again for auto alone, of each model; about.
     """
 
     models: tuple[str, ...]

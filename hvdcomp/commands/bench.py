@@ -88,10 +88,10 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
 @click.option(
     "--seconds",
     type=click.FloatRange(1),
-    default=20.0,
+    default=30.0,
     show_default=True,
     help="For calibrating each model on each cluster, about, as a minimum of steps is made. Steps take as long again, "
-    "those of auto up to four times as long.",
+    "and so does auto alone; its steps that are compared take up to four times as long.",
 )
 @click.option(
     "--output",
