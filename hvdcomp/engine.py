@@ -27,6 +27,7 @@ from hvdcomp.collectives import (
 )
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, Level, NoCompression
+from hvdcomp.finiteness import flag_of, flag_request, poison_of
 from hvdcomp.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.ledger import Cost, Ledger, StepCost
 from hvdcomp.memory import Memory, NoMemory
@@ -336,21 +337,17 @@ class Engine:
         overhead = self.bytes_per_tensor * len(tasks)
         rounds: list[tuple[Any, Any]] = []
         waiting = [(task, self._advance(xp, task, None)) for task in tasks]
-        # x and not the gradient: the sum with the residual may overflow, and an infinity must not be kept.
-        flag = xp.poison([task.x for task in tasks] + _casts_to_half(xp, waiting))
-        poison = flag
+        poison = flag = flag_of(xp, [(task.x, request) for task, request in waiting])
         while waiting := [(task, request) for task, request in waiting if request is not None]:
             requests = [request for _, request in waiting]
             if not rounds:
-                requests.append(_flag_request(xp, requests, flag))
+                requests.append(flag_request(xp, requests, flag))
                 overhead += request_bytes(xp, requests[-1])
             start = xp.mark(like)
             name = f"hvdcomp.round{len(rounds)}"
             answers, padding = exchange(xp, self.communicator, requests, name)
             if not rounds:
-                answer = answers.pop()
-                gathered = isinstance(requests[-1], AllGather)
-                poison = xp.astype(sum(part for (part,) in answer) if gathered else answer, "float32")
+                poison = poison_of(xp, requests[-1], answers.pop())
             rounds.append((start, xp.mark(like)))
             overhead += padding
             waiting = [
@@ -403,49 +400,10 @@ class Engine:
         for task in tasks:
             step.add(task.cost)
         # The turns before the last collective are encoding; the last turn and the memory's update are decoding.
-        turns = {task.name: task.marks for task in tasks}
-
-        def settle() -> bool:
-            encode = {name: _seconds(xp, marks[:-2]) for name, marks in turns.items()}
-            decode = {name: _seconds(xp, marks[-2:]) for name, marks in turns.items()}
-            communicate = _seconds(xp, rounds)
-            times = [*encode.values(), *decode.values(), communicate]
-            if any(seconds is None for seconds in times):
-                return False
-            self.ledger.enter_times(step, encode, communicate, decode)  # type: ignore[arg-type]
-            return True
-
-        self.ledger.record(step, settle)
-
-
-def _casts_to_half(xp: ModuleType, waiting: list[tuple[_Task, AllReduce | AllGather | None]]) -> list[Array]:
-    """What was cast to half precision for the wire, where large values become infinite."""
-    return [
-        request.array
-        for task, request in waiting
-        if isinstance(request, AllReduce)
-        and xp.dtype_name(request.array) == "float16"
-        and xp.dtype_name(task.x) != "float16"
-    ]
-
-
-def _flag_request(xp: ModuleType, requests: list[AllReduce | AllGather], flag: Array) -> AllReduce | AllGather:
-    """The request that spreads the flag of non-finite gradients, fused with a collective that is under way anyway."""
-    for request in requests:
-        if isinstance(request, AllReduce) and request.op == "mean":
-            return AllReduce(xp.astype(flag, xp.dtype_name(request.array)))
-    return AllGather((flag,))
+        encode = {task.name: task.marks[:-2] for task in tasks}
+        decode = {task.name: task.marks[-2:] for task in tasks}
+        self.ledger.record_timed(step, encode, rounds, decode, xp.seconds_between)
 
 
 def _select(xp: ModuleType, poison: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(xp.select(poison, new, old) for new, old in zip(after, before, strict=True))
-
-
-def _seconds(xp: ModuleType, marks: list[tuple[Any, Any]]) -> float | None:
-    total = 0.0
-    for start, end in marks:
-        seconds = xp.seconds_between(start, end)
-        if seconds is None:
-            return None
-        total += seconds
-    return total

@@ -8,8 +8,9 @@ accelerator a mark is an event, read when it has passed, so that no step waits f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -55,6 +56,7 @@ class StepCost(Cost):
 
 
 Settle = Callable[[], bool]
+Marks = Sequence[tuple[Any, Any]]  # where spans of time begin and end
 
 
 class Ledger:
@@ -97,6 +99,41 @@ class Ledger:
             self._same_steps += 1
         while self._unsettled and self._unsettled[0]():
             self._unsettled.popleft()
+
+    def record_timed(
+        self,
+        step: StepCost,
+        encode: Mapping[str, Marks],
+        communicate: Marks,
+        decode: Mapping[str, Marks],
+        seconds_between: Callable[[Any, Any], float | None],
+    ) -> None:
+        """Enters a step with its times, as soon as these are known.
+
+        Args:
+            encode, decode: by tensor.
+            seconds_between: of two marks; None if they have not passed yet.
+        """
+
+        def seconds_of(marks: Marks) -> float | None:
+            total = 0.0
+            for start, end in marks:
+                seconds = seconds_between(start, end)
+                if seconds is None:
+                    return None
+                total += seconds
+            return total
+
+        def settle() -> bool:
+            encoding = {name: seconds_of(marks) for name, marks in encode.items()}
+            decoding = {name: seconds_of(marks) for name, marks in decode.items()}
+            waiting = seconds_of(communicate)
+            if any(seconds is None for seconds in (*encoding.values(), *decoding.values(), waiting)):
+                return False
+            self.enter_times(step, encoding, waiting, decoding)  # type: ignore[arg-type]
+            return True
+
+        self.record(step, settle)
 
     def enter_times(
         self, step: StepCost, encode: dict[str, float], communicate: float, decode: dict[str, float]

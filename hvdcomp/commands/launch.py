@@ -58,6 +58,25 @@ class ProgramGroup(click.Group):
 PROGRAM = f"{__name__}.program"
 
 
+def _variables(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    pairs = [value.partition("=") for value in values]
+    for (name, sign, _), value in zip(pairs, values, strict=True):
+        if not sign or not name:
+            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUE")
+    return {name: text for name, _, text in pairs} or None
+
+
+environment_option = click.option(
+    "--env",
+    "environment",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_variables,
+    help="A variable for the ranks; repeat it.",
+)
+"""Of every scheduler: a mapping, or None if it is not given."""
+
+
 @click.group(cls=_Schedulers, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Run a training program on a cluster."""

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup
+from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, environment_option
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import read_settings
 from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
@@ -24,14 +24,6 @@ from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
 
 INTERRUPTED = 130
-
-
-def _assignment(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
-    pairs = [value.partition("=") for value in values]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE")
-    return {name: value for name, _, value in pairs} or None
 
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -53,9 +45,7 @@ _submission = [
     click.option("--worker-memory", metavar="QUANTITY", help="Of one worker pod. [default: 4Gi]"),
     click.option("--shared-memory", metavar="QUANTITY", help="/dev/shm, part of the memory. [default: 1Gi]"),
     click.option("--checkpoint-claim", metavar="NAME", help="A PersistentVolumeClaim, mounted at /checkpoints."),
-    click.option(
-        "--env", "environment", metavar="NAME=VALUE", multiple=True, callback=_assignment, help="For each rank; repeat."
-    ),
+    environment_option,
     *_where,
 ]
 

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup
+from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, environment_option
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import read_settings
 from hvdcomp.launch.slurm import client
@@ -23,14 +23,6 @@ from hvdcomp.launch.slurm.settings import SlurmJob
 
 _INTERRUPTED = 130  # what a shell says of Ctrl-C
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
-
-
-def _variables(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
-    pairs = [value.partition("=") for value in values]
-    for (name, sign, _), value in zip(pairs, values, strict=True):
-        if not sign or not name:
-            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUE")
-    return {name: text for name, _, text in pairs} or None
 
 
 def _list(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -45,14 +37,7 @@ def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> C
 _SETTINGS = (
     _setting("--name", "Name of the job: small letters, digits, hyphens."),
     _setting("--ranks", "Processes of the job.", int),
-    click.option(
-        "--env",
-        "environment",
-        multiple=True,
-        metavar="NAME=VALUE",
-        callback=_variables,
-        help="A variable for the ranks; repeat it.",
-    ),
+    environment_option,
     _setting("--nodes", "Nodes.", int),
     _setting("--tasks-per-node", "Ranks on each node.", int),
     _setting("--cpus-per-task", "Cores of each rank.", int),

@@ -1,0 +1,46 @@
+"""How all ranks learn, in the first round of a step, that what one of them would send is not finite.
+
+Each rank makes a flag, an element that is 0, or NaN if what it would send holds an inf or NaN. The flags travel with
+the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's "poison".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from hvdcomp.collectives import AllGather, AllReduce, Array
+
+Request = AllReduce | AllGather
+
+
+def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> Array:
+    """This rank's flag, float32 (1,).
+
+    Args:
+        waiting: of each tensor x, its gradient with what was kept back, and its first request, if it has one. Not the
+            gradient itself: the sum may overflow, and an infinity must not be kept.
+    """
+    casts = [
+        request.array
+        for x, request in waiting
+        if isinstance(request, AllReduce)
+        and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
+        and xp.dtype_name(x) != "float16"
+    ]
+    return xp.poison([x for x, _ in waiting] + casts)
+
+
+def flag_request(xp: ModuleType, requests: Sequence[Request], flag: Array) -> Request:
+    """The request that spreads the flag, fused with one of the collectives that are under way anyway."""
+    for request in requests:
+        if isinstance(request, AllReduce) and request.op == "mean":
+            return AllReduce(xp.astype(flag, xp.dtype_name(request.array)))
+    return AllGather((flag,))
+
+
+def poison_of(xp: ModuleType, request: Request, answer: Any) -> Array:
+    """What the ranks' flags come to, float32 (1,), from the answer to `flag_request`'s request."""
+    total = sum(part for (part,) in answer) if isinstance(request, AllGather) else answer
+    return xp.astype(total, "float32")
