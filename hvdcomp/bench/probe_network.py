@@ -1,7 +1,7 @@
 """What collectives cost here, measured through Horovod itself, by all ranks at once. PyTorch's binding, on the CPU.
 
-Each size is measured in two passes over all sizes, so that a disturbance shows as a difference between the passes. Where
-it does, there are two more, of which the median sees little of it.
+Each size is measured in two passes over all sizes, so that a disturbance shows as a difference between the passes.
+Where it does, there are two more, and the median sees little of it.
 """
 
 from __future__ import annotations

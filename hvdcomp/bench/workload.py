@@ -73,8 +73,8 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     Raises:
         SetupError: for a model that is not there, or that is not what it should be.
     """
-    # Steps that are timed train on a batch that never changes, until momenta fade to numbers too small to be normal, which
-    # take a processor many times as long.
+    # Steps that are timed train on a batch that never changes, until momenta fade to numbers too small to be normal,
+    # which take a processor many times as long.
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
     if ":" in model:
