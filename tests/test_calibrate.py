@@ -95,6 +95,36 @@ def test_noise_is_called_by_its_name() -> None:
     assert halves([1.0, 5.0, 1.0, 1.0, 1.0, 5.0]).spread == 0  # single disturbances do not count
 
 
+def test_a_size_whose_passes_differ_is_measured_again() -> None:
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench.probe_network import _Measuring
+
+    times = {("float32", 4096): [1e-3, 1e-3], ("float32", 16384): [1e-2, 3e-2, 1e-2, 1e-2], ("fused", 4096): [2e-3] * 2}
+    times["fused", 16384] = [2e-2] * 4  # with it, as differences of kinds count
+    left = {place: iter(values) for place, values in times.items()}
+
+    class Scripted(_Measuring):
+        def _sample(self, kind: str, size: int) -> tuple[list[float], float]:
+            return [next(left[kind, size])] * 3, 1e-6
+
+    found = Scripted(1.0, lambda what: None).by_size(("float32", "fused"), [4096, 16384])
+    assert found == {"float32": {4096: 1e-3, 16384: 1e-2}, "fused": {4096: 2e-3, 16384: 2e-2}}
+    assert not any(list(each) for each in left.values())
+
+
+def test_steps_that_are_timed_hold_no_numbers_that_make_a_processor_slow() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdcomp.bench.workload import build
+
+    try:
+        build("mlp", 2, 0, 0)
+        fading = torch.full((4,), 1e-38) * 0.1
+        assert torch.count_nonzero(fading) == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.count_nonzero(torch.full((4,), 1e-38) * 0.1) == 4
+
+
 def test_extra_time_is_never_negative() -> None:
     assert extra_per_byte([10, 20], [1.5, 2.0], [1.0, 1.0]) == pytest.approx(0.05)
     assert extra_per_byte([10, 20], [0.5, 0.5], [1.0, 1.0]) == 0
