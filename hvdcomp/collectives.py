@@ -53,7 +53,8 @@ class Outcome(NamedTuple):
     state: tuple[Array, ...] = ()
 
 
-Exchange = Generator["AllReduce | AllGather", Any, Outcome]
+Request = AllReduce | AllGather
+Exchange = Generator[Request, Any, Outcome]
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from typing import Any
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import (
-    AllGather,
-    AllReduce,
     Array,
     Context,
     Exchange,
     Outcome,
+    Request,
     SparseVector,
     TensorInfo,
     dtype_bytes,
@@ -356,7 +355,7 @@ class Engine:
             ]
         return poison, rounds, overhead
 
-    def _advance(self, xp: ModuleType, task: _Task, answer: Any) -> AllReduce | AllGather | None:
+    def _advance(self, xp: ModuleType, task: _Task, answer: Any) -> Request | None:
         start = xp.mark(task.gradient)
         try:
             request = task.generator.send(answer)

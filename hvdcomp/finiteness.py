@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.collectives import AllGather, AllReduce, Array
-
-Request = AllReduce | AllGather
+from hvdcomp.collectives import AllGather, AllReduce, Array, Request
 
 
 def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> Array:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.collectives import AllGather, AllReduce, Array, number_of_elements
+from hvdcomp.collectives import AllGather, AllReduce, Array, Request, number_of_elements
 from hvdcomp.communicators import Communicator
 
 # Rows of a gathered buffer begin at multiples of the largest element, so that their parts can be viewed in place.
@@ -18,7 +18,7 @@ _ROW_ALIGNMENT = 8
 
 
 def exchange(
-    xp: ModuleType, communicator: Communicator, requests: Sequence[AllReduce | AllGather], name: str
+    xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str
 ) -> tuple[list[Any], int]:
     """Serves the requests of one round; all collectives are started before the first is waited for.
 
@@ -52,7 +52,7 @@ def exchange(
     return answers, padding
 
 
-def _group_of(xp: ModuleType, request: AllReduce | AllGather) -> tuple[str, ...]:
+def _group_of(xp: ModuleType, request: Request) -> tuple[str, ...]:
     if isinstance(request, AllReduce):
         return "allreduce", request.op, xp.dtype_name(request.array), xp.device(request.array)
     return "allgather", xp.device(request.parts[0])
@@ -110,7 +110,7 @@ def part_bytes(xp: ModuleType, part: Array) -> int:
     return number_of_elements(tuple(part.shape)) * xp.item_size(part)
 
 
-def request_bytes(xp: ModuleType, request: AllReduce | AllGather) -> int:
+def request_bytes(xp: ModuleType, request: Request) -> int:
     """Bytes that a request adds to a collective on this rank, without padding."""
     arrays = (request.array,) if isinstance(request, AllReduce) else request.parts
     return sum(part_bytes(xp, array) for array in arrays)

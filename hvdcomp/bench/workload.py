@@ -62,6 +62,8 @@ def in_turn(trainings: Sequence[T], number: int) -> list[T]:
 def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     """Makes a model, with the same weights on all ranks, and a batch of its own for each.
 
+    From then on the process takes numbers that are too small to be normal as zero.
+
     Args:
         model: one of `hvdcomp.train.settings.MODELS`, or "package.module:function". The function is called with the
             batch size and returns the model and a function without arguments that returns its loss on a batch. It is

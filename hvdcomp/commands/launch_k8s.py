@@ -24,8 +24,6 @@ from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
 
 INTERRUPTED = 130
-
-
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 _where = [
