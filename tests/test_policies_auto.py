@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hvdcomp import SpecError
 from hvdcomp.policies import Auto
 from hvdcomp.policies.auto import SETTLING, WARM_UP
-from hvdcomp.policies.auto_state import AutoState
+from hvdcomp.policies.auto_state import PATIENCE, AutoState
 from hvdcomp.policies.base import Candidate, Period, Statistics, Survey
 from hvdcomp.policies.decisions import Methods
 
@@ -119,7 +119,8 @@ def test_the_steps_of_a_history_by_hand() -> None:
     assert run.sent[42:] == ["fp16"] * 18
     last = run.states[-1][1]
     assert last.measured["compressed"].seconds == pytest.approx(3.0)
-    assert (last.measured["compressed"].error, last.measured["compressed"].steps) == (0.0, 2)
+    assert last.measured["compressed"].error == pytest.approx(0.05 * 3.0)  # no trial says more, however alike its steps
+    assert last.measured["compressed"].steps == 2
     assert last.measured["fp16"].seconds == pytest.approx(0.9)
     # Four steps of compressed, the first of 4.2, instead of four of fp16; and the first steps after the other changes,
     # 1.4 instead of 1 and twice 1.26 instead of 0.9.
@@ -204,9 +205,9 @@ def test_candidates_as_fast_as_each_other_are_measured_again_but_not_for_ever() 
     def shaky(phase: int) -> Callable[[int], float]:
         return lambda step: 1.0 + 0.05 * ((step * 7 + phase) % 5 - 2)
 
-    run = Run({"dense": shaky(0), "fp16": shaky(3)}).go({"dense": 1.0, "fp16": 1.0}, 2000)
+    run = Run({"dense": shaky(0), "fp16": shaky(3)}).go({"dense": 1.0, "fp16": 1.0}, 4000)
     looks = [state.why for _, state in run.states if state.why.startswith("tries fp16") or "tries dense" in state.why]
-    assert 2 <= len(looks) <= 8
+    assert 2 <= len(looks) <= 16
     assert any("too near" in why for why in looks)
     assert len(set(run.sent[-1000:])) == 1
 
@@ -276,8 +277,8 @@ def test_a_network_that_slows_down_makes_it_search_again() -> None:
     times: Times = {"dense": lambda step: 1.0 if step < 200 else 3.0, "compressed": 1.3}
     run = Run(times).go({"dense": 1.0, "compressed": 1.3}, 400)
     assert set(run.sent[150:200]) == {"dense"}
-    assert run.sent.index("compressed", 200) <= 200 + 3 * AUTO.every + SETTLING
-    assert set(run.sent[300:]) == {"compressed"}
+    assert run.sent.index("compressed", 200) <= 200 + (PATIENCE + 1) * AUTO.every + SETTLING
+    assert set(run.sent[320:]) == {"compressed"}
     assert "steps take 3000 ms, 1000 ms before: looks once more at dense" in run.reasons()
     assert "steps have changed; tries compressed" in run.reasons()
 
@@ -304,7 +305,7 @@ def test_steps_that_change_for_ever_are_followed_more_and_more_patiently() -> No
 
     run = Run({"dense": turns, "fp16": lambda step: turns(step) * 1.1}).go({"dense": 1.0, "fp16": 1.1}, 6000)
     assert run.over("dense") < 1.02
-    assert run.states[-1][1].patience > 2
+    assert run.states[-1][1].patience > PATIENCE
 
 
 # Restarts, and what cannot be -----------------------------------------------------------------------------------------

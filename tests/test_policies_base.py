@@ -269,7 +269,7 @@ def test_learning_rates() -> None:
         (IncreaseBatchSize(low=1, high=2, steps=7), Period(steps=7)),
         (AdaQS(start=4, fall=0.5, interval=3), Period(epochs=3)),
         (AdaQS(start=4, fall=0.5, steps=3), Period(steps=3)),
-        (GraVAC(), Period(steps=1)),
+        (GraVAC(), Period(steps=10)),
         (Auto(calibration="cluster.json"), Period(until=1)),
     ],
     ids=str,

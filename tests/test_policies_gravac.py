@@ -127,8 +127,26 @@ def test_candidates(settings: dict, expected: tuple) -> None:
 
 def test_windows_by_default() -> None:
     for scaling, window in (("exponential", 500), ("geometric", 2000)):
-        log = drive(GraVAC(scaling=scaling), [(0.9, 0.8, 1.0)] * (window + 1))
+        log = drive(GraVAC(scaling=scaling, every=1), [(0.9, 0.8, 1.0)] * (window + 1))
         assert [entry[1] for entry in log] == [20] * window + [40]
+        log = drive(GraVAC(scaling=scaling), [(0.9, 0.8, 1.0)] * (window // 10 + 1))
+        assert [entry[1] for entry in log] == [20] * (window // 10) + [40]
+
+
+@pytest.mark.parametrize(
+    ("settings", "every"),
+    [
+        ({}, 10),
+        ({"window": 100}, 10),
+        ({"window": 90}, 1),
+        ({"window": 505}, 1),
+        ({"lag": 0}, 1),
+        ({"every": 1}, 1),
+        ({"window": 90, "every": 45}, 45),
+    ],
+)
+def test_how_often_gains_are_measured(settings: dict, every: int) -> None:
+    assert GraVAC(**settings).period == Period(steps=every)
 
 
 def test_the_first_step() -> None:
@@ -162,7 +180,7 @@ def test_what_is_sent(gain_min: float, gain_c: float, send: str, lag: int) -> No
     ("ranks", "smoothing", "weight"), [(4, None, 0.04), (100, None, 1), (512, None, 1), (4, 0.5, 0.5)]
 )
 def test_smoothing(ranks: int, smoothing: float | None, weight: float) -> None:
-    policy = GraVAC(smoothing=smoothing)
+    policy = GraVAC(smoothing=smoothing, every=1)
     state = policy.initial_state([])
     expected = 0.8
     for step, new in enumerate([0.8, 0.4, 0.9, 0.1]):

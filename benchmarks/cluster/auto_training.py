@@ -13,7 +13,7 @@ from benchmarks.cluster.steps_worker import Training
 
 AUTO = "auto"
 
-_FEWEST = 20  # steps in a row before the turns: what is tried first is tried then
+_FEWEST = 150  # steps in a row before the turns: what is near the best is tried then
 _BLOCK = 5
 
 

@@ -29,7 +29,7 @@ PROGRESS = "PROGRESS "
 _FAR = 1.3  # dense that takes so many times the best is no measure of `auto` any more
 _SURE = 0.005  # standard error of the ratio to the best static choice with which the turns of `auto` end
 _FEWEST_ROUNDS = 20
-_LONGEST = 4  # times the seconds of a calibration, after which these turns end in any case
+_LONGEST = 6  # times the seconds of a calibration, after which these turns end in any case
 
 
 @click.command()

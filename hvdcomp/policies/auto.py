@@ -38,7 +38,9 @@ _HOPELESS = 1.5  # a trial ends early if its steps take so many times those of t
 _LEAST = 2  # steps to judge that by
 _DOUBT = 0.1  # a prediction may be so much too high; what is within that is tried at no price
 _NOTICEABLE = 0.01  # differences of step times that are looked for
-_MOST = 8  # measurements of a candidate that cannot be told apart from the best, in windows
+_FEW = 4  # measurements after which what the changes themselves cost counts in any case
+_MOST = 16  # measurements of a candidate that cannot be told apart from the best, in windows
+_UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
 _MOST_PATIENCE = 64  # looks in a row
 _SURE = 3  # standard errors that a change of the step time has to be above: else restless steps open all without end
 
@@ -58,7 +60,7 @@ class Auto(Policy[AutoState]):
         margin: candidates are tried if they may take no more than this share longer than the best.
         budget: share of the time that trials may cost.
         drift: a step time that differs by more than this share from what it was when the candidate was chosen opens
-            all again, if that is so at two looks in a row.
+            all again, if that is so at four looks in a row.
     """
 
     calibration: str
@@ -181,11 +183,7 @@ class Auto(Policy[AutoState]):
         enough = state.rival and len(state.times) >= _LEAST
         if enough and min(state.times) > _HOPELESS * self._latest(state).seconds:
             return 0
-        return max(0, self._steps(state, state.chosen) - len(state.times))
-
-    def _steps(self, state: AutoState, name: str) -> int:
-        """Steps of a trial that count: as many again as are known already."""
-        return max(self.window, state.measured[name].steps if name in state.measured else 0)
+        return max(0, self.window - len(state.times))
 
     def _note(self, state: AutoState, now: Measured) -> AutoState:
         """Enters what the chosen candidate takes, and what others take in proportion."""
@@ -201,7 +199,7 @@ class Auto(Policy[AutoState]):
         seconds = sum(one.seconds for one in sides) / len(sides)
         change = sides[-1].seconds - sides[0].seconds
         error = math.hypot(*(one.error for one in sides), change) / len(sides)
-        doubt = math.hypot(trial.error / trial.seconds, error / seconds)
+        doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
         found = trial.seconds * state.measured[state.rival or state.chosen].seconds / seconds
         now, old = Measured(found, doubt * found, trial.steps), state.measured.get(name)
         told = now if old is None else old.with_more(now, _MOST * self.window)
@@ -230,12 +228,12 @@ class Auto(Policy[AutoState]):
         offers = sorted((self._price(state, best, name), self._expected(state, best, name), name) for name in near)
         for price, _, name in offers:
             free = state.reopened and name not in state.measured and self._is_near(state, best, name)
-            if free or self._short_of(state, price) <= 0:
+            if free or self._short_of(state, name, price) <= 0:
                 return self._try(state, name, step, self._why_try(state, best, name))
         if state.reopened:
             patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else PATIENCE
             state = dataclasses.replace(state, reopened="", patience=patience)
-        short = min((self._short_of(state, price) for price, _, _ in offers), default=None)
+        short = min((self._short_of(state, name, price) for price, _, name in offers), default=None)
         return self._stay(state, best, step, short)
 
     def _best(self, state: AutoState) -> str:
@@ -276,11 +274,12 @@ class Auto(Policy[AutoState]):
     def _price(self, state: AutoState, best: str, name: str) -> float:
         """Seconds that a trial is expected to cost."""
         expected = self._expected(state, best, name) * (1 if name in state.measured else 1 - _DOUBT)
-        return max(0.0, expected - state.measured[best].seconds) * (SETTLING + self._steps(state, name))
+        return max(0.0, expected - state.measured[best].seconds) * (SETTLING + self.window)
 
-    def _short_of(self, state: AutoState, price: float) -> float:
-        """Seconds that the training has yet to take until a trial is affordable."""
-        return 0.0 if price == 0 else (state.spent + price) / self.budget - state.elapsed
+    def _short_of(self, state: AutoState, name: str, price: float) -> float:
+        """Seconds that the training has yet to take until a trial is affordable; the first few may be at no price."""
+        few = name not in state.measured or state.measured[name].steps < _FEW * self.window
+        return 0.0 if few and price == 0 else (state.spent + price) / self.budget - state.elapsed
 
     def _why_try(self, state: AutoState, best: str, name: str) -> str:
         known = state.measured[best]
@@ -297,10 +296,9 @@ class Auto(Policy[AutoState]):
 
     def _return(self, state: AutoState, step: int) -> AutoState:
         """Ends a trial with a second look at what it is compared with."""
-        steps = max(self.window, min(len(state.times), self.every))
         return dataclasses.replace(
             state, chosen=state.rival, rival="", tried=state.chosen, trying=False, since=step,
-            until=step + SETTLING + steps, why=f"compares {state.chosen} with {state.rival} before and after",
+            until=step + SETTLING + self.window, why=f"compares {state.chosen} with {state.rival} before and after",
         )  # fmt: skip
 
     def _stay(self, state: AutoState, best: str, step: int, short: float | None) -> AutoState:

@@ -32,6 +32,9 @@ from hvdcomp.policies.schedules import Levelled
 WINDOWS = {"exponential": 500, "geometric": 2000}
 """Steps for which a candidate is evaluated, by how the candidates follow on each other."""
 
+SELDOM = 10
+"""Steps of which one measures gains, and gains that a window has at least, unless `every` says otherwise."""
+
 _GAINS, _TIMING = frozenset({Statistic.GAINS}), frozenset({Statistic.TIMING})
 
 
@@ -97,10 +100,12 @@ class GraVAC(Policy[GraVACState]):
         window: steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
         smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
             `every` steps.
-        every: gains are measured, and what to send is decided, in one of so many steps; 1 for the published algorithm.
-        lag: 1 to let a step obey what the step before it showed; the first step is dense then. 0 for the algorithm to
-            the letter: gains are told, and the decision awaited, in the middle of each step, and its timing is told at
-            the end of it, in two calls of `decide`.
+        every: gains are measured, and what to send is decided, in one of so many steps; 1 for the published algorithm,
+            whose price short steps notice. None for 10 if that divides the window into 10 or more parts and `lag` is 1,
+            and for 1 otherwise.
+        lag: 1 to let steps obey what the one before them showed; all are dense until gains are first measured. 0 for
+            the algorithm to the letter: gains are told, and the decision awaited, in the middle of each step, and its
+            timing is told at the end of it, in two calls of `decide`.
     """
 
     min: float = 10.0
@@ -110,7 +115,7 @@ class GraVAC(Policy[GraVACState]):
     scaling: str = "exponential"
     window: int | None = None
     smoothing: float | None = None
-    every: int = 1
+    every: int | None = None
 
     name: ClassVar[str] = "gravac"
     state_type: ClassVar[type] = GraVACState
@@ -129,9 +134,10 @@ class GraVAC(Policy[GraVACState]):
             self.require_whole("window", 1)
         if self.smoothing is not None:
             self.require(is_number(self.smoothing) and 0 < self.smoothing <= 1, "smoothing", "above 0 and at most 1")
-        self.require_whole("every", 1)
-        self.require(self.lag == 1 or self.every == 1, "every", "1 with lag=0, where each step obeys its own gains")
-        self.require(self._window % self.every == 0, "every", f"a divisor of the window, {self._window} steps")
+        if self.every is not None:
+            self.require_whole("every", 1)
+            self.require(self.lag == 1 or self.every == 1, "every", "1 with lag=0, where each step obeys its own gains")
+            self.require(self._window % self.every == 0, "every", f"a divisor of the window, {self._window} steps")
 
     @property
     def candidates(self) -> tuple[float, ...]:
@@ -148,8 +154,15 @@ class GraVAC(Policy[GraVACState]):
         return WINDOWS[self.scaling] if self.window is None else self.window
 
     @property
+    def _every(self) -> int:
+        if self.every is not None:
+            return self.every
+        parts, rest = divmod(self._window, SELDOM)
+        return SELDOM if self.lag and parts >= SELDOM and not rest else 1
+
+    @property
     def period(self) -> Period:
-        return Period(steps=self.every)
+        return Period(steps=self._every)
 
     def wanted(self, state: GraVACState) -> frozenset[Statistic]:
         if self.lag:
@@ -189,7 +202,7 @@ class GraVAC(Policy[GraVACState]):
             return state
         weight = self.smoothing
         if weight is None:  # as if the gains of the steps between had been the same
-            weight = 1 - (1 - min(1.0, told.ranks / 100)) ** self.every
+            weight = 1 - (1 - min(1.0, told.ranks / 100)) ** self._every
         old = state.gains
         gains = {cf: weight * value + (1 - weight) * old[cf] if cf in old else value for cf, value in new.items()}
         return dataclasses.replace(state, gains=gains)
@@ -205,7 +218,7 @@ class GraVAC(Policy[GraVACState]):
 
     def _record(self, state: GraVACState, timing: Timing) -> GraVACState:
         """Enters the throughput of what was sent. A time that cannot be is left out."""
-        state = dataclasses.replace(state, steps=state.steps + self.every)
+        state = dataclasses.replace(state, steps=state.steps + self._every)
         cf = self.decision(state).sent
         seconds = timing.seconds - timing.evaluation_seconds
         if cf is None or not seconds > 0:
