@@ -274,8 +274,8 @@ class Coordinator:
         """Makes a decision on rank 0, for the step that comes next or is under way."""
         if not self._decides:
             return
-        self._latest, decision = self.policy.decide(self._latest, statistics)
-        self._wants_latest = Wants.of(self.policy, self._latest)
+        state, decision = self.policy.decide(self._latest, statistics)
+        self._be_ahead(state)
         if self._log is None:
             return
         try:
@@ -311,6 +311,10 @@ class Coordinator:
         self.state = state
         self._wants = Wants.of(self.policy, state)
         self._latest, self._wants_latest = state, self._wants
+
+    def _be_ahead(self, state: Any) -> None:
+        """Enters a state on rank 0 that the others have yet to hear of."""
+        self._latest, self._wants_latest = state, Wants.of(self.policy, state)
 
     def _receive(self) -> None:
         self._in_flight = False
@@ -374,8 +378,7 @@ class Coordinator:
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
         self._period_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self._decides:
-            self._latest = self.policy.from_json(own["latest"])
-            self._wants_latest = Wants.of(self.policy, self._latest)
+            self._be_ahead(self.policy.from_json(own["latest"]))
             self._ended = None if own["ended"] is None else Statistics(**own["ended"])
             self._sums.sums = {name: place(array, name) for name, array in own["sums"].items()}
             self._step_times = list(own["step_times"])
