@@ -6,6 +6,8 @@ import csv
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,77 @@ def test_without_the_repository_it_says_where_the_cluster_is(tmp_path: Path, mon
     done = CliRunner().invoke(command, ["steps", "--output", str(tmp_path)])
     assert done.exit_code == 1
     assert "benchmarks/" in done.output
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "steps-measured.json").read_text())["runs"]
+
+
+class Failing:
+    """In place of the clusters' runs: all settings give the same result, until one fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: str | None) -> None:
+        self.made: list[str] = []
+        self._fails_at = fails_at
+        monkeypatch.setattr(runs, "check", lambda hosts, rates: None)
+        monkeypatch.setattr(runs, "cluster_package", lambda: self)
+        monkeypatch.setattr(runs, "_run", self._run)
+
+    class ClusterError(Exception):
+        pass
+
+    @contextmanager
+    def Cluster(self, hosts: int, rate: str) -> Iterator[None]:  # noqa: N802
+        yield None
+
+    def _run(self, cluster: None, place: dict[str, Any], options: Any, show: Any) -> dict[str, Any]:
+        name = f"{place['hosts']} {place['rate']}"
+        if name == self._fails_at:
+            raise runs.StepsError("a rank left")
+        self.made.append(name)
+        return result() | place
+
+
+def test_a_failed_run_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdcomp.commands.bench.TRAINED", ("m",))
+    words = ["steps", "--hosts", "2,4", "--rate", "1gbit,10gbit", "--model", "m", "--output", str(tmp_path)]
+    first = Failing(monkeypatch, fails_at="4 1gbit")
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 1
+    assert "a rank left" in done.output
+    assert "--resume" in done.output
+    assert first.made == ["2 1gbit", "2 10gbit"]
+    assert len(kept(tmp_path)) == 2
+    refused = CliRunner().invoke(command, [*words, "--resume", "--seconds", "1"])
+    assert refused.exit_code == 1
+    assert "was made by another command" in refused.output
+    assert len(kept(tmp_path)) == 2
+    second = Failing(monkeypatch, fails_at=None)
+    done = CliRunner().invoke(command, [*words, "--resume"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert second.made == ["4 1gbit", "4 10gbit"]
+    assert [(run["hosts"], run["rate"]) for run in kept(tmp_path)] == [
+        (2, "1gbit"), (2, "10gbit"), (4, "1gbit"), (4, "10gbit")
+    ]  # fmt: skip
+    again = Failing(monkeypatch, fails_at=None)
+    assert CliRunner().invoke(command, words).exit_code == 0
+    assert len(again.made) == 4  # without --resume all is measured anew
+
+
+def test_a_file_of_something_else_is_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "steps-measured.json"
+    assert runs.earlier(file, "hvdcomp bench steps") == []
+    file.write_text("[1, 2")
+    with pytest.raises(runs.StepsError, match="Leave out --resume"):
+        runs.earlier(file, "hvdcomp bench steps")
+
+
+def test_what_a_failed_run_said_first_is_kept() -> None:
+    said = [f"{number}\n" for number in range(100)]
+    lines = runs._shortened(said).splitlines()
+    assert (lines[0], lines[29], lines[31], lines[-1]) == ("0", "29", "85", "99")
+    assert "55 lines left out" in lines[30]
+    assert runs._shortened(said[:45]).splitlines() == [line.strip() for line in said[:45]]
 
 
 def _why_no_cluster() -> str | None:

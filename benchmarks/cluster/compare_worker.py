@@ -29,7 +29,8 @@ PROGRESS = "PROGRESS "
 _FAR = 1.3  # dense that takes so many times the best is no measure of `auto` any more
 _SURE = 0.005  # standard error of the ratio to the best static choice with which the turns of `auto` end
 _FEWEST_ROUNDS = 20
-_LONGEST = 6  # times the seconds of a calibration, after which these turns end in any case
+_ALONE = 0.5  # times the seconds of a calibration, for which `auto` trains alone first
+_LONGEST = 3  # times the seconds of a calibration, after which these turns end in any case
 
 
 @click.command()
@@ -37,7 +38,7 @@ _LONGEST = 6  # times the seconds of a calibration, after which these turns end 
 @click.option("--compressor", "specs", multiple=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
-@click.option("--seconds", type=float, required=True, help="For calibrating, for steps, and for auto alone, each.")
+@click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds: float, output: Path) -> None:
     """Calibrates and measures, and writes what was found."""
@@ -88,7 +89,7 @@ def _measure_auto(
 
     best, *rest = hvd.broadcast_object(_rivals(others), name="steps.rivals")
     show("begins")
-    auto.begin(seconds)
+    auto.begin(_ALONE * seconds)
     turns = Turns([auto, *(one for one in others if one.times.method in (best, *rest))], show)
     start = time.perf_counter()
     going = True

@@ -205,7 +205,9 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
     tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
     data = {name: [asdict(one) for one in table] for name, table in tables.items()} | details
-    files[0].write_text(json.dumps(data) + "\n")  # step times and tensors: nothing that is read line by line
+    part = files[0].with_suffix(".part")  # whoever is interrupted here still has the whole file of before
+    part.write_text(json.dumps(data) + "\n")  # step times and tensors: nothing that is read line by line
+    part.replace(files[0])
     with files[1].open("w", newline="") as stream:
         table = csv.DictWriter(stream, [field.name for field in fields(Row)])
         table.writeheader()

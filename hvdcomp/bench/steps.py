@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ import hvdcomp
 from hvdcomp.bench.compare import place_of
 
 _PROGRESS = "PROGRESS "  # what lines of benchmarks/cluster/compare_worker.py begin with
-_KEPT_LINES = 30
+_FIRST_LINES, _LAST_LINES = 30, 15  # of what a failed run said: the first rank to fail speaks first
 
 
 class StepsError(Exception):
@@ -30,7 +31,7 @@ class Options:
     Attributes:
         models, compressors: names and specs.
         batch_size: of one rank.
-        seconds: for calibrating, again for steps, and again for auto alone, of each model; about.
+        seconds: for calibrating each model, about; all else takes a multiple of it.
     """
 
     models: tuple[str, ...]
@@ -71,8 +72,37 @@ def check(hosts: Sequence[int], rates: Sequence[str]) -> None:
         raise StepsError(str(error)) from None
 
 
+def earlier(file: Path, command: str) -> list[dict[str, Any]]:
+    """What an earlier run of the same command measured before it ended.
+
+    Args:
+        file: that it wrote.
+        command: with all options.
+
+    Raises:
+        StepsError: if another command wrote the file, or it cannot be read; says how to begin anew.
+    """
+    if not file.exists():
+        return []
+    anew = "Leave out --resume to begin anew, which replaces the file, or name another folder with --output"
+    try:
+        found = json.loads(file.read_text())
+        written, runs = found["command"], list(found["runs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StepsError(
+            f"{file} is not a file of hvdcomp bench steps ({type(error).__name__}: {error}). {anew}"
+        ) from None
+    if written != command:
+        raise StepsError(f"{file} was made by another command:\n  {written}\nand not by\n  {command}\n{anew}")
+    return runs
+
+
 def measure(
-    hosts: Sequence[int], rates: Sequence[str], options: Options, show: Callable[[str], None]
+    hosts: Sequence[int],
+    rates: Sequence[str],
+    options: Options,
+    show: Callable[[str], None],
+    done: Sequence[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Measures cluster by cluster, and on each model by model.
 
@@ -83,18 +113,22 @@ def measure(
 
     Args:
         show: called with what comes next, in another thread.
+        done: results of settings that need not be measured again.
 
     Raises:
-        StepsError: if a run failed; with the end of what it said.
+        StepsError: if a run failed; with what it said first and last.
     """
     package = cluster_package()
+    known = {place_of(result) for result in done}
     try:
-        for number in hosts:
-            for rate in rates:
-                with package.Cluster(number, rate) as cluster:
-                    for model in options.models:
-                        place = {"hosts": number, "rate": rate, "model": model}
-                        yield place | _run(cluster, place, options, show)
+        for number, rate in itertools.product(hosts, rates):
+            places = [{"hosts": number, "rate": rate, "model": model} for model in options.models]
+            places = [place for place in places if place_of(place) not in known]
+            if not places:
+                continue
+            with package.Cluster(number, rate) as cluster:
+                for place in places:
+                    yield place | _run(cluster, place, options, show)
     except package.ClusterError as error:
         raise StepsError(str(error)) from None
 
@@ -109,7 +143,7 @@ def _run(cluster: Any, place: dict[str, Any], options: Options, show: Callable[[
         take = _taker(said, lambda what: show(f"{name}: {what}"))
         code = cluster.run(command, output=take, env={"OMP_NUM_THREADS": "1"})
         if code != 0 or not file.exists():
-            raise StepsError(f"the run of {name} ended with code {code}:\n{''.join(said[-_KEPT_LINES:])}")
+            raise StepsError(f"the run of {name} ended with code {code}:\n{_shortened(said)}")
         return json.loads(file.read_text())
 
 
@@ -126,6 +160,14 @@ def _taker(said: list[str], show: Callable[[str], None]) -> Callable[[str], None
             said.append(line)
 
     return take
+
+
+def _shortened(said: Sequence[str]) -> str:
+    left_out = len(said) - _FIRST_LINES - _LAST_LINES
+    if left_out <= 0:
+        return "".join(said)
+    middle = f"... {left_out} lines left out ...\n"
+    return "".join([*said[:_FIRST_LINES], middle, *said[-_LAST_LINES:]])
 
 
 def environment_facts() -> dict[str, Any]:

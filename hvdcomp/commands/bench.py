@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
-from hvdcomp.bench.compare import Row
 from hvdcomp.bench.encode import METHODS, PEER, Measurement, Request, as_json, measure
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.bench.steps import Options
 from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS as TRAINED
+
+_STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called
 
 
 @click.group()
@@ -88,10 +89,10 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
 @click.option(
     "--seconds",
     type=click.FloatRange(1),
-    default=30.0,
+    default=60.0,
     show_default=True,
-    help="For calibrating each model on each cluster, about, as a minimum of steps is made. Steps take as long again, "
-    "and so does auto alone; its steps that are compared take up to four times as long.",
+    help="For calibrating each model on each cluster, about, as a minimum of steps is made. Steps take as long again; "
+    "auto alone takes half of it, and its steps that are compared up to three times as long.",
 )
 @click.option(
     "--output",
@@ -100,12 +101,18 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     help="Folder for steps-measured.json, .csv, .md and .png.",
 )
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Keep the settings that the same command measured before it was interrupted or failed, and measure the rest.",
+)
 def steps(
     hosts: tuple[str, ...],
     rates: tuple[str, ...],
     models: tuple[str, ...],
     specs: tuple[str, ...],
     output: Path,
+    resume: bool,
     **options: Any,
 ) -> None:
     """Compare predicted with measured times of steps, on emulated clusters (needs root and iproute2).
@@ -125,29 +132,35 @@ def steps(
         if unknown:
             raise click.UsageError(f"--model {unknown[0]} is not known; there are: {', '.join(TRAINED)}")
         runs.check(numbers, rates)
+        wanted = runs.Options(models, compressors, **options)
+        details = {"command": _steps_command(numbers, rates, wanted, output), **runs.environment_facts()}
+        results = runs.earlier(output / f"{_STEPS}.json", details["command"]) if resume else []
     except ImportError as error:
         raise click.ClickException(f"the plot needs {error.name}: pip install 'hvdcomp[train]'") from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except (runs.StepsError, OSError) as error:
         raise click.ClickException(str(error)) from None
-    wanted = runs.Options(models, compressors, **options)
-    rows: list[Row] = []
-    results = []
+    rows = [row for result in results for row in compare(result)]
     console = Console(highlight=False, width=max(120, Console().width))
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("starting", total=len(numbers) * len(rates) * len(models))
+        total = len(numbers) * len(rates) * len(models)
+        task = progress.add_task("starting", total=total, completed=len(results))
+
+        def show(what: str) -> None:
+            progress.update(task, description=what)
+
         try:
-            for result in runs.measure(numbers, rates, wanted, lambda what: progress.update(task, description=what)):
+            for result in runs.measure(numbers, rates, wanted, show, results):
                 rows += compare(result)
                 results.append(result)
-                details = {"command": _steps_command(numbers, rates, wanted, output), "runs": results}
-                files = write(output, "steps-measured", rows, {**details, **runs.environment_facts()})
+                write(output, _STEPS, rows, {**details, "runs": results})
                 progress.advance(task)
                 progress.console.print(f"{place_of(result)}: measured", highlight=False)
         except runs.StepsError as error:
-            raise click.ClickException(str(error)) from None
+            again = "\nWhat was measured before is kept: go on with --resume." if results else ""
+            raise click.ClickException(f"{str(error).rstrip()}{again}") from None
     table = Table(*HEADINGS)
     for row in rows:
         table.add_row(*cells(row))
@@ -164,7 +177,7 @@ def steps(
     for result in results:
         if result["noisy"]:
             console.print(f"noisy, {place_of(result)}: {', '.join(result['noisy'])}")
-    click.echo(f"wrote {', '.join(map(str, files))}")
+    click.echo(f"wrote {_STEPS}.json, .csv, .md and .png to {output}")
 
 
 def _steps_command(numbers: list[int], rates: tuple[str, ...], options: Options, output: Path) -> str:

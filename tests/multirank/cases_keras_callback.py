@@ -163,9 +163,9 @@ def case_a_checkpoint_of_another_model_is_refused() -> None:
 
 
 def case_validation_is_left_out_of_the_times_of_steps() -> None:
-    """GraVAC is told how long each step took: never a validation that takes as long as many of them."""
+    """GraVAC with every=1 is told how long each step took: never a validation that takes as long as many of them."""
     log = Path(mkdtemp()) / "decisions.jsonl"
-    model, compression = make("gravac:min=2,max=4", decision_log=log, steps_per_epoch=None)
+    model, compression = make("gravac:min=2,max=4,every=1", decision_log=log, steps_per_epoch=None)
     inputs, classes = data()
 
     class Slow(tf_keras.callbacks.Callback):
