@@ -1,6 +1,6 @@
 """What a policy costs in a step: the same training, at the same levels, with and without one.
 
-    horovodrun -np 2 python benchmarks/policy_overhead.py     # about 15 minutes on two cores
+    horovodrun -np 2 python benchmarks/policy_overhead.py     # about 20 minutes on two cores
 
 Two trainings of the cnn on digits take turns in one process, two steps at a time, so that whatever else the machine
 does falls on both alike. One has a policy that looks at every gradient and decides often, but always for the level that
