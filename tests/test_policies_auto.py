@@ -290,6 +290,16 @@ def test_less_than_the_drift_and_a_single_look_change_nothing() -> None:
         assert set(run.sent[200:]) == {"dense"}
 
 
+@pytest.mark.parametrize(("scale", "steps"), [(1.0, 20), (0.05, 20), (0.002, 500)])
+def test_while_it_stays_it_looks_no_more_often_than_once_a_second(scale: float, steps: int) -> None:
+    times = {name: scale * seconds for name, seconds in FAST_DENSE.items()}
+    run = Run(times).go(times, 3000)
+    step, state = run.states[-1]
+    assert state.chosen == "dense"
+    assert not state.trying
+    assert state.until - step == steps
+
+
 def test_steps_whose_times_scatter_are_not_taken_for_a_change() -> None:
     def restless(step: int) -> float:
         return float(np.random.default_rng(step).lognormal(sigma=0.5))

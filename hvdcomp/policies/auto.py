@@ -42,6 +42,7 @@ _FEW = 4  # measurements after which what the changes themselves cost counts in 
 _MOST = 16  # measurements of a candidate that cannot be told apart from the best, in windows
 _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
 _MOST_PATIENCE = 64  # looks in a row
+_LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be short
 _SURE = 3  # standard errors that a change of the step time has to be above: else restless steps open all without end
 
 
@@ -56,7 +57,7 @@ class Auto(Policy[AutoState]):
         model: of the calibration; empty for the one whose tensors have the training's shapes.
         batch: batch size of one rank, if it is not the calibration's; 0 if it is.
         window: steps that a candidate is measured for, after those that settle.
-        every: steps between two looks while nothing is tried.
+        every: steps between two looks while nothing is tried; more if these take less than a second.
         margin: candidates are tried if they may take no more than this share longer than the best.
         budget: share of the time that trials may cost.
         drift: a step time that differs by more than this share from what it was when the candidate was chosen opens
@@ -145,7 +146,7 @@ class Auto(Policy[AutoState]):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
                     why = f"steps take {_ms(now.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
-                    return dataclasses.replace(state, until=step + self.every, why=why)
+                    return dataclasses.replace(state, until=step + self._until_look(now.seconds), why=why)
                 state = self._reopen(state, now)
             else:
                 state = dataclasses.replace(self._note(state, now), drifted=0)
@@ -311,10 +312,10 @@ class Auto(Policy[AutoState]):
         else:
             why = f"{best} takes {_ms(found)}; nothing else promises to be faster at a price that is low enough"
         changed = best != state.chosen
-        wait = self.every
+        wait = self._until_look(found)
         if changed:
             wait = SETTLING + self.window  # to be compared with others
-        elif short is not None and short < self.every * found:
+        elif short is not None and short < wait * found:
             wait = max(self.window, math.ceil(short / found))
         return dataclasses.replace(
             state,
@@ -326,6 +327,10 @@ class Auto(Policy[AutoState]):
             usual={} if changed else state.usual,
             times=(),
         )
+
+    def _until_look(self, seconds: float) -> int:
+        """Steps until the next look, if they take so long."""
+        return max(self.every, math.ceil(_LOOK_S / seconds))
 
     # States as JSON.
 

@@ -4,14 +4,14 @@ Horovod calls `compress` for every gradient as it becomes ready (in any order), 
 once all were compressed. A step takes one of two ways, the same on all ranks:
 
 - cast: where the plan needs no more than an allreduce of cast gradients, Horovod carries them itself, overlapped with
-  the backward pass.
+  the backward pass. Each gradient interrupts that pass, so what goes as it is takes no more than a few instructions.
 - engine: `compress` only notes the gradient and gives Horovod one number to allreduce; the first `decompress` runs the
   engine, whose collectives are then safe to wait for, because every rank has submitted everything of Horovod's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
@@ -42,6 +42,9 @@ class _Ticket(NamedTuple):
     name: str
     cast: bool
     gradient: torch.Tensor | None
+
+
+_UNNAMED = _Ticket("", True, None)
 
 
 class TorchBinding(Binding):
@@ -78,19 +81,26 @@ class TorchBinding(Binding):
         self._pending: dict[str, torch.Tensor] = {}
         self._results: dict[str, torch.Tensor] = {}
         self._submitted: set[str] = set()  # tensors of this step
-        self._open: set[str] = set()  # those of them that were not decompressed yet
+        self._unnamed: list[torch.Tensor] = []  # gradients of this step of which nobody asked yet whose they are
+        self._open = 0  # tensors of this step that were not decompressed yet
         self._names = ParameterNames(self._parameters)
         self._wires_of: Plan | None = None
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}  # for `_wire_dtype`, of that plan
         self._observed: str | None = None  # whose gradients this rank looks at in a step of casts
         self._unchanged = {name: _Ticket(name, True, None) for name in self._parameters}
+        self._as_it_is = False  # whether Horovod carries all gradients of this step unchanged and unseen
+        self._all: frozenset[str] = frozenset()  # tensors of the latest such step in which each was named
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
         if not self._open:
             self.begin()
+        if self._as_it_is and tensor.is_contiguous():
+            self._unnamed.append(tensor)
+            self._open += 1
+            return tensor, _UNNAMED
         name = self._names.of(tensor, self._optimizer)
         self._submitted.add(name)
-        self._open.add(name)
+        self._open += 1
         if self._casting:
             if self._observed == "local":
                 self.observe("local", {name: tensor})
@@ -103,7 +113,9 @@ class TorchBinding(Binding):
         return torch.full((1,), self.presence), _Ticket(name, False, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
-        if ticket.cast:
+        if ticket is _UNNAMED:
+            result = tensor
+        elif ticket.cast:
             result = tensor if ticket.gradient is None else _as_gradient(tensor, ticket.gradient)
             if self._observed == "aggregated":
                 self.observe("aggregated", {ticket.name: result})
@@ -111,11 +123,23 @@ class TorchBinding(Binding):
             if self._pending:
                 self._run_engine(int(tensor.item()))
             result = self._results.pop(ticket.name)
-        self._open.discard(ticket.name)
+        self._open -= 1
         if not self._open and ticket.cast:
-            self.engine.enter_casts(self._submitted)
+            self.engine.enter_casts(self._names_of_step())
+            self._unnamed.clear()  # now: who sets gradients to None wants their memory back
             self.end_step()
         return result
+
+    def _names_of_step(self) -> Set[str]:
+        """The tensors of a step. Horovod hands over the same ones in each, so as many as before are those."""
+        if not self._unnamed:
+            return self._submitted
+        if len(self._unnamed) + len(self._submitted) == len(self._all):
+            return self._all
+        for gradient in self._unnamed:
+            self._submitted.add(self._names.of(gradient, self._optimizer))
+        self._all = frozenset(self._submitted)
+        return self._all
 
     def begin(self) -> None:
         """`Binding.begin`, and which way the step takes."""
@@ -128,6 +152,9 @@ class TorchBinding(Binding):
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
         coordinator = self.coordinator
         self._observed = None if coordinator is None or not coordinator.observes else coordinator.source
+        # What Horovod makes of a sparse gradient can be named only while it is handed over.
+        copies = getattr(self._optimizer, "sparse_as_dense", False)
+        self._as_it_is = self._casting and self._observed is None and self.engine.sends_unchanged and not copies
 
     def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The element type in which a gradient travels, where the plan is to cast."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import horovod.torch as hvd
 import numpy as np
@@ -236,6 +237,36 @@ def case_sparse_as_dense() -> None:
     for spec in ("topk:ratio=1", "none"):
         result = _train_embedded(True, spec, sparse_as_dense=True)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
+
+
+def case_what_goes_as_it_is_is_counted_by_tensor_and_not_kept() -> None:
+    for sparse in (False, True):
+        model = Embedded(sparse)
+        how = compression("none", model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=how, sparse_as_dense=sparse
+        )
+        sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
+        for _ in range(4):
+            words = torch.randint(0, 100, (32,), generator=own_generator())
+            torch.nn.functional.cross_entropy(model(words), (words + 1) % 100).backward()
+            optimizer.step()
+            last = how.ledger.last
+            assert {name: cost.dense_bytes for name, cost in last.tensors.items()} == sizes
+            gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+            optimizer.zero_grad()  # sets them to None
+            assert not any(gradient() is not None for gradient in gradients)
+        assert last.bytes_sent == sum(sizes.values())  # the first step is another: it compares settings
+
+
+def case_gradients_of_two_layouts_are_counted_by_tensor() -> None:
+    model = small_model().to(memory_format=torch.channels_last)  # that of the convolution is not contiguous
+    how = compression("none", model)
+    train(model, distribute(model, how), steps=4)
+    last = how.ledger.last
+    sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
+    assert {name: cost.bytes_sent for name, cost in last.tensors.items()} == sizes
 
 
 def case_element_types() -> None:
