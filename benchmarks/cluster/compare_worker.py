@@ -22,7 +22,7 @@ sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its p
 from benchmarks.cluster.auto_training import AUTO, AutoTraining  # noqa: E402
 from benchmarks.cluster.steps_worker import COMPUTE, STOCK, Training, Turns  # noqa: E402
 from hvdcomp.bench.compare import ratio  # noqa: E402
-from hvdcomp.perfmodel import Adviser, Calibration, Setting, as_json, save  # noqa: E402
+from hvdcomp.perfmodel import as_json, save  # noqa: E402
 from hvdcomp.spec import parse_compressor  # noqa: E402
 
 PROGRESS = "PROGRESS "
@@ -69,7 +69,7 @@ def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds
     file = output.with_name(f"{output.stem}.calibration.json")
     if ranks.rank == 0:
         save(made.calibration, file)
-    best = _predicted_best(made.calibration, model, specs)
+    best = _fastest(others, specs)
     log = output.with_suffix(".jsonl")
     if best:
         auto = AutoTraining(best, file, log, model, batch_size, seed)
@@ -110,15 +110,12 @@ def _rivals(others: Sequence[Training]) -> list[str]:
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]
 
 
-def _predicted_best(calibration: Calibration, model: str, specs: Sequence[str]) -> str | None:
-    """The compressor that is fastest by rank 0's calibration, the same on all ranks; None if there are none."""
+def _fastest(others: Sequence[Training], specs: Sequence[str]) -> str | None:
+    """The compressor with the least median on rank 0, the same on all ranks; None if there are none."""
     import horovod.torch as hvd
 
-    if not specs:
-        return None
-    adviser = Adviser(calibration, model, specs)
-    seconds = {spec: float(adviser.step_s(str(parse_compressor(spec)), Setting(hvd.size()))) for spec in specs}
-    return hvd.broadcast_object(min(seconds, key=lambda spec: seconds[spec]), name="steps.best")
+    medians = {one.times.method: one.times.as_json()["median_ms"] for one in others if one.times.method in specs}
+    return hvd.broadcast_object(min(medians, key=lambda spec: medians[spec], default=None), name="steps.best")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Choice:
     """What `auto` did in one setting. Ratios are medians over rounds in which it took turns with the others.
 
     Attributes:
-        compressor: that it was given: the one that is fastest by the calibration.
+        compressor: that it was given: the one whose steps were fastest before.
         chosen: in the end, of its candidates.
         predicted_ms: of that candidate.
         measured_ms: median of its steps.

@@ -37,6 +37,8 @@ DENSE = "dense"
 _HOPELESS = 1.5  # a trial ends early if its steps take so many times those of the best; or the best's so many times its
 _LEAST = 2  # steps to judge that by
 _DOUBT = 0.1  # a prediction may be so much too high; what is within that is tried at no price
+_PRIOR = 2  # steps that a prediction weighs as much as, with _DOUBT as its standard error
+_AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
 _NOTICEABLE = 0.01  # differences of step times that are looked for
 _FEW = 4  # measurements after which what the changes themselves cost counts in any case
 _MOST = 16  # measurements of a candidate that cannot be told apart from the best, in windows
@@ -202,9 +204,18 @@ class Auto(Policy[AutoState]):
         error = math.hypot(*(one.error for one in sides), change) / len(sides)
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
         found = trial.seconds * state.measured[state.rival or state.chosen].seconds / seconds
-        now, old = Measured(found, doubt * found, trial.steps), state.measured.get(name)
+        now = Measured(found, doubt * found, trial.steps)
+        old = state.measured.get(name) or self._prior(state, name, now)
         told = now if old is None else old.with_more(now, _MOST * self.window)
         return dataclasses.replace(state, measured={**state.measured, name: told})
+
+    def _prior(self, state: AutoState, name: str, now: Measured) -> Measured | None:
+        """The prediction as if it were measured: a first trial may be as far off. None if the trial contradicts it."""
+        predicted = self._expected(state, state.rival or state.chosen, name)
+        error = _DOUBT * predicted
+        if abs(now.seconds - predicted) > _AGREES * math.hypot(error, now.error):
+            return None
+        return Measured(predicted, error, _PRIOR)
 
     def _latest(self, state: AutoState) -> Measured:
         assert state.latest is not None  # nothing is tried before

@@ -61,7 +61,8 @@ class AutoState:
         latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
         times: seconds of the steps of this trial that count, or of the one that has just ended.
         measured: by name, what is known since the last time that all was open. A trial counts in proportion: by how
-            much longer its steps took than those of the rival before and after it.
+            much longer its steps took than those of the rival before and after it; and the first one together with
+            the prediction, as if that were two steps more, unless they contradict each other.
         before: by name, medians that were measured before that.
         usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
         drifted: looks in a row that found another time.
