@@ -121,7 +121,6 @@ class Engine:
         # What follows from the plan; None where it is not computed yet.
         self._digest: int | None = None
         self._plan_casts: bool | None = None
-        self._plan_unchanged: bool | None = None
         self._cast_cost: StepCost | None = None  # of the tensors that were last exchanged so
         self.level: Level | str | None = None
         self.stage: Stage | None = None
@@ -171,7 +170,7 @@ class Engine:
         """Fixes the plan of the step that is about to begin, and returns it."""
         if self.plan is not self._next_plan:
             self.plan = self._next_plan
-            self._digest = self._plan_casts = self._plan_unchanged = self._cast_cost = None
+            self._digest = self._plan_casts = self._cast_cost = None
         return self.plan
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:
@@ -254,16 +253,6 @@ class Engine:
         if self._plan_casts is None:
             self._plan_casts = self.casts(self.plan)
         return self._plan_casts and not self.holds_residuals
-
-    @property
-    def sends_unchanged(self) -> bool:
-        """Whether the plan sends every gradient as it is, not even in another element type."""
-        if self._plan_unchanged is None:
-            self._plan_unchanged = all(
-                compressor.lossless and compressor.wire_dtype(self.tensors[name].dtype) == self.tensors[name].dtype
-                for name, compressor in self.plan.items()
-            )
-        return self._plan_unchanged
 
     def casts(self, plan: Plan) -> bool:
         """Whether a plan is nothing but casts that keep nothing back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +54,22 @@ class AutoTraining(Training):
         self.forget()
 
     def choice(self) -> dict[str, Any]:
-        """What was chosen in the end, of what, and how often another; on rank 0."""
+        """What was chosen in the end, of what, and when another; on rank 0."""
         from hvdcomp.decision_log import Decided, read_decisions
 
         decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
-        chosen = [line.state["chosen"] for line in decided]
         last = decided[-1].state
+        chosen = last["rival"] or last["chosen"]  # a trial that the end interrupts is no choice
+        stretches = groupby(decided, key=lambda line: line.state["chosen"])
+        changes = [(next(lines).from_step, name) for name, lines in stretches]
         return {
             "compressor": self._settings["spec"],
-            "chosen": chosen[-1],
+            "chosen": chosen,
             "why": last["why"],
-            "predicted_ms": 1000 * last["candidates"][chosen[-1]]["seconds"],
+            "predicted_ms": 1000 * last["candidates"][chosen]["seconds"],
             "candidates_ms": {name: 1000 * one["seconds"] for name, one in last["candidates"].items()},
             "found_ms": {name: (1000 * one["seconds"], one["steps"]) for name, one in last["measured"].items()},
-            "changes": sum(one != other for one, other in pairwise(chosen)),
+            "changes": changes,
         }
 
     def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:

@@ -4,7 +4,7 @@ Horovod calls `compress` for every gradient as it becomes ready (in any order), 
 once all were compressed. A step takes one of two ways, the same on all ranks:
 
 - cast: where the plan needs no more than an allreduce of cast gradients, Horovod carries them itself, overlapped with
-  the backward pass. Each gradient interrupts that pass, so what goes as it is takes no more than a few instructions.
+  the backward pass. Each gradient interrupts that pass, so where all are cast alike nobody asks whose it is.
 - engine: `compress` only notes the gradient and gives Horovod one number to allreduce; the first `decompress` runs the
   engine, whose collectives are then safe to wait for, because every rank has submitted everything of Horovod's own.
 """
@@ -34,7 +34,7 @@ class _Ticket(NamedTuple):
     """What Horovod carries from compress to decompress.
 
     Attributes:
-        name: of the tensor.
+        name: of the tensor; "" if nobody asked.
         cast: whether the step goes the way of casts.
         gradient: None where what Horovod allreduced is the result as it is.
     """
@@ -44,7 +44,7 @@ class _Ticket(NamedTuple):
     gradient: torch.Tensor | None
 
 
-_UNNAMED = _Ticket("", True, None)
+_UNCHANGED = _Ticket("", True, None)  # of a tensor that nobody asked the name of
 
 
 class TorchBinding(Binding):
@@ -88,16 +88,19 @@ class TorchBinding(Binding):
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}  # for `_wire_dtype`, of that plan
         self._observed: str | None = None  # whose gradients this rank looks at in a step of casts
         self._unchanged = {name: _Ticket(name, True, None) for name in self._parameters}
-        self._as_it_is = False  # whether Horovod carries all gradients of this step unchanged and unseen
+        self._alike_of: Plan | None = None
+        self._all_alike: dict[torch.dtype, torch.dtype] | None = None  # for `_wires_alike`, of that plan
+        self._alike: dict[torch.dtype, torch.dtype] | None = None  # the same in this step, unless names are needed
         self._all: frozenset[str] = frozenset()  # tensors of the latest such step in which each was named
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
         if not self._open:
             self.begin()
-        if self._as_it_is and tensor.is_contiguous():
+        alike = None if self._alike is None else self._alike.get(tensor.dtype)
+        if alike is not None and tensor.is_contiguous():
             self._unnamed.append(tensor)
             self._open += 1
-            return tensor, _UNNAMED
+            return (tensor, _UNCHANGED) if alike is tensor.dtype else (tensor.to(alike), _Ticket("", True, tensor))
         name = self._names.of(tensor, self._optimizer)
         self._submitted.add(name)
         self._open += 1
@@ -113,7 +116,7 @@ class TorchBinding(Binding):
         return torch.full((1,), self.presence), _Ticket(name, False, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: _Ticket) -> torch.Tensor:
-        if ticket is _UNNAMED:
+        if ticket is _UNCHANGED:
             result = tensor
         elif ticket.cast:
             result = tensor if ticket.gradient is None else _as_gradient(tensor, ticket.gradient)
@@ -154,7 +157,17 @@ class TorchBinding(Binding):
         self._observed = None if coordinator is None or not coordinator.observes else coordinator.source
         # What Horovod makes of a sparse gradient can be named only while it is handed over.
         copies = getattr(self._optimizer, "sparse_as_dense", False)
-        self._as_it_is = self._casting and self._observed is None and self.engine.sends_unchanged and not copies
+        unseen = self._casting and self._observed is None and not copies
+        self._alike = self._wires_alike() if unseen else None
+
+    def _wires_alike(self) -> dict[torch.dtype, torch.dtype] | None:
+        """By element type that in which gradients travel, where the plan casts all alike; None where it does not."""
+        if self._alike_of is not self.engine.plan:
+            self._alike_of, self._all_alike = self.engine.plan, None
+            if len(set(self.engine.plan.values())) == 1:
+                named = {parameter.dtype: name for name, parameter in self._parameters.items()}
+                self._all_alike = {dtype: self._wire_dtype(name, dtype) for dtype, name in named.items()}
+        return self._all_alike
 
     def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The element type in which a gradient travels, where the plan is to cast."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from itertools import product
 
 import horovod.torch as hvd
 import numpy as np
@@ -239,25 +240,28 @@ def case_sparse_as_dense() -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
 
 
-def case_what_goes_as_it_is_is_counted_by_tensor_and_not_kept() -> None:
-    for sparse in (False, True):
+def case_what_is_cast_is_counted_by_tensor_and_not_kept() -> None:
+    for sparse, (spec, element) in product((False, True), (("none", 4), ("fp16", 2))):
         model = Embedded(sparse)
-        how = compression("none", model)
+        how = compression(spec, model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=how, sparse_as_dense=sparse
         )
-        sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
+        numels = {name: parameter.numel() for name, parameter in model.named_parameters()}
         for _ in range(4):
             words = torch.randint(0, 100, (32,), generator=own_generator())
             torch.nn.functional.cross_entropy(model(words), (words + 1) % 100).backward()
             optimizer.step()
+            assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
             last = how.ledger.last
-            assert {name: cost.dense_bytes for name, cost in last.tensors.items()} == sizes
+            assert {name: cost.dense_bytes for name, cost in last.tensors.items()} == {
+                name: 4 * numel for name, numel in numels.items()
+            }
             gradients = [weakref.ref(parameter.grad) for parameter in model.parameters()]
             optimizer.zero_grad()  # sets them to None
             assert not any(gradient() is not None for gradient in gradients)
-        assert last.bytes_sent == sum(sizes.values())  # the first step is another: it compares settings
+        assert last.bytes_sent == element * sum(numels.values())  # the first step is another: it compares settings
 
 
 def case_gradients_of_two_layouts_are_counted_by_tensor() -> None:
