@@ -105,7 +105,7 @@ def _measure_auto(
 
 def _rivals(others: Sequence[Training]) -> list[str]:
     """The fastest static choice, and dense if it is another and not far behind: what `auto` is to be no slower than."""
-    medians = {one.times.method: one.times.as_json()["median_ms"] for one in others if one.times.method != COMPUTE}
+    medians = _medians(others)
     best = min(medians, key=lambda method: medians[method])
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]
 
@@ -114,8 +114,13 @@ def _fastest(others: Sequence[Training], specs: Sequence[str]) -> str | None:
     """The compressor with the least median on rank 0, the same on all ranks; None if there are none."""
     import horovod.torch as hvd
 
-    medians = {one.times.method: one.times.as_json()["median_ms"] for one in others if one.times.method in specs}
-    return hvd.broadcast_object(min(medians, key=lambda spec: medians[spec], default=None), name="steps.best")
+    medians = _medians(others)
+    return hvd.broadcast_object(min(specs, key=lambda spec: medians[spec], default=None), name="steps.best")
+
+
+def _medians(others: Sequence[Training]) -> dict[str, float]:
+    """The median time of a step by method, of those that exchange gradients."""
+    return {one.times.method: one.times.as_json()["median_ms"] for one in others if one.times.method != COMPUTE}
 
 
 if __name__ == "__main__":

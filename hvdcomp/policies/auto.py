@@ -203,15 +203,15 @@ class Auto(Policy[AutoState]):
         change = sides[-1].seconds - sides[0].seconds
         error = math.hypot(*(one.error for one in sides), change) / len(sides)
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
-        found = trial.seconds * state.measured[state.rival or state.chosen].seconds / seconds
+        rival = state.rival or state.chosen
+        found = trial.seconds * state.measured[rival].seconds / seconds
         now = Measured(found, doubt * found, trial.steps)
-        old = state.measured.get(name) or self._prior(state, name, now)
+        old = state.measured.get(name) or self._prior(self._expected(state, rival, name), now)
         told = now if old is None else old.with_more(now, _MOST * self.window)
         return dataclasses.replace(state, measured={**state.measured, name: told})
 
-    def _prior(self, state: AutoState, name: str, now: Measured) -> Measured | None:
+    def _prior(self, predicted: float, now: Measured) -> Measured | None:
         """The prediction as if it were measured: a first trial may be as far off. None if the trial contradicts it."""
-        predicted = self._expected(state, state.rival or state.chosen, name)
         error = _DOUBT * predicted
         if abs(now.seconds - predicted) > _AGREES * math.hypot(error, now.error):
             return None

@@ -84,19 +84,18 @@ class TorchBinding(Binding):
         self._unnamed: list[torch.Tensor] = []  # gradients of this step of which nobody asked yet whose they are
         self._open = 0  # tensors of this step that were not decompressed yet
         self._names = ParameterNames(self._parameters)
-        self._wires_of: Plan | None = None
+        self._wires_of: Plan | None = None  # the latest that is nothing but casts
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}  # for `_wire_dtype`, of that plan
+        self._wires_alike: dict[torch.dtype, torch.dtype] = {}  # the same by element type alone, if all are cast alike
+        self._alike: dict[torch.dtype, torch.dtype] = {}  # `_wires_alike` in this step, empty if names are needed
         self._observed: str | None = None  # whose gradients this rank looks at in a step of casts
         self._unchanged = {name: _Ticket(name, True, None) for name in self._parameters}
-        self._alike_of: Plan | None = None
-        self._all_alike: dict[torch.dtype, torch.dtype] | None = None  # for `_wires_alike`, of that plan
-        self._alike: dict[torch.dtype, torch.dtype] | None = None  # the same in this step, unless names are needed
         self._all: frozenset[str] = frozenset()  # tensors of the latest such step in which each was named
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Ticket]:
         if not self._open:
             self.begin()
-        alike = None if self._alike is None else self._alike.get(tensor.dtype)
+        alike = self._alike.get(tensor.dtype)
         if alike is not None and tensor.is_contiguous():
             self._unnamed.append(tensor)
             self._open += 1
@@ -151,28 +150,28 @@ class TorchBinding(Binding):
         self._names.begin_step()
         super().begin()
         self._casting = self.engine.only_casts and not self.needs_engine
-        if not self._casting:
+        if self._casting:
+            self._follow_casts()
+        else:
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
         coordinator = self.coordinator
         self._observed = None if coordinator is None or not coordinator.observes else coordinator.source
         # What Horovod makes of a sparse gradient can be named only while it is handed over.
         copies = getattr(self._optimizer, "sparse_as_dense", False)
         unseen = self._casting and self._observed is None and not copies
-        self._alike = self._wires_alike() if unseen else None
+        self._alike = self._wires_alike if unseen else {}
 
-    def _wires_alike(self) -> dict[torch.dtype, torch.dtype] | None:
-        """By element type that in which gradients travel, where the plan casts all alike; None where it does not."""
-        if self._alike_of is not self.engine.plan:
-            self._alike_of, self._all_alike = self.engine.plan, None
-            if len(set(self.engine.plan.values())) == 1:
+    def _follow_casts(self) -> None:
+        """Makes what is remembered of the plan that of a new one."""
+        plan = self.engine.plan
+        if self._wires_of is not plan:
+            self._wires_of, self._wires, self._wires_alike = plan, {}, {}
+            if len(set(plan.values())) == 1:
                 named = {parameter.dtype: name for name, parameter in self._parameters.items()}
-                self._all_alike = {dtype: self._wire_dtype(name, dtype) for dtype, name in named.items()}
-        return self._all_alike
+                self._wires_alike = {dtype: self._wire_dtype(name, dtype) for dtype, name in named.items()}
 
     def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The element type in which a gradient travels, where the plan is to cast."""
-        if self._wires_of is not self.engine.plan:
-            self._wires_of, self._wires = self.engine.plan, {}
         wire = self._wires.get((name, dtype))
         if wire is None:
             text = self.engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))
