@@ -1,9 +1,11 @@
-"""Finds out, once, whether all ranks were configured alike, and says on every rank what differs."""
+"""Finds out whether all ranks were configured alike, and says on every rank what differs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,19 @@ import numpy as np
 from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import Array
 from hvdcomp.communicators import Communicator
-from hvdcomp.errors import RankMismatchError
+from hvdcomp.errors import ConfigurationError, RankMismatchError
 
-_TEXT_BYTES = 4096
-_TOO_LONG = "too long"
+_LENGTH_BYTES = 8
+_SHOWN_FACTS = 8
+_SHOWN_CHARACTERS = 100
+_REFUSED = "refused"
+WEIGHTS = "weights of "  # begins the name of a fact about a parameter's value
 
 
 def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like: Array) -> None:
     """Compares facts between all ranks; waits for all of them.
+
+    What travels is a digest of fixed length. The facts themselves follow only where digests differ.
 
     Args:
         communicator: to exchange the facts with.
@@ -27,40 +34,100 @@ def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like
 
     Raises:
         RankMismatchError: on every rank, naming each differing setting and which ranks have which value.
-        ValueError: on every rank, if the facts of any are too long to be compared.
     """
-    xp = arrays_for(like)
     text = json.dumps(facts, sort_keys=True).encode()
-    if len(text) > _TEXT_BYTES:  # said to all, because a rank that left now would leave the others waiting
-        text = json.dumps({_TOO_LONG: len(text)}).encode()
-    mine = np.frombuffer(text.ljust(_TEXT_BYTES), np.uint8).copy()
-    gathered = communicator.wait(communicator.start_allgather(xp.from_numpy(mine, like=like), "hvdcomp.agreement"))
-    everyone = [json.loads(bytes(row).strip()) for row in np.asarray(gathered)]
-    too_long = {rank: theirs[_TOO_LONG] for rank, theirs in enumerate(everyone) if _TOO_LONG in theirs}
-    if too_long:
-        sizes = ", ".join(f"{size} bytes on rank {rank}" for rank, size in too_long.items())
-        raise ValueError(f"the settings take {sizes} as JSON; at most {_TEXT_BYTES} can be compared")
-    keys = sorted({key for theirs in everyone for key in theirs})
-    different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
-    if different:
-        raise RankMismatchError(
-            "the ranks do not agree on how to compress: "
-            + "; ".join(f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different)
-            + ". Give hvdcomp.Compression the same arguments on every rank."
-        )
+    digest = hashlib.sha256(text).digest()
+    rows = _gather(communicator, digest + len(text).to_bytes(_LENGTH_BYTES, "big"), like, "hvdcomp.agreement")
+    if len({row[:-_LENGTH_BYTES] for row in rows}) == 1:
+        return
+    longest = max(int.from_bytes(row[-_LENGTH_BYTES:], "big") for row in rows)
+    texts = _gather(communicator, text.ljust(longest), like, "hvdcomp.agreement.facts")
+    raise RankMismatchError(_what_differs([json.loads(text) for text in texts]))
 
 
-def require_same_levels(communicator: Communicator, digest: int, like: Array) -> None:
+def require_same_levels(communicator: Communicator, digest: int, like: Array, refused: str | None = None) -> None:
     """Compares digests of the plans (`Engine.digest`) between all ranks; waits for all of them.
 
+    Args:
+        refused: why this rank cannot make the step, if it cannot.
+
     Raises:
-        RankMismatchError: on every rank, with the digests, if they differ.
+        RankMismatchError: on every rank, with the digests or the reasons, if they differ.
     """
-    require_agreement(communicator, {"levels": f"{digest:012x}"}, like)
+    require_agreement(communicator, {"levels": f"{digest:012x}", _REFUSED: refused}, like)
 
 
-def _by_rank(values: list[Any]) -> str:
+@contextmanager
+def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[None]:
+    """Lets a ConfigurationError of one rank reach those that wait for it in `require_agreement`.
+
+    Raises:
+        ConfigurationError: what was raised inside, if every rank met the same.
+        RankMismatchError: on every rank, with the message, if only some did.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        require_agreement(communicator, {_REFUSED: str(error)}, like)
+        raise
+
+
+def _gather(communicator: Communicator, row: bytes, like: Array, name: str) -> list[bytes]:
+    """Every rank's row of bytes, equally long on all."""
+    array = arrays_for(like).from_numpy(np.frombuffer(row, np.uint8).copy(), like=like)
+    gathered = np.asarray(communicator.wait(communicator.start_allgather(array, name)))
+    return [bytes(one) for one in gathered]
+
+
+def _what_differs(everyone: Sequence[Mapping[str, Any]]) -> str:
+    refused = {theirs.get(_REFUSED) for theirs in everyone}
+    if refused != {None}:  # what else a rank would have said is not known then
+        return f"some ranks cannot take part. {_by_rank([theirs.get(_REFUSED) or 'no error' for theirs in everyone])}"
+    keys = dict.fromkeys(key for theirs in everyone for key in theirs)
+    different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
+    if all(key.startswith(WEIGHTS) for key in different):
+        problem = "the ranks would train different models, because their weights are not the same: "
+        remedy = (
+            "Before the first step give all ranks those of rank 0: hvd.broadcast_parameters(model.state_dict(), "
+            "root_rank=0) in PyTorch, hvd.broadcast_variables(model.variables, root_rank=0) in TensorFlow."
+        )
+    else:
+        problem = "the ranks do not agree on how to compress: "
+        remedy = "Give hvdcomp.Compression and Horovod's optimizer the same model and arguments on every rank."
+        different.sort(key=lambda key: key.startswith(WEIGHTS))
+    shown = [f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different[:_SHOWN_FACTS]]
+    if len(different) > _SHOWN_FACTS:
+        shown.append(f"and {len(different) - _SHOWN_FACTS} more")
+    return f"{problem}{'; '.join(shown)}. {remedy}"
+
+
+def _by_rank(values: Sequence[Any]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(str(value), []).append(rank)
-    return ", ".join(f"{value} on rank {' '.join(map(str, ranks))}" for value, ranks in groups.items())
+    return ", ".join(
+        f"{text} on rank {_ranges(ranks)}" for text, ranks in zip(_excerpts(list(groups)), groups.values(), strict=True)
+    )
+
+
+def _excerpts(texts: Sequence[str]) -> list[str]:
+    """The texts; of long ones what lies around the first character in which they differ."""
+    if max(map(len, texts)) <= _SHOWN_CHARACTERS or len(texts) == 1:
+        return list(texts)
+    same = next((place for place, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), None)
+    start = max(0, (min(map(len, texts)) if same is None else same) - _SHOWN_CHARACTERS // 2)
+    end = start + _SHOWN_CHARACTERS
+    return [("..." if start else "") + text[start:end] + ("..." if end < len(text) else "") for text in texts]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """`0 2-5 7` for 0, 2, 3, 4, 5, 7."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return " ".join(
+        f"{part[0]}-{part[-1]}" if len(part) > 2 else " ".join(map(str, part)) for part in parts
+    )

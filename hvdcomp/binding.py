@@ -1,23 +1,21 @@
 """What the bindings of all frameworks share: one `Compression` at work in one training.
 
 A binding learns from its framework which gradients there are, and gives results back; in between, every step is the
-same: `begin` fixes its plan, `check_presence` makes sure that all ranks take part at the same levels, `exchange` runs
-the engine and tells the coordinator.
+same: `begin` fixes its plan (in the first step the ranks compare their settings before), `check_presence` makes sure
+that all ranks take part at the same levels, `exchange` runs the engine and tells the coordinator.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 
 import hvdcomp
 from hvdcomp import checkpoint
-from hvdcomp.agreement import require_agreement, require_same_levels
+from hvdcomp.agreement import WEIGHTS, refused_on_every_rank, require_agreement, require_same_levels
 from hvdcomp.broadcast import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.collectives import Array, TensorInfo
 from hvdcomp.communicators import HorovodCommunicator
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
 # of them take part, and all at the same levels.
 PRESENCE = 2**44
 _DIGESTS = 2**20
+_UNIT = 2**10  # between digests, since Horovod's mean of whole numbers drops what is behind the point
 PRESENCE_BYTES = 8
 
 
@@ -52,7 +51,6 @@ class Binding(ABC):
         engine: that compresses.
         coordinator: of the policy, if there is one that rank 0 decides by.
         presence: what this rank puts in for the step that has begun.
-        agreed: whether the ranks have compared their settings.
 
     Class attributes:
         overlaps_with_policy: whether, in a training with a policy, Horovod itself carries what is nothing but casts.
@@ -71,6 +69,7 @@ class Binding(ABC):
         self.communicator = communicator
         self._like = like
         self._loss_scale: float | None = None
+        self._refused: str | None = None  # why this rank cannot make the step that has begun
         settings = compression.settings
         self.engine = Engine(
             communicator,
@@ -88,9 +87,31 @@ class Binding(ABC):
         self.coordinator = self._make_coordinator()
         self._batch_size = BatchSize(1, 1.0)  # as it was put into the optimizer
         self.presence = PRESENCE
-        self.agreed = False
+        self._settings_agreed = self._weights_agreed = False
+        self._first_step: int | None = None
 
     # What only the framework's own binding knows.
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What Horovod was told, as far as it must be the same on all ranks; JSON-serialisable."""
+
+    @abstractmethod
+    def trained(self) -> Set[str]:
+        """The names of the parameters whose gradients Horovod averages."""
+
+    @property
+    def steps_before_broadcast(self) -> int:
+        """How many steps a training may make before all ranks have the same weights."""
+        return 0
+
+    @abstractmethod
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        """A number for each parameter's value, by which the ranks compare their weights."""
+
+    def reason_to_refuse(self) -> str | None:
+        """Why this rank cannot make the step that begins; None if it can."""
+        return None
 
     @abstractmethod
     def learning_rates(self) -> tuple[float, ...]:
@@ -123,13 +144,20 @@ class Binding(ABC):
     # A step.
 
     def begin(self) -> None:
-        """Starts a step: the plan is fixed now, so that all tensors of the step take the same way."""
+        """Starts a step: the plan is fixed now, so that all tensors of the step take the same way.
+
+        The first step waits here for all ranks, to compare their settings.
+
+        Raises:
+            RankMismatchError: on every rank, if the settings or the weights of any differ.
+        """
         if self.communicator.is_stale:
             raise ConfigurationError(
                 f"Horovod was started anew, and rank {self.communicator.rank} of {self.communicator.size} is now "
                 "another one: hvdcomp does not follow elastic changes by itself. After each make a new "
                 "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
             )
+        self._agree()
         settings = self.compression.settings
         if isinstance(settings.policy, LevelSchedule):
             step = self.engine.step_number
@@ -139,7 +167,11 @@ class Binding(ABC):
             self.coordinator.begin_step(self.learning_rates)
             self._require_same_batch_size()
         self.engine.begin()
-        self.presence = PRESENCE + self.engine.digest % _DIGESTS
+        self._refused = self.reason_to_refuse()
+        digest = self.engine.digest
+        if self._refused is not None:  # it disagrees with the ranks that do not refuse, so that all of them learn why
+            digest += _DIGESTS // 3
+        self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         self._follow_loss_scale()
 
     def check_presence(self, total: int) -> None:
@@ -155,10 +187,9 @@ class Binding(ABC):
                 f"only {present:.0f} of {size} ranks took part in this step: hvd.join() "
                 "does not work with gradient compression. Give every rank the same number of batches."
             )
-        self._agree()
         if total != self.presence * size:
-            require_same_levels(self.communicator, self.engine.digest, self._like)
-        self._refuse_double_momentum()
+            require_same_levels(self.communicator, self.engine.digest, self._like, self._refused)
+        self.refuse()
 
     def exchange(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Runs the engine on the gradients of a step, and ends the step; returns the means by name."""
@@ -184,24 +215,44 @@ class Binding(ABC):
     def needs_engine(self) -> bool:
         """Whether the step that has begun has to go through the engine, whatever its plan.
 
-        The first step always does, so that ranks with different settings meet in the same collective and can say so.
         """
-        more = self.coordinator is not None and self.coordinator.needs_engine
-        return not self.agreed or more
+        return self.coordinator is not None and self.coordinator.needs_engine
 
     # Settings and refusals.
 
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have nothing more to compare."""
+        return self._settings_agreed and self._weights_agreed
+
     def _agree(self) -> None:
-        if not self.agreed:
-            require_agreement(self.communicator, self._facts(), self._like)
-            self.agreed = True
-            if self.coordinator is not None:
-                self.coordinator.start_log()
+        """Compares settings before the first step, and weights as soon as they must be the same."""
+        if self.agreed:
+            return
+        step = self.engine.step_number
+        if self._first_step is None:
+            self._first_step = step
+        weights_due = step - self._first_step >= self.steps_before_broadcast
+        if self._settings_agreed and not weights_due:
+            return
+        facts: dict[str, Any] = {}
+        with refused_on_every_rank(self.communicator, self._like):
+            if not self._settings_agreed:
+                facts |= self._facts()
+                self._refuse_double_momentum()
+            if weights_due:
+                facts |= self._weights()
+        require_agreement(self.communicator, facts, self._like)
+        if not self._settings_agreed and self.coordinator is not None:
+            self.coordinator.start_log()
+        self._settings_agreed, self._weights_agreed = True, weights_due
 
     def _facts(self) -> dict[str, Any]:
-        shapes = [(info.name, info.shape, info.dtype) for info in self.engine.tensors.values()]
-        return self.compression.settings.describe() | {
-            "parameters": f"{len(shapes)}, {hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:12]}",
+        tensors, trained = self.engine.tensors, self.trained()
+        parameters = {f"parameter {name}": f"{tensors[name].dtype} {tensors[name].shape}" for name in sorted(trained)}
+        return {
+            **self.compression.settings.describe(),
+            **self.facts(),
             "level": self.compression.level,
             "step": self.engine.step_number,
             "error of the decision log": self._log_error,
@@ -209,7 +260,18 @@ class Binding(ABC):
             "momentum of the optimizer": self._doubled_momentum(),
             "hvdcomp": hvdcomp.__version__,
             "numpy": numpy.__version__,
+            "parameters that are not trained": [name for name in tensors if name not in trained],
+            **parameters,
         }
+
+    def _weights(self) -> dict[str, Any]:
+        names = sorted(self.trained())
+        return {f"{WEIGHTS}{name}": f"{number:x}" for name, number in zip(names, self.checksums(names), strict=True)}
+
+    def refuse(self) -> None:
+        """Raises ConfigurationError if this rank cannot make the step that has begun."""
+        if self._refused is not None:
+            raise ConfigurationError(self._refused)
 
     def _doubled_momentum(self) -> str | None:
         """The optimizer's momentum, if the memory applies one too."""

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from hvdcomp.compressors import Compressor, Level
+from hvdcomp.compressors.base import refuse_description
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.ledger import Ledger
 from hvdcomp.memory import Memory
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size
 from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
+from hvdcomp.torch.parameters import unique
 
 
-def _not_converted(method: Any) -> Any:
-    """Keeps AutoGraph from rewriting a method; what tf.autograph's own decorator does, without importing TensorFlow."""
-    method.autograph_info__ = {}
-    return method
+class _HorovodMethod:
+    """A method that Horovod calls on the object that it was given. On the class itself it says what to write instead.
+
+    AutoGraph leaves it as it is; tf.autograph's own decorator does the same, but needs TensorFlow.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        function.autograph_info__ = {}  # type: ignore[attr-defined]
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return refuse_description(owner) if instance is None else MethodType(self._function, instance)
 
 
 @dataclass(frozen=True)
@@ -50,15 +63,17 @@ class Settings:
 class Compression:
     """Goes into `compression=` of `hvd.DistributedOptimizer`.
 
-        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), named_parameters=model.named_parameters())
+        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         optimizer = hvd.DistributedOptimizer(
             optimizer, named_parameters=model.named_parameters(), compression=compression
         )
 
     Args:
         compressor: how to compress, the same on every rank.
-        named_parameters: PyTorch: as given to Horovod, pairs of name and parameter. State is kept by these names.
-        variables: TensorFlow: all that are trained, `model.trainable_variables`. State is kept by their names.
+        named_parameters: PyTorch: as given to Horovod, pairs of name and parameter, or a function that returns them.
+            State is kept by these names. Default: those of Horovod's optimizer.
+        variables: TensorFlow: all that are trained, `model.trainable_variables`, or a function that returns them. State
+            is kept by their names. Default: those of the first step.
         optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. It is needed with
             `hvd.DistributedGradientTape` only.
         memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
@@ -80,7 +95,7 @@ class Compression:
             Horovod exchanges nothing.
 
     Raises:
-        ConfigurationError: without `named_parameters` or `variables`, if the first are not unique pairs, or if the
+        ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
             second are those of Keras 3, with which Horovod does not work.
         SpecError: for a compressor or memory that is none.
     """
@@ -89,8 +104,8 @@ class Compression:
         self,
         compressor: Compressor,
         *,
-        named_parameters: Iterable[tuple[str, Any]] | None = None,
-        variables: Iterable[Any] | None = None,
+        named_parameters: Iterable[tuple[str, Any]] | Callable[[], Iterable[tuple[str, Any]]] | None = None,
+        variables: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
         optimizer: Any = None,
         memory: Memory | None = None,
         policy: LevelSchedule | Policy[Any] | None = None,
@@ -105,7 +120,7 @@ class Compression:
         if not isinstance(compressor, Compressor):
             raise SpecError(
                 f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "
-                "hvdcomp.Compression.from_spec('topk:ratio=0.01', ...)"
+                "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
             )
         if memory is not None and not isinstance(memory, Memory):
             raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
@@ -117,7 +132,7 @@ class Compression:
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
         self._framework = _framework_of(named_parameters, variables, optimizer)
-        self._parameters = _unique(named_parameters) if variables is None else _by_name(variables)
+        self._parameters = _parameters_of(named_parameters, variables)
         self._optimizer = optimizer
         self._process_set = process_set
         self._grad_scaler = grad_scaler
@@ -224,7 +239,8 @@ class Compression:
         self._restored = dict(state)
         if not state:
             self._restored = None
-        elif optimizer is not None or self._framework == "tensorflow":
+        elif optimizer is not None or (self._framework == "tensorflow" and self._parameters is not None):
+            self._framework = self._framework or ("torch" if hasattr(optimizer, "param_groups") else "tensorflow")
             self._binding = self._bind(self._optimizer if optimizer is None else optimizer)
         elif changes_batch_size(self.settings.policy):
             raise ConfigurationError(
@@ -232,29 +248,44 @@ class Compression:
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which are for other models: what names their parameters is asked of Horovod's optimizer.
+
+        Raises:
+            ConfigurationError: after the first step, because two copies could not both send what was left to be sent.
+        """
+        if self._binding is not None:
+            raise ConfigurationError(
+                "this hvdcomp.Compression is at work in a training, and cannot be copied or pickled any more: do so "
+                "before the first step, or make a new one and give it this one's state_dict()"
+            )
+        return self.__dict__ | {"_parameters": None}
+
     def __hash__(self) -> int:
         # Horovod's optimizer for TensorFlow hashes it when it is made; one of Keras 3 never calls it again.
-        if self._framework == "tensorflow":
+        if self._framework == "tensorflow" or (self._framework is None and "tensorflow" in sys.modules):
             from hvdcomp.tensorflow.caller import refuse_keras_3_caller
 
             refuse_keras_3_caller()
         return object.__hash__(self)
 
-    @_not_converted
+    @_HorovodMethod
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
         if self._binding is None:
             framework = type(tensor).__module__.partition(".")[0]
+            if self._framework is None and framework in _FRAMEWORKS:
+                self._framework = framework
             if framework != self._framework:
                 raise ConfigurationError(
                     f"hvdcomp.Compression was given a {type(tensor).__module__}.{type(tensor).__qualname__}; it works "
                     "with PyTorch (horovod.torch, named_parameters=...) and TensorFlow (horovod.tensorflow, "
-                    f"variables=...), and was made for {self._framework}"
+                    f"variables=...){f', and was made for {self._framework}' if self._framework else ''}"
                 )
             self._binding = self._bind(self._optimizer)
         return self._binding.compress(tensor)
 
-    @_not_converted
+    @_HorovodMethod
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
@@ -277,20 +308,39 @@ class Compression:
         return binding
 
 
-def _framework_of(named_parameters: Any, variables: Any, optimizer: Any) -> str:
-    if (named_parameters is None) == (variables is None):
+_FRAMEWORKS = ("torch", "tensorflow")
+
+
+def _framework_of(named_parameters: Any, variables: Any, optimizer: Any) -> str | None:
+    """Which framework the arguments are of; None if they do not tell."""
+    if named_parameters is not None and variables is not None:
         raise ConfigurationError(
-            "hvdcomp.Compression needs named_parameters=model.named_parameters() (PyTorch) or "
-            "variables=model.trainable_variables (TensorFlow), one of the two: residuals and warm starts are kept by "
-            "parameter name"
+            "give hvdcomp.Compression named_parameters=model.named_parameters() (PyTorch) or "
+            "variables=model.trainable_variables (TensorFlow), one of the two or none: residuals and warm starts are "
+            "kept by parameter name"
         )
-    if variables is not None:
-        return "tensorflow"
-    if optimizer is not None:
+    if optimizer is not None and (named_parameters is not None or hasattr(optimizer, "param_groups")):
         raise ConfigurationError(
             "optimizer= is for TensorFlow: in PyTorch, hvdcomp finds the optimizer that Horovod made by itself"
         )
-    return "torch"
+    if variables is not None or optimizer is not None:
+        return "tensorflow"
+    return None if named_parameters is None else "torch"
+
+
+def _parameters_of(named_parameters: Any, variables: Any) -> Any:
+    """What a binding is given: parameters by name, a function, or None."""
+    for given in (named_parameters, variables):
+        if hasattr(given, "named_parameters") or hasattr(given, "trainable_variables"):  # a model, which can be called
+            raise ConfigurationError(
+                f"hvdcomp.Compression was given the model {type(given).__name__} itself; give it "
+                "named_parameters=model.named_parameters() or variables=model.trainable_variables"
+            )
+        if callable(given):
+            return given
+    if variables is not None:
+        return _by_name(variables)
+    return None if named_parameters is None else unique(named_parameters)
 
 
 def _by_name(variables: Iterable[Any]) -> dict[str, Any]:
@@ -310,14 +360,3 @@ def _by_name(variables: Iterable[Any]) -> dict[str, Any]:
         raise ConfigurationError("variables is empty: build the model first, so that it has its variables")
     return named
 
-
-def _unique(named_parameters: Any) -> dict[str, Any]:
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ConfigurationError("named_parameters must be pairs of name and parameter, as model.named_parameters()")
-    parameters = dict(pairs)
-    if len(parameters) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigurationError(f"names in named_parameters must be unique; given twice: {', '.join(twice)}")
-    return parameters

@@ -19,6 +19,7 @@ _LOST = "Horovod has been shut down"
 _MODULES = {
     "cases_torch": EVERY_SETTING,
     "cases_horovod": EACH_ONCE,
+    "cases_mismatch": EACH_ONCE,
     "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
     _JOIN: EACH_ONCE,
 }

@@ -66,8 +66,8 @@ def test_parameters_and_variables_exclude_each_other() -> None:
     given = variables("a")
     with pytest.raises(ConfigurationError, match="one of the two"):
         compression(given, named_parameters=[("a", given[0])])
-    with pytest.raises(ConfigurationError, match="one of the two"):
-        hvdcomp.Compression.from_spec("topk:ratio=0.1")
+    with pytest.raises(ConfigurationError, match="itself; give it"):
+        hvdcomp.Compression.from_spec("topk:ratio=0.1", variables=tf_keras.Sequential())
     with pytest.raises(ConfigurationError, match="optimizer= is for TensorFlow"):
         hvdcomp.Compression.from_spec("none", named_parameters=[("a", given[0])], optimizer=tf_keras.optimizers.SGD())
 

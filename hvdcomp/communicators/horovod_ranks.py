@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from hvdcomp.errors import RankMismatchError
+
 
 class HorovodRanks:
     """The ranks of a Horovod process set.
@@ -36,3 +38,20 @@ class HorovodRanks:
     def root(self) -> int:
         """The number, among all of Horovod's ranks, of the one that is first in the process set."""
         return self._process_set.ranks[0] if self._process_set.ranks else 0
+
+    def check_gathered(self, gathered: int, mine: int, name: str) -> None:
+        """Makes sure that all ranks put the same number of bytes into an allgather, whose total every rank sees.
+
+        Args:
+            gathered, mine: bytes of all ranks, and of this one.
+            name: of the collective.
+
+        Raises:
+            RankMismatchError: on every rank that put in less or more than the mean.
+        """
+        if gathered != mine * self.size:
+            raise RankMismatchError(
+                f"the ranks' payloads differ in size: rank {self.rank} sent {mine} bytes in {name}, and all "
+                f"{self.size} ranks together {gathered}. The same tensors must be compressed alike on every rank: give "
+                "all ranks the same model, and change levels on all of them between the same two steps."
+            )

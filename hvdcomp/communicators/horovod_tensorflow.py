@@ -34,13 +34,18 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         return self._start(op, array, name)
 
     def start_allgather(self, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
-        return self._start("allgather", array, name)
+        return self._threads.submit(self._gather, self._operation("allgather", array.dtype, name), array, name)
 
     def start_broadcast(self, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
         return self._start("broadcast", array, name)
 
     def wait(self, started: Future[tf.Tensor]) -> tf.Tensor:
         return started.result()
+
+    def _gather(self, operation: Callable[[tf.Tensor], tf.Tensor], array: tf.Tensor, name: str) -> tf.Tensor:
+        gathered = operation(array)
+        self.check_gathered(gathered.shape[0], array.shape[0], name)
+        return tf.reshape(gathered, (self.size, array.shape[0]))
 
     def _start(self, kind: str, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
         return self._threads.submit(self._operation(kind, array.dtype, name), array)
@@ -51,7 +56,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
         def operation(array: tf.Tensor) -> tf.Tensor:
             if kind == "allgather":
-                return tf.reshape(hvd.allgather(array, **options), (self.size, -1))
+                return hvd.allgather(array, **options)
             if kind == "broadcast":
                 return hvd.broadcast(array, self.root, **options)
             return hvd.allreduce(array, op=ops[kind], **options)

@@ -13,7 +13,8 @@ from hvdcomp.communicators.horovod_ranks import HorovodRanks
 
 class _Started(NamedTuple):
     handle: int
-    length: int | None  # of one rank's part of an allgather
+    name: str
+    length: int | None  # of this rank's part of an allgather
 
 
 class HorovodTorchCommunicator(HorovodRanks):
@@ -25,13 +26,15 @@ class HorovodTorchCommunicator(HorovodRanks):
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)
-        return _Started(handle, None)
+        return _Started(handle, name, None)
 
     def start_allgather(self, array: torch.Tensor, name: str) -> _Started:
-        return _Started(hvd.allgather_async(array, name=name, process_set=self._process_set), array.shape[0])
+        handle = hvd.allgather_async(array, name=name, process_set=self._process_set)
+        return _Started(handle, name, array.shape[0])
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> _Started:
-        return _Started(hvd.broadcast_async_(array, self.root, name=name, process_set=self._process_set), None)
+        handle = hvd.broadcast_async_(array, self.root, name=name, process_set=self._process_set)
+        return _Started(handle, name, None)
 
     def wait(self, started: _Started) -> Any:
         try:
@@ -43,4 +46,7 @@ class HorovodTorchCommunicator(HorovodRanks):
                     "has joined. Give every rank the same number of batches."
                 ) from error
             raise
-        return result if started.length is None else result.view(self.size, started.length)
+        if started.length is None:
+            return result
+        self.check_gathered(result.shape[0], started.length, started.name)
+        return result.view(self.size, started.length)

@@ -7,13 +7,14 @@ passed in and returned as its state.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 from hvdcomp.collectives import AllReduce, Array, Context, Exchange, SparseVector, TensorInfo
 from hvdcomp.described import Described
-from hvdcomp.errors import SpecError
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
 
 Level = float | int
@@ -31,6 +32,26 @@ class Payload(NamedTuple):
     kind: str
     bytes: float
     group: str = ""
+
+
+class _NotForHorovod:
+    """Stands where Horovod looks for what it calls, for those who give it a description instead of a Compression."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return refuse_description(owner if instance is None else instance)
+
+
+def refuse_description(given: Any) -> Callable[..., None]:
+    """A function that says what to write in place of `compression=given`."""
+
+    def refuse(*_: Any) -> None:
+        is_class = isinstance(given, type)
+        raise ConfigurationError(
+            f"compression=hvdcomp.{given.__name__ if is_class else repr(given)} is not what Horovod can call; write "
+            f"compression=hvdcomp.Compression(hvdcomp.{'TopK(ratio=0.01)' if is_class else repr(given)})"
+        )
+
+    return refuse
 
 
 @dataclass(frozen=True)
@@ -61,6 +82,10 @@ class Compressor(Described):
     sent_is_own: ClassVar[bool] = True
     nested: ClassVar[bool] = False
     reference: ClassVar[str] = ""
+
+    # What Horovod calls of a Compression.
+    compress: ClassVar[Any] = _NotForHorovod()
+    decompress: ClassVar[Any] = _NotForHorovod()
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         """Runs one step for one tensor: yields collectives, is sent their answers, returns an `Outcome`.

@@ -15,11 +15,12 @@ cast, and no policy may change that, Horovod carries the cast gradients itself, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from hvdcomp.binding import Binding
@@ -96,6 +97,9 @@ class TensorFlowBinding(Binding):
         self._optimizer = None if optimizer is None else unwrapped(optimizer)
         self._scaled: ScaledRate | None = None
         self._traced: _Traced | None = None
+        self._facts_of_call: dict[str, Any] = {}
+        self._trained: set[str] = set()  # names of variables that had a gradient in any trace
+        self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(process_set)
         tensors = [
             TensorInfo(name, tuple(variable.shape), variable.dtype.name) for name, variable in self._variables.items()
@@ -141,6 +145,9 @@ class TensorFlowBinding(Binding):
             for place, gradient in enumerate(call.gradients)
             if isinstance(gradient, tf.Tensor)
         }
+        self._facts_of_call = {"op": call.op, "prescale_factor": call.prescale_factor}
+        self._steps_per_call = call.steps_per_execution
+        self._trained.update(names.values())
         settings = self.compression.settings
         if changes_batch_size(settings.policy) and self._scaled is None:
             with tf.init_scope():
@@ -210,11 +217,25 @@ class TensorFlowBinding(Binding):
 
     def _begin_casts(self, names: list[str]) -> int:
         if not self.agreed:
-            self._begin()
+            self._begin()  # where the ranks compare what they were told
         self.engine.enter_casts(set(names))
         return self.engine.step_number
 
     # What `Binding` asks of the framework.
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts_of_call
+
+    def trained(self) -> Set[str]:
+        return self._trained
+
+    @property
+    def steps_before_broadcast(self) -> int:
+        """Horovod's own examples and Keras callback broadcast after the first batch, which may be several steps."""
+        return self._steps_per_call
+
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        return [_checksum(self._variables[name].numpy()) for name in names]
 
     def learning_rates(self) -> tuple[float, ...]:
         return (learning_rate_of(self._known_optimizer()),)
@@ -244,6 +265,11 @@ class TensorFlowBinding(Binding):
                 "give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
             )
         return self._optimizer
+
+
+def _checksum(values: np.ndarray) -> int:
+    """The sum of the elements' bit patterns, taken as whole numbers."""
+    return int(np.ascontiguousarray(values).view(f"u{values.itemsize}").sum(dtype=np.uint64))
 
 
 def _graph_of_call() -> Any:

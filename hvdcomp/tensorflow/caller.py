@@ -26,6 +26,7 @@ class GradientsCall(NamedTuple):
         prescale_factor: what Horovod multiplies with before it adds.
         optimizer: the Keras optimizer that calls; None where a tape does.
         loss_scale_optimizer: the one around it, if any.
+        steps_per_execution: how many steps Keras makes in one call of its function; 1 outside of Keras.
     """
 
     gradients: Sequence[Any]
@@ -35,6 +36,7 @@ class GradientsCall(NamedTuple):
     prescale_factor: float
     optimizer: Any
     loss_scale_optimizer: Any
+    steps_per_execution: int
 
 
 def gradients_call(tensor: tf.Tensor) -> GradientsCall:
@@ -59,7 +61,14 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
         prescale_factor=_local("prescale_factor", lambda found: isinstance(found, float)),
         optimizer=_local("self", lambda found: is_optimizer(found) and not is_loss_scale_optimizer(found)),
         loss_scale_optimizer=_local("self", is_loss_scale_optimizer),
+        steps_per_execution=_steps_per_execution(),
     )
+
+
+def _steps_per_execution() -> int:
+    model = _local("self", lambda found: getattr(found, "_steps_per_execution", None) is not None)
+    with tf.init_scope():  # it is a variable
+        return 1 if model is None else int(model._steps_per_execution)
 
 
 def refuse_keras_3(optimizer: Any) -> None:

@@ -11,12 +11,13 @@ once all were compressed. A step takes one of two ways, the same on all ranks:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 
+from hvdcomp.agreement import refused_on_every_rank
 from hvdcomp.binding import Binding
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
@@ -25,6 +26,8 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames, caller_local
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
+from hvdcomp.torch.optimizer import HorovodOptimizer, OpenSteps, compression_of
+from hvdcomp.torch.parameters import by_name
 
 if TYPE_CHECKING:
     from hvdcomp.compression import Compression
@@ -45,6 +48,7 @@ class _Ticket(NamedTuple):
 
 
 _UNCHANGED = _Ticket("", True, None)  # of a tensor that nobody asked the name of
+_OPEN_STEPS = OpenSteps()
 
 
 class TorchBinding(Binding):
@@ -52,7 +56,7 @@ class TorchBinding(Binding):
 
     Args:
         compression: whose settings, ledger and identity are used.
-        parameters: by name.
+        parameters: by name, or a function that returns pairs; None to take those of Horovod's optimizer.
         process_set: of the optimizer; None to take the optimizer's own.
         grad_scaler: the AMP scaler in use, or None.
         optimizer: Horovod's optimizer; None where it is calling.
@@ -63,18 +67,21 @@ class TorchBinding(Binding):
     def __init__(
         self,
         compression: Compression,
-        parameters: Mapping[str, torch.nn.Parameter],
+        parameters: Mapping[str, torch.nn.Parameter] | Callable[[], Any] | None,
         process_set: Any,
         grad_scaler: Any,
         optimizer: Any = None,
     ) -> None:
         self.compression = compression
-        self._parameters = dict(parameters)
         self._grad_scaler = grad_scaler
         self._optimizer = self._checked_optimizer(optimizer, process_set)
         communicator = HorovodTorchCommunicator(process_set or getattr(self._optimizer, "process_set", None))
-        tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
-        super().__init__(compression, tensors, communicator, torch.empty(0))
+        like = torch.empty(0)
+        with refused_on_every_rank(communicator, like):
+            self._parameters = by_name(parameters, self._optimizer)
+            self._horovods = HorovodOptimizer(self._optimizer, self._parameters)
+            tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
+            super().__init__(compression, tensors, communicator, like)
         self._passes = getattr(self._optimizer, "backward_passes_per_step", 1)  # at the start
         self._scaled: ScaledSteps | None = None
         self._casting = False
@@ -109,6 +116,8 @@ class TorchBinding(Binding):
             wire = self._wire_dtype(name, tensor.dtype)
             sent = (tensor if tensor.dtype is wire else tensor.to(wire)).contiguous()
             return sent, self._unchanged[name] if sent is tensor else _Ticket(name, True, tensor)
+        if name in self._pending or name not in self._horovods.own:
+            self._horovods.refuse_gradient(name)
         self._pending[name] = tensor
         # An int64, because Horovod fuses tensors of one element type, and must not fuse these with the engine's
         # buffers: what is fused depends on timing, and would change the order of additions from run to run.
@@ -145,14 +154,18 @@ class TorchBinding(Binding):
 
     def begin(self) -> None:
         """`Binding.begin`, and which way the step takes."""
+        self._horovods.check_caller(self.compression)
+        _OPEN_STEPS.enter(self._optimizer)
         self._results.clear()
+        self._pending.clear()
         self._submitted.clear()
         self._names.begin_step()
         super().begin()
         self._casting = self.engine.only_casts and not self.needs_engine
         if self._casting:
+            self.refuse()
             self._follow_casts()
-        else:
+        if not self._casting or self.compression.settings.policy is not None:
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
         coordinator = self.coordinator
         self._observed = None if coordinator is None or not coordinator.observes else coordinator.source
@@ -190,6 +203,18 @@ class TorchBinding(Binding):
                 result.mul_(self.communicator.size)
 
     # What `Binding` asks of the framework.
+
+    def facts(self) -> dict[str, Any]:
+        return self._horovods.facts()
+
+    def trained(self) -> Set[str]:
+        return self._horovods.own
+
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        return [_checksum(self._parameters[name]) for name in names]
+
+    def reason_to_refuse(self) -> str | None:
+        return self._horovods.reason_to_refuse()
 
     def learning_rates(self) -> tuple[float, ...]:
         if self._scaled is not None:
@@ -231,8 +256,8 @@ class TorchBinding(Binding):
         """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
         if optimizer is None:
             ours = self.compression
-            optimizer = caller_local("self", object, lambda one: _compression_of(one) is ours)
-        elif _compression_of(optimizer) is not self.compression:
+            optimizer = caller_local("self", object, lambda one: compression_of(one) is ours)
+        elif compression_of(optimizer) is not self.compression:
             raise ConfigurationError(
                 f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
                 "hvd.DistributedOptimizer(..., compression=compression) returned"
@@ -253,12 +278,15 @@ def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
     return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
 
 
+def _checksum(parameter: torch.Tensor) -> int:
+    """The sum of the elements' bit patterns, taken as whole numbers."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return int(parameter.detach().view(bits).sum(dtype=torch.int64)) & 2**64 - 1
+
+
 def _as_gradient(reduced: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The allreduced tensor in the element type and memory layout of the gradient."""
     if reduced.dtype == gradient.dtype and reduced.stride() == gradient.stride():
         return reduced
     return torch.empty_like(gradient).copy_(reduced)
 
-
-def _compression_of(candidate: Any) -> Any:
-    return getattr(candidate, "_compression", None)

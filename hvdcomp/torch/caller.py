@@ -46,11 +46,6 @@ class ParameterNames:
 
     def _by_caller(self, gradient: torch.Tensor, optimizer: Any) -> str:
         """For what is no parameter's gradient itself: the dense copy of a sparse gradient, or a mistake."""
-        if any(parameter is gradient for parameter in self._parameters.values()):
-            raise ConfigurationError(
-                "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
-                "aggregation do not fit; use op=hvd.Average"
-            )
         parameter = caller_local("p", torch.nn.Parameter)
         for name, known in self._parameters.items():
             if known is parameter:
@@ -63,16 +58,23 @@ class ParameterNames:
         )
 
 
-def caller_local(name: str, kind: type, suits: Any = lambda found: True) -> Any:
+def caller_local(
+    name: str, kind: type, suits: Any = lambda found: True, function: str | None = None
+) -> Any:
     """The local variable `name` of the nearest caller that has a suitable one; None if none has.
 
     Horovod passes a compressor nothing but the tensor. What else it knows (the optimizer, its op and process set; the
     parameter behind a dense copy of a sparse gradient) is read from its frame, once or in rare cases.
+
+    Args:
+        function: the name of the only functions to look at. A frame that was looked at keeps what its variables
+            held, so those of the user's own training had better be left alone.
     """
     frame = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get(name)
-        if isinstance(found, kind) and suits(found):
-            return found
+        if function is None or frame.f_code.co_name == function:
+            found = frame.f_locals.get(name)
+            if isinstance(found, kind) and suits(found):
+                return found
         frame = frame.f_back  # type: ignore[assignment]
     return None

@@ -1,0 +1,160 @@
+"""What Horovod's optimizer was set to, and uses of it that would leave the ranks with different weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import horovod.torch as hvd
+import torch
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.caller import caller_local
+
+_NO_PASS = -1  # what PyTorch calls the backward pass outside of any
+_OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
+
+_WRAPPED_TWICE = (
+    "Horovod hands over each gradient twice: these parameters were given to hvd.DistributedOptimizer twice. Wrap an "
+    "optimizer once; before wrapping it anew drop the old one (del optimizer, then gc.collect(), so that its hooks go)"
+)
+_SHARED = (
+    "two optimizers share one hvdcomp.Compression, which keeps what the training of one left to be sent: make one for "
+    "each, compression=hvdcomp.Compression(...)"
+)
+
+
+class HorovodOptimizer:
+    """Horovod's optimizer as far as a binding asks.
+
+    Args:
+        optimizer: that `hvd.DistributedOptimizer` returned; None if something else of Horovod calls.
+        parameters: of the `hvdcomp.Compression`, by name.
+
+    Raises:
+        ConfigurationError: for op=hvd.Adasum, or if it was called in `optimizer.step(closure)`.
+
+    Attributes:
+        own: names of the parameters whose gradients the optimizer hands over.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._theirs: Mapping[torch.nn.Parameter, str] = getattr(optimizer, "_parameter_names", {})
+        self._hooked: set[torch.nn.Parameter] = getattr(optimizer, "_requires_update", set())
+        self.own = frozenset(self._names[parameter] for parameter in self._hooked if parameter in self._names)
+        self._counted = 0  # parameters in the optimizer's groups
+        self._unhooked: list[torch.nn.Parameter] = []
+        if optimizer is not None:
+            if not hasattr(optimizer, "op"):  # Horovod has another optimizer for it
+                raise ConfigurationError(
+                    "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
+                    "aggregation do not fit; use op=hvd.Average"
+                )
+            _refuse_closure(optimizer, caller_local("closure", object, callable, function="step"))
+            optimizer.register_step_pre_hook(_before_step)
+
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return {}
+        names = {self._theirs.get(parameter) for parameter in self._hooked if parameter not in self._names}
+        return {
+            "op": _OPERATIONS.get(optimizer.op, optimizer.op),
+            "backward_passes_per_step": optimizer.backward_passes_per_step,
+            "sparse_as_dense": optimizer.sparse_as_dense,
+            "gradient_predivide_factor": optimizer.gradient_predivide_factor,
+            "parameters that hvdcomp.Compression was not given": sorted(map(str, names)),
+        }
+
+    def reason_to_refuse(self) -> str | None:
+        """Names parameters whose gradients Horovod would not average, if there are any."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        count = sum(len(group["params"]) for group in groups)
+        if count != self._counted:
+            self._counted = count
+            everything = [parameter for group in groups for parameter in group["params"]]
+            self._unhooked = [parameter for parameter in everything if parameter not in self._hooked]
+        drifting = [parameter for parameter in self._unhooked if parameter.requires_grad]
+        if not drifting:
+            return None
+        names = [self._names.get(one) or self._theirs.get(one) or str(tuple(one.shape)) for one in drifting]
+        return (
+            f"Horovod does not average the gradients of {', '.join(names)}, because they were frozen, or not in the "
+            "optimizer yet, when hvd.DistributedOptimizer was made: the ranks' weights would drift apart. Wrap the "
+            "optimizer while all its parameters need gradients, and freeze some after that. Or drop this optimizer and "
+            "its hvdcomp.Compression (del them, then gc.collect(), so that Horovod's hooks go), and make new ones."
+        )
+
+    def check_caller(self, compression: Any) -> None:
+        """Raises ConfigurationError if another optimizer hands over gradients with the same `hvdcomp.Compression`."""
+        caller = caller_local("self", object, lambda one: compression_of(one) is compression)
+        if caller is not None and self.optimizer is not None and caller is not self.optimizer:
+            raise ConfigurationError(_SHARED)
+
+    def refuse_gradient(self, name: str) -> None:
+        """Raises ConfigurationError for a gradient that no step of this optimizer has, or has already."""
+        if name in self.own:
+            raise ConfigurationError(_WRAPPED_TWICE)
+        if self.optimizer is not None:
+            raise ConfigurationError(_SHARED)
+
+
+class OpenSteps:
+    """Knows of the trainings of this process whose gradients are on their way through Horovod."""
+
+    def __init__(self) -> None:
+        self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the backward pass in which a step began
+
+    def enter(self, optimizer: Any) -> None:
+        """To be called when a step begins.
+
+        Raises:
+            ConfigurationError: if the same backward pass makes gradients of the same names for another optimizer.
+        """
+        if optimizer is None:
+            return
+        current = torch._C._current_graph_task_id()
+        for other, began in list(self._passes.items()):
+            if other is optimizer or began != current or current == _NO_PASS:
+                continue
+            mine, theirs = _names_of(optimizer), _names_of(other)
+            equal = sorted(mine.keys() & theirs.keys())
+            if any(mine[name] is theirs[name] for name in equal):
+                raise ConfigurationError(_WRAPPED_TWICE)
+            if equal:
+                raise ConfigurationError(
+                    f"two models with parameters of equal names, such as {equal[0]!r}, are in one backward pass, and "
+                    "Horovod knows gradients by these names: give both hvd.DistributedOptimizer and "
+                    "hvdcomp.Compression other ones, named_parameters=[(f'second.{name}', parameter) for name, "
+                    "parameter in model.named_parameters()]"
+                )
+        self._passes[optimizer] = current
+
+
+def compression_of(candidate: Any) -> Any:
+    """What was given to an optimizer of Horovod as `compression`; None for anything else."""
+    return getattr(candidate, "_compression", None)
+
+
+def _names_of(optimizer: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for parameter, name in optimizer._parameter_names.items()}
+
+
+def _before_step(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """A hook of PyTorch, which hands over the arguments of `optimizer.step`, with the optimizer as the first."""
+    _refuse_closure(optimizer, options.get("closure", arguments[1] if len(arguments) > 1 else None))
+
+
+def _refuse_closure(optimizer: Any, closure: Any) -> None:
+    """Raises ConfigurationError if the gradients that a closure makes would not be averaged."""
+    if closure is not None and getattr(optimizer, "_should_synchronize", False):
+        raise ConfigurationError(
+            "optimizer.step(closure) computes gradients after Horovod has averaged: every rank would step with its "
+            "own. Call the closure before, loss = closure(); optimizer.step(). An optimizer that needs it (LBFGS) can "
+            "synchronize in it: call optimizer.synchronize() at the closure's end, and step(closure) within "
+            "optimizer.skip_synchronize()"
+        )

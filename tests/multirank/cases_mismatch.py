@@ -1,0 +1,295 @@
+"""Ranks that differ, and uses of PyTorch that would leave them with different weights: work, or are refused by all."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvdcomp
+from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+from tests.multirank.training import (
+    assert_same_everywhere,
+    batch,
+    compression,
+    distribute,
+    own_generator,
+    raised,
+    small_model,
+    train,
+    weights,
+)
+
+SPECS = ("none", "topk:ratio=0.05")  # what Horovod carries itself, and what the engine does
+
+
+def mismatch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, passes: int = 1) -> str:
+    """What all ranks are told in the first step; none of them makes it."""
+    start = weights(model)
+    message = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, steps=1, passes=passes))
+    assert torch.equal(start, weights(model))
+    return message
+
+
+def on_last_rank() -> bool:
+    return hvd.rank() == hvd.size() - 1
+
+
+# Ranks that differ.
+
+
+def case_one_layer_more() -> None:
+    for spec in SPECS:
+        model = small_model()
+        if on_last_rank():
+            model.append(torch.nn.Linear(40, 40))
+        message = mismatch(model, distribute(model, compression(spec, model)))
+        assert "parameter 8.weight: None on rank" in message, message
+        assert "float32 (40, 40)" in message, message
+
+
+def case_one_wider_layer() -> None:
+    for spec in SPECS:
+        model = small_model()
+        if on_last_rank():
+            model[5], model[7] = torch.nn.Linear(512, 48), torch.nn.Linear(48, 40)
+        message = mismatch(model, distribute(model, compression(spec, model)))
+        assert "parameter 5.weight: float32 (32, 512) on rank" in message, message
+
+
+def case_a_layer_frozen_on_one_rank() -> None:
+    for spec in SPECS:
+        model = small_model()
+        model[1].requires_grad_(not on_last_rank())
+        message = mismatch(model, distribute(model, compression(spec, model)))
+        assert "parameter 1.weight: float32 (128, 1, 3, 3) on rank 0" in message, message
+        assert "None on rank" in message, message
+
+
+def case_another_number_of_passes_or_operation() -> None:
+    for spec in SPECS:
+        model = small_model()
+        passes = 2 if on_last_rank() else 1
+        optimizer = distribute(model, compression(spec, model), backward_passes_per_step=passes)
+        assert "backward_passes_per_step: 1 on rank" in mismatch(model, optimizer, passes)
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model), op=hvd.Sum if on_last_rank() else hvd.Average)
+        assert "op: Average on rank" in mismatch(model, optimizer)
+
+
+def case_a_name_that_one_compression_was_not_given() -> None:
+    model = small_model()
+    named = list(model.named_parameters())
+    how = hvdcomp.Compression.from_spec("topk:ratio=0.05", named_parameters=named[:-1] if on_last_rank() else named)
+    message = mismatch(model, distribute(model, how))
+    assert "was not given: [] on rank 0" in message, message
+    assert "['7.bias'] on rank" in message, message
+
+
+def case_an_error_that_one_rank_meets_when_it_binds() -> None:
+    model = small_model()
+    named = list(model.named_parameters()) * (2 if on_last_rank() else 1)
+    how = hvdcomp.Compression(hvdcomp.TopK(0.05), named_parameters=lambda: named)
+    message = mismatch(model, distribute(model, how))
+    assert "names in named_parameters must be unique" in message, message
+    assert "no error on rank 0" in message, message
+
+
+def case_other_weights_at_the_start() -> None:
+    for spec in SPECS:
+        torch.manual_seed(hvd.rank())
+        model = torch.nn.Linear(64, 40)
+        message = mismatch(model, distribute(model, compression(spec, model)))
+        assert "weights of weight: " in message, message
+        assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in message, message
+        model = torch.nn.Linear(64, 40)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        train(model, distribute(model, compression(spec, model)), steps=2)
+        assert_same_everywhere(weights(model))
+
+
+def case_settings_of_any_length() -> None:
+    rules = {f"layer{number}.*": "topk:ratio=0.01" for number in range(200)}
+    model = small_model()
+    train(model, distribute(model, compression(json.dumps(rules | {"*": "topk:ratio=0.05"}), model)), steps=2)
+    assert_same_everywhere(weights(model))
+    model = small_model()
+    last = {"*": "topk:ratio=0.04" if on_last_rank() else "topk:ratio=0.05"}
+    message = mismatch(model, distribute(model, compression(json.dumps(rules | last), model)))
+    assert "topk:ratio=0.04" in message, message
+    assert len(message) < 600, message
+
+
+def case_payloads_of_different_length() -> None:
+    communicator = HorovodTorchCommunicator()
+    array = torch.zeros(10 + on_last_rank(), dtype=torch.uint8)
+    message = raised(
+        hvdcomp.RankMismatchError, lambda: communicator.wait(communicator.start_allgather(array, "test.lengths"))
+    )
+    assert f"sent {array.numel()} bytes in test.lengths" in message, message
+
+
+# What PyTorch allows, and what would make weights drift apart.
+
+
+def case_a_layer_that_was_frozen_when_wrapped() -> None:
+    for spec, way_out in product(SPECS, (False, True)):
+        model = small_model()
+        model[1].requires_grad_(False)
+        how = compression(spec, model)
+        optimizer = distribute(model, how)
+        train(model, optimizer, steps=2)
+        model[1].requires_grad_(True)
+        if way_out:  # that the message names
+            del optimizer, how
+            gc.collect()
+            train(model, distribute(model, compression(spec, model)), steps=2)
+            assert_same_everywhere(weights(model))
+        else:
+            start = weights(model)
+            message = raised(hvdcomp.ConfigurationError, lambda m=model, o=optimizer: train(m, o, steps=1))
+            assert "gradients of 1.weight, 1.bias" in message, message
+            assert torch.equal(start, weights(model))
+
+
+def case_a_layer_that_one_rank_thaws() -> None:
+    model = small_model()
+    model[1].requires_grad_(False)
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    train(model, optimizer, steps=2)
+    model[1].requires_grad_(on_last_rank())
+    message = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, steps=1))
+    assert "no error on rank 0" in message, message
+    assert "gradients of 1.weight, 1.bias" in message, message
+
+
+def case_a_parameter_group_that_comes_later() -> None:
+    for spec in SPECS:
+        model = small_model()
+        optimizer = distribute(model, compression(spec, model))
+        train(model, optimizer, steps=1)
+        head = torch.nn.Linear(40, 8)
+        optimizer.add_param_group({"params": head.parameters()})
+        message = raised(hvdcomp.ConfigurationError, lambda m=model, o=optimizer: train(m, o, steps=1))
+        assert "gradients of (8, 40), (8,)" in message, message
+
+
+def case_a_step_with_a_closure() -> None:
+    def closure_of(model: torch.nn.Module, optimizer: Any, synchronize: bool) -> Callable[[], torch.Tensor]:
+        generator = own_generator()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            inputs, classes = batch(generator)
+            loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+            loss.backward()
+            if synchronize:
+                optimizer.synchronize()
+            return loss
+
+        return closure
+
+    for steps_before in (0, 1):
+        model = small_model()
+        optimizer = distribute(model, compression("topk:ratio=0.05", model))
+        train(model, optimizer, steps=steps_before)
+        start = weights(model)
+        closure = closure_of(model, optimizer, synchronize=False)
+        message = raised(hvdcomp.ConfigurationError, lambda o=optimizer, c=closure: o.step(c))
+        assert "loss = closure(); optimizer.step()" in message, message
+        assert torch.equal(start, weights(model))
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    for _ in range(3):  # the way out that the message names
+        with optimizer.skip_synchronize():
+            optimizer.step(closure_of(model, optimizer, synchronize=True))
+    assert_same_everywhere(weights(model))
+
+
+# Where the names come from.
+
+
+def case_names_that_horovod_has() -> None:
+    reference = small_model()
+    train(reference, distribute(reference, compression("powersgd:rank=2", reference)), steps=5)
+    plain = hvdcomp.Compression(hvdcomp.PowerSGD(rank=2))
+    ways: list[tuple[hvdcomp.Compression, bool]] = [
+        (plain, True),
+        (copy.deepcopy(plain), True),
+        (pickle.loads(pickle.dumps(compression("powersgd:rank=2", small_model()))), True),
+        (hvdcomp.Compression(hvdcomp.PowerSGD(rank=2)), False),
+    ]
+    for how, named in ways:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        names = {"named_parameters": model.named_parameters()} if named else {}
+        train(model, hvd.DistributedOptimizer(optimizer, compression=how, **names), steps=5)
+        assert_same_everywhere(weights(model))
+        if named:  # random choices depend on names
+            assert torch.equal(weights(model), weights(reference))
+    message = raised(hvdcomp.ConfigurationError, lambda: copy.deepcopy(plain))
+    assert "state_dict()" in message, message
+
+
+def case_names_from_a_function() -> None:
+    model = small_model()
+    how = hvdcomp.Compression(hvdcomp.TopK(0.05), named_parameters=model.named_parameters)
+    train(model, distribute(model, how), steps=2)
+    assert_same_everywhere(weights(model))
+    assert set(how.levels) == {"1.weight", "5.weight", "7.weight"}
+
+
+# What Horovod cannot call, and one thing given twice.
+
+
+def case_a_description_in_place_of_a_compression() -> None:
+    for given, words in (
+        (hvdcomp.TopK(0.01), "compression=hvdcomp.Compression(hvdcomp.TopK(ratio=0.01"),
+        (hvdcomp.PowerSGD, "compression=hvdcomp.Compression(hvdcomp."),
+        (hvdcomp.Compression, "compression=hvdcomp.Compression(hvdcomp."),
+    ):
+        model = small_model()
+        optimizer = distribute(model, given)
+        message = raised(hvdcomp.ConfigurationError, lambda m=model, o=optimizer: train(m, o, steps=1))
+        assert words in message, message
+
+
+def case_an_optimizer_wrapped_twice() -> None:
+    model = small_model()
+    shared = compression("topk:ratio=0.05", model)
+    optimizers = [distribute(model, shared), distribute(model, shared)]
+    message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
+    assert "Wrap an optimizer once" in message, message
+    model = small_model()
+    optimizers = [distribute(model, compression("topk:ratio=0.05", model)) for _ in range(2)]
+    message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
+    assert "Wrap an optimizer once" in message, message
+
+
+def case_two_optimizers_that_share_a_compression() -> None:
+    models = [small_model(), small_model()]
+    named = [(f"{place}.{name}", one) for place, model in enumerate(models) for name, one in model.named_parameters()]
+    shared = hvdcomp.Compression(hvdcomp.TopK(0.05), named_parameters=named)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=shared) for model in models
+    ]
+    train(models[0], optimizers[0], steps=1)
+    message = raised(hvdcomp.ConfigurationError, lambda: train(models[1], optimizers[1], steps=1))
+    assert "make one for each" in message, message
+
+
+def case_two_models_with_equal_names_in_one_backward_pass() -> None:
+    models = [small_model(), small_model()]
+    optimizers = [distribute(model, compression("topk:ratio=0.05", model)) for model in models]
+    inputs, classes = batch(own_generator())
+    loss = sum(torch.nn.functional.cross_entropy(model(inputs), classes) for model in models)
+    message = raised(hvdcomp.ConfigurationError, loss.backward)
+    assert "other ones, named_parameters=" in message, message
+    del optimizers
