@@ -82,7 +82,8 @@ def _gather(communicator: Communicator, row: bytes, like: Array, name: str) -> l
 def _what_differs(everyone: Sequence[Mapping[str, Any]]) -> str:
     refused = {theirs.get(_REFUSED) for theirs in everyone}
     if refused != {None}:  # what else a rank would have said is not known then
-        return f"some ranks cannot take part. {_by_rank([theirs.get(_REFUSED) or 'no error' for theirs in everyone])}"
+        reasons = _ranks_of([theirs.get(_REFUSED) or "no error" for theirs in everyone])
+        return "some ranks cannot take part. " + "; ".join(f"rank {ranks}: {text}" for text, ranks in reasons.items())
     keys = dict.fromkeys(key for theirs in everyone for key in theirs)
     different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
     if all(key.startswith(WEIGHTS) for key in different):
@@ -102,12 +103,16 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _by_rank(values: Sequence[Any]) -> str:
+    ranks = _ranks_of(values)
+    return ", ".join(f"{text} on rank {ranks[whole]}" for text, whole in zip(_excerpts(list(ranks)), ranks, strict=True))
+
+
+def _ranks_of(values: Sequence[Any]) -> dict[str, str]:
+    """The ranks of each value, such as `0 2-5 7`."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(str(value), []).append(rank)
-    return ", ".join(
-        f"{text} on rank {_ranges(ranks)}" for text, ranks in zip(_excerpts(list(groups)), groups.values(), strict=True)
-    )
+    return {text: _ranges(ranks) for text, ranks in groups.items()}
 
 
 def _excerpts(texts: Sequence[str]) -> list[str]:

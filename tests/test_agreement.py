@@ -98,6 +98,6 @@ def test_what_one_rank_refuses_reaches_those_that_compare() -> None:
 
     refusing = {1}
     (message,) = set(run_ranks(3, work))
-    assert message == "RankMismatchError: some ranks cannot take part. no error on rank 0 2, bad input on rank 1"
+    assert message == "RankMismatchError: some ranks cannot take part. rank 0 2: no error; rank 1: bad input"
     refusing = {0, 1, 2}
     assert set(run_ranks(3, work)) == {"ConfigurationError: bad input"}

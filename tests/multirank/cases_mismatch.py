@@ -99,7 +99,7 @@ def case_an_error_that_one_rank_meets_when_it_binds() -> None:
     how = hvdcomp.Compression(hvdcomp.TopK(0.05), named_parameters=lambda: named)
     message = mismatch(model, distribute(model, how))
     assert "names in named_parameters must be unique" in message, message
-    assert "no error on rank 0" in message, message
+    assert "no error; rank" in message, message
 
 
 def case_other_weights_at_the_start() -> None:
@@ -166,7 +166,7 @@ def case_a_layer_that_one_rank_thaws() -> None:
     train(model, optimizer, steps=2)
     model[1].requires_grad_(on_last_rank())
     message = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, steps=1))
-    assert "no error on rank 0" in message, message
+    assert "no error; rank" in message, message
     assert "gradients of 1.weight, 1.bias" in message, message
 
 
