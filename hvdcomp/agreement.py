@@ -104,7 +104,8 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]]) -> str:
 
 def _by_rank(values: Sequence[Any]) -> str:
     ranks = _ranks_of(values)
-    return ", ".join(f"{text} on rank {ranks[whole]}" for text, whole in zip(_excerpts(list(ranks)), ranks, strict=True))
+    shown = zip(_excerpts(list(ranks)), ranks.values(), strict=True)
+    return ", ".join(f"{text} on rank {numbers}" for text, numbers in shown)
 
 
 def _ranks_of(values: Sequence[Any]) -> dict[str, str]:
