@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: its ranks need all cores or the machine's network: no test beside it")
     config.addinivalue_line("markers", "network: downloads packages; skipped where no package index can be reached")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    config.addinivalue_line("markers", "thorough: rarely needed or slow; runs in `make test-all` only")
     # Started in the background by a shell, this process ignores Ctrl-C, and so would those that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,8 +5,12 @@ the test does, by changing the objects.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,17 +33,44 @@ REASONS = {
 }
 
 
+def make_certificate(folder: Path) -> Path:
+    """A key and a certificate signed with it, for 127.0.0.1, in one file. Needs the command `openssl`."""
+    file = folder / "certificate.pem"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
+            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", file,
+        ],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    file.write_text(file.read_text() + (folder / "key.pem").read_text())
+    return file
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # a client may go at any time
+            super().handle_error(request, client_address)
+
+
 class KubernetesApi:
     """The objects, their changes, and what the clients asked.
+
+    Arguments:
+        certificate: of `make_certificate`, to speak TLS.
 
     Attributes:
         requests: (verb, path, query) of each request.
         fail: is asked before each request is answered; returns None, or an HTTP status and a message.
         drop: is asked at each watch or log with the number of lines sent; True cuts the connection off.
         end: as `drop`, but the server ends the answer in good order.
+        stall: is asked before each request is answered; while it is so, the server says each millisecond that it goes
+            on ("100 Continue"), so that the client's thread waits for the answer and wakes all the time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path | None = None) -> None:
         self.changed = threading.Condition()
         self.version = 100
         self.oldest = 0
@@ -51,10 +82,19 @@ class KubernetesApi:
         self.fail: Callable[[str, str, dict[str, str]], tuple[int, str] | None] = lambda verb, path, query: None
         self.drop: Callable[[str, int], bool] = lambda path, lines: False
         self.end: Callable[[str, int], bool] = lambda path, lines: False
+        self.stall: Callable[[str, str], bool] = lambda verb, path: False
         self.stopping = False
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.server = _Server(("127.0.0.1", 0), self._handler())
+        self.certificate = certificate
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            # The handshake belongs to the thread of the connection, at its first read, not to the one that accepts.
+            self.server.socket = context.wrap_socket(
+                self.server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        scheme = "http" if certificate is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.server.server_address[1]}"
 
     @contextmanager
     def running(self) -> Iterator[KubernetesApi]:
@@ -72,11 +112,14 @@ class KubernetesApi:
 
     def write_kubeconfig(self, path: Path) -> Path:
         """A kubeconfig for this server; JSON is YAML."""
+        cluster = {"server": self.url}
+        if self.certificate is not None:
+            cluster["certificate-authority-data"] = base64.b64encode(self.certificate.read_bytes()).decode()
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "here",
-            "clusters": [{"name": "c", "cluster": {"server": self.url}}],
+            "clusters": [{"name": "c", "cluster": cluster}],
             "users": [{"name": "u", "user": {"token": "secret"}}],
             "contexts": [
                 {"name": "here", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}},
@@ -186,12 +229,21 @@ class KubernetesApi:
                 return self.json(201, api.put(kind, body))
 
             def do_DELETE(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
                 if self.refused("delete"):
                     return None
-                name = self.place.rsplit("/", 1)[1]
-                if ("mpijobs", name) not in api.objects:
+                collection, _, name = self.place.rpartition("/")
+                if self.kind() == "mpijobs" or not name:  # the collection: all of them, as the real one does
+                    for kind, every in list(api.objects):
+                        if kind == "mpijobs":
+                            api.remove(kind, every)
+                    return self.json(200, {"kind": "Status", "status": "Success"})
+                one = api.objects.get(("mpijobs", name)) if collection == _JOBS.format(NAMESPACE) else None
+                if one is None:
                     return self.status(404, f'mpijobs.kubeflow.org "{name}" not found')
+                wanted = body.get("preconditions", {}).get("uid", one["metadata"]["uid"])
+                if wanted != one["metadata"]["uid"]:
+                    return self.status(409, f"Precondition failed: UID in precondition: {wanted}")
                 api.remove("mpijobs", name)
                 return self.json(200, {"kind": "Status", "status": "Success"})
 
@@ -210,6 +262,9 @@ class KubernetesApi:
                 with api.changed:
                     api.requests.append((verb, self.place, self.query))
                     api.changed.notify_all()
+                while api.stall(verb, self.place) and not api.stopping:
+                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    time.sleep(0.001)
                 failure = api.fail(verb, self.place, self.query)
                 if failure is not None:
                     self.status(*failure)

@@ -3,6 +3,7 @@ end through dropped connections, refused, cancelled."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -26,11 +27,10 @@ from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
 from hvdcomp.launch.k8s.follow import NewLines, follow
 from hvdcomp.launch.k8s.state import State
 from tests.k8s_api import KubernetesApi
+from tests.k8s_job import LAUNCHER, READY, container, ended, started
 
 SUBMIT = ["launch", "k8s", "--name", "mnist", "--image", "hvdcomp:cpu", "--ranks", "2"]
 PROGRAM = ["--", "python3", "train.py"]
-READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-LAUNCHER = "mnist-launcher-abcde"
 
 
 @pytest.fixture
@@ -39,28 +39,6 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
     with KubernetesApi().running() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         yield server
-
-
-def started(api: KubernetesApi) -> None:
-    """What operator and nodes do with a job of two workers, until its launcher runs."""
-    api.wait_for(lambda: ("mpijobs", "mnist") in api.objects)
-    for index in range(2):
-        api.put_pod("mnist", "worker", f"mnist-worker-{index}", **READY)
-    api.put_pod("mnist", "launcher", LAUNCHER, phase="Running", containerStatuses=[container(running={})])
-    api.write_log(LAUNCHER, "epoch 1", "epoch 2")
-
-
-def container(restarts: int = 0, **state: Any) -> dict[str, Any]:
-    return {"name": "launcher", "restartCount": restarts, "state": state}
-
-
-def ended(api: KubernetesApi, code: int, **condition: str) -> None:
-    api.end_log(LAUNCHER)
-    phase, kind = ("Failed", "Failed") if code else ("Succeeded", "Succeeded")
-    api.put_pod(
-        "mnist", "launcher", LAUNCHER, phase=phase, containerStatuses=[container(terminated={"exitCode": code})]
-    )
-    api.set_condition("mnist", kind, **condition)
 
 
 def succeeds(api: KubernetesApi, when: Callable[[], Any]) -> Callable[[], None]:
@@ -396,25 +374,31 @@ def test_an_interrupt_leaves_the_job_unless_told_otherwise(api: KubernetesApi, c
     assert "Traceback" not in errors
 
 
-def test_nothing_is_written_once_following_was_given_up() -> None:
-    """The thread that reads may live on; were it to write while Python exits, the command would be aborted."""
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_thread_is_left_however_following_ends(api: KubernetesApi, ends: bool) -> None:
+    """Also not one that waits for the first byte of an answer, or whose log would go on for ever."""
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(2)})
+    started(api)
     written: queue.Queue[str] = queue.Queue()
-    gone, read_on = threading.Event(), threading.Event()
+    refused = threading.Event()
+    api.stall = lambda verb, path: verb == "watch" and path.endswith("pods") and not refused.is_set()
+    api.fail = lambda verb, path, query: (403, "forbidden") if path.endswith("pods") and refused.is_set() else None
 
-    class Endless:
-        def log(self, *arguments: Any, **options: Any) -> Iterator[bytes]:
-            yield b"2026-01-01T00:00:01Z before"
-            gone.wait(20)
-            yield b"2026-01-01T00:00:02Z after"
-            read_on.set()
+    def cluster() -> None:
+        assert [written.get(timeout=20), written.get(timeout=20)] == ["epoch 1", "epoch 2"]
+        api.wait_for(lambda: api.asked("watch", "pods$") and api.asked("watch", "mpijobs$"))
+        if ends:
+            api.end_log(LAUNCHER)
+            api.set_condition("mnist", "Succeeded")
+        else:
+            refused.set()
 
-    log = following._Log(Endless(), written.put)  # type: ignore[arg-type]
-    log.read(("pod", 0))
-    assert written.get(timeout=20) == "before"
-    log.abandon()
-    gone.set()
-    assert read_on.wait(20)
-    assert written.empty()
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(cluster)
+        with contextlib.nullcontext() if ends else pytest.raises(ClusterError, match="forbidden"):
+            follow(Cluster(), "mnist", report=lambda state: None, lost=pytest.fail, write=written.put)
+        assert not {"watch jobs", "watch pods", "log"} & {thread.name for thread in threading.enumerate()}
+        done.result(timeout=30)
 
 
 def test_lines_of_one_moment_are_counted() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import click
+
+from hvdcomp.errors import ConfigurationError
 
 _SCHEDULERS = {
     "k8s": ("launch_k8s", "k8s", "On Kubernetes, as an MPIJob."),
@@ -56,6 +59,20 @@ class ProgramGroup(click.Group):
 
 
 PROGRAM = f"{__name__}.program"
+
+
+def checked(check: Callable[[str], None]) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
+    """A callback for an option or argument: a wrong use of the command if `check` refuses its value."""
+
+    def callback(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                check(value)
+            except ConfigurationError as error:
+                raise click.UsageError(str(error), context) from None
+        return value
+
+    return callback
 
 
 def _variables(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:

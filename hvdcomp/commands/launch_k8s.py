@@ -14,27 +14,29 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, environment_option
+from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, checked, environment_option
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import read_settings
 from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
 from hvdcomp.launch.k8s.follow import follow
 from hvdcomp.launch.k8s.manifest import ROLE_LABEL, render
-from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.k8s.settings import KubernetesSettings, check_job_name, check_namespace
 from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
 
 INTERRUPTED = 130
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 _where = [
-    click.option("--namespace", metavar="NAME", help="[default: the kubeconfig's]"),
+    click.option("--namespace", metavar="NAME", callback=checked(check_namespace), help="[default: the kubeconfig's]"),
     click.option("--context", metavar="NAME", help="A context of the kubeconfig. [default: its current one]"),
 ]
+
+_name = click.argument("name", callback=checked(check_job_name))
 
 # Every other setting is in the settings file alone.
 _submission = [
     click.option("--settings", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file; flags win over it."),
-    click.option("--name", help="Of the job."),
+    click.option("--name", callback=checked(check_job_name), help="Of the job."),
     click.option("--image", help="Of launcher and workers."),
     click.option("--ranks", type=int, help="Number of processes."),
     click.option("--slots-per-worker", type=int, help="Ranks in one pod. [default: 1]"),
@@ -111,7 +113,7 @@ def _follow(cluster: Cluster, name: str, uid: str | None, cancel_on_interrupt: b
     except KeyboardInterrupt:
         place = f"{name} --namespace {cluster.namespace}"
         if cancel_on_interrupt:
-            cluster.delete(name)
+            cluster.delete(name, uid)
             _note(f"interrupted: MPIJob {cluster.namespace}/{name} deleted")
         else:
             _note(
@@ -135,7 +137,7 @@ def _write(line: str) -> None:
 
 
 @k8s.command(context_settings=_CONTEXT)
-@click.argument("name")
+@_name
 @_with(_where)
 @click.option("--json", "as_json", is_flag=True, help="Print it as a JSON object.")
 def status(name: str, namespace: str | None, context: str | None, as_json: bool) -> None:
@@ -177,7 +179,7 @@ def _row(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 @k8s.command(context_settings=_CONTEXT)
-@click.argument("name")
+@_name
 @_with(_where)
 @click.option("--follow", "until_end", is_flag=True, help="Go on until the job ends, and return its exit status.")
 @click.pass_context
@@ -198,7 +200,7 @@ def logs(ctx: click.Context, name: str, namespace: str | None, context: str | No
 
 
 @k8s.command(context_settings=_CONTEXT)
-@click.argument("name")
+@_name
 @_with(_where)
 def delete(name: str, namespace: str | None, context: str | None) -> None:
     """Delete the job NAME, running or not, with its pods and their logs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,9 @@ from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
-from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, environment_option
+from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, checked, environment_option
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.launch.job import read_settings
+from hvdcomp.launch.job import check_name, read_settings
 from hvdcomp.launch.slurm import client
 from hvdcomp.launch.slurm.client import JobState, SchedulerError, UnknownJobError
 from hvdcomp.launch.slurm.follow import Follower
@@ -23,6 +24,19 @@ from hvdcomp.launch.slurm.settings import SlurmJob
 
 _INTERRUPTED = 130  # what a shell says of Ctrl-C
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+class _JobNumber(click.ParamType):
+    """A job's number as Slurm prints it. Python also reads 12_3, a task of an array, as the number of another job."""
+
+    name = "job id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        if not re.fullmatch(r"[1-9][0-9]{0,9}", value):
+            self.fail(f"{value!r} is not the number of a job: take one that `squeue --me` lists", param, ctx)
+        return int(value)
 
 
 def _list(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -35,7 +49,7 @@ def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> C
 
 
 _SETTINGS = (
-    _setting("--name", "Name of the job: small letters, digits, hyphens."),
+    _setting("--name", "Name of the job: small letters, digits, hyphens.", callback=checked(check_name)),
     _setting("--ranks", "Processes of the job.", int),
     environment_option,
     _setting("--nodes", "Nodes.", int),
@@ -124,7 +138,7 @@ def slurm(
 
 
 @slurm.command(context_settings=_CONTEXT)
-@click.argument("job_id", type=click.IntRange(min=1), required=False)
+@click.argument("job_id", type=_JobNumber(), required=False)
 def status(job_id: int | None) -> None:
     """Say what a job is doing, or all of yours that Slurm knows."""
     try:
@@ -140,7 +154,7 @@ def status(job_id: int | None) -> None:
 
 
 @slurm.command(context_settings=_CONTEXT)
-@click.argument("job_id", type=click.IntRange(min=1))
+@click.argument("job_id", type=_JobNumber())
 @click.option("--follow", is_flag=True, help="Stay to the end of the job, and end with its exit code.")
 @click.option("--log-folder", type=click.Path(path_type=Path), default=Path(), help="Where to look if Slurm forgot.")
 @_poll_option
@@ -161,7 +175,7 @@ def logs(context: click.Context, job_id: int, follow: bool, log_folder: Path, po
 
 
 @slurm.command(context_settings=_CONTEXT)
-@click.argument("job_id", type=click.IntRange(min=1))
+@click.argument("job_id", type=_JobNumber())
 def delete(job_id: int) -> None:
     """Cancel a job."""
     try:

@@ -52,11 +52,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not DNS_LABEL.fullmatch(self.name) or len(self.name) > NAME_LENGTH:
-            raise ConfigurationError(
-                f"name: {self.name!r} is not a name for a job: take at most {NAME_LENGTH} small letters, digits and "
-                "hyphens, with a letter or digit first and last"
-            )
+        check_name(self.name)
         if not self.command or not self.command[0]:
             raise ConfigurationError("command: it is empty: give the program that each rank runs and its arguments")
         for argument in self.command:
@@ -70,6 +66,19 @@ class Job:
                     "no digit first"
                 )
             _check_text(f"environment: {name}", value)
+
+
+def check_name(name: str) -> None:
+    """Refuse what cannot be the name of a job.
+
+    Raises:
+        ConfigurationError: it is not a DNS-1123 label of at most 40 characters.
+    """
+    if not DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
+        raise ConfigurationError(
+            f"name: {name!r} is not a name for a job: take at most {NAME_LENGTH} small letters, digits and hyphens, "
+            "with a letter or digit first and last"
+        )
 
 
 def _check_text(where: str, text: str) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.launch.k8s.connections import Connections
 from hvdcomp.launch.k8s.manifest import GROUP, JOB_LABEL, PLURAL, ROLE_LABEL, VERSION
 
 ANSWER_WITHIN = (10.0, 30.0)
@@ -64,6 +66,7 @@ class Cluster:
         self.namespace: str = namespace or configured
         self._jobs: Any = kubernetes.client.CustomObjectsApi(client)
         self._core: Any = kubernetes.client.CoreV1Api(client)
+        self._connections = Connections(client.rest_client.pool_manager)
         self._server: str = client.configuration.host
 
     def _connect(self, context: str | None) -> tuple[Any, str]:
@@ -94,13 +97,30 @@ class Cluster:
                 GROUP, VERSION, self.namespace, PLURAL, dict(manifest), _request_timeout=ANSWER_WITHIN
             )
 
-    def delete(self, name: str) -> None:
-        """Delete the MPIJob; its pods go with it."""
+    def delete(self, name: str, uid: str | None = None) -> None:
+        """Delete the MPIJob that is there now; its pods go with it.
+
+        The request names the job that was found and its uid: a job made anew under the same name is left alone, and
+        no name can stand for anything but a job.
+
+        Arguments:
+            uid: of the only job that may be deleted; None for whichever has the name.
+        """
+        found = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
+        if not found:
+            raise ClusterError(f"there is no MPIJob {self.namespace}/{name} to delete", 404)
+        client = self._kubernetes.client
+        options = client.V1DeleteOptions(
+            propagation_policy="Background", preconditions=client.V1Preconditions(uid=found[0]["uid"])
+        )
         with self._explained(f"MPIJob {self.namespace}/{name} cannot be deleted"):
             self._jobs.delete_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name,
-                propagation_policy="Background", _request_timeout=ANSWER_WITHIN,
-            )  # fmt: skip
+                GROUP, VERSION, self.namespace, PLURAL, found[0]["name"], body=options, _request_timeout=ANSWER_WITHIN
+            )
+
+    def end(self, threads: Iterable[threading.Thread]) -> None:
+        """Cut what these threads wait for, and return when they have ended; see `Connections.end`."""
+        self._connections.end(threads)
 
     def list_jobs(self, name: str) -> tuple[str, list[dict[str, Any]]]:
         """The MPIJob of that name, if there is one, and the version from which to watch."""
@@ -209,6 +229,8 @@ class Cluster:
                 f"there is one already: take another --name, or delete it with `hvdcomp launch k8s delete {creating}"
                 f" --namespace {self.namespace}`"
             )
+        if error.status == 409:
+            return f"{said}: another job was made under this name meanwhile, and was left alone"
         if error.status == 404 and creating is not None:
             return (
                 f"{said}: either there is no namespace {self.namespace}, or the cluster has no mpi-operator with "

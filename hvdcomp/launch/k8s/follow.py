@@ -81,9 +81,10 @@ def follow(
                 report(now)
             state = now
     finally:
-        log.abandon()
+        log.stop()
         for watch in watches:
             watch.stop()
+        cluster.end([one for one in (*watches, log.thread) if one is not None and one.is_alive()])
 
 
 def _end(
@@ -145,15 +146,19 @@ class _Watch(threading.Thread):
 
 
 class _Log:
-    """Reads the log of one attempt after the other, each to its end."""
+    """Reads the log of one attempt after the other, each to its end.
+
+    Attributes:
+        thread: which reads; None while there is nothing to read.
+    """
 
     def __init__(self, cluster: Cluster, write: Callable[[str], None]) -> None:
         self._cluster, self._write = cluster, write
         self._attempt: tuple[str, int] | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._ended = threading.Event()
+        self._stopped = threading.Event()
         self._lines = NewLines()
-        self._passing_on = threading.Lock()
 
     def read(self, attempt: tuple[str, int] | None) -> None:
         """Read this attempt, if it is not the one that is read already."""
@@ -163,48 +168,44 @@ class _Log:
         if self._attempt is None or self._attempt[0] != attempt[0]:
             self._lines = NewLines()  # a container that restarts in its pod goes on by the same clock
         self._attempt, self._ended = attempt, threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
+        self.thread.start()
 
     def finish(self) -> None:
         """After the end of the attempt: return when everything that it wrote has been passed on."""
         self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
 
-    def abandon(self) -> None:
-        """Pass on nothing from now on: Python cannot exit while another thread writes to its standard output."""
-        with self._passing_on:
-            self._write = lambda line: None
-
-    def _pass_on(self, line: str) -> None:
-        with self._passing_on:
-            self._write(line)
+    def stop(self) -> None:
+        """Pass on no line after the one that is being passed on, if any, and try nothing again."""
+        self._stopped.set()
+        self._ended.set()
 
     def _run(self, pod: str, ended: threading.Event) -> None:
         failures = 0
-        while True:
+        while not self._stopped.is_set():
             last = ended.is_set()  # asked before reading: a reading that begins after the end is complete
             try:
                 log = self._cluster.log(pod, LAUNCHER, follow=not last, since=self._lines.seconds())
                 for line in self._lines.of(log):
+                    if self._stopped.is_set():
+                        return
                     failures = 0
-                    self._pass_on(line)
+                    self._write(line)
                 if last:
                     return
             except ClusterError as error:
+                if self._stopped.is_set():
+                    return
                 # 400: the node of the pod does not answer
                 given_up = last and failures >= len(_PAUSES)
                 if given_up or (not error.transient and error.status != 400):
-                    self._pass_on(f"hvdcomp: {error}; the end of the log is missing")
+                    self._write(f"hvdcomp: {error}; the end of the log is missing")
                     return
                 failures += 1
-            pause = _PAUSES[min(failures, len(_PAUSES) - 1)]
-            if last:
-                time.sleep(pause)
-            else:
-                ended.wait(pause)
+            (self._stopped if last else ended).wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
 
 
 class NewLines:

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Literal
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.launch.job import DNS_LABEL, Job
+from hvdcomp.launch.job import DNS_LABEL, Job, check_name
 from hvdcomp.launch.promise import EXPECTED_SIZE
 from hvdcomp.launch.rank import COMMAND
 
@@ -119,19 +119,15 @@ class KubernetesSettings:
         return self.job.ranks // self.slots_per_worker
 
     def _check_names(self) -> None:
-        # The operator makes a Service of the name too, and Services may not begin with a digit (DNS-1035).
-        if self.job.name[0].isdigit():
-            raise ConfigurationError(f"name: {self.job.name!r} must begin with a letter: a Service gets it too")
+        check_job_name(self.job.name)
         if not self.image:
             raise ConfigurationError("image: it is empty: name the image to run, as registry.example.org/hvdcomp:cpu")
         if not _IMAGE.fullmatch(self.image):
             raise ConfigurationError(
                 f"image: {self.image!r} is not an image's name: write it as registry.example.org/path/name:tag"
             )
-        if self.namespace is not None and (not DNS_LABEL.fullmatch(self.namespace) or len(self.namespace) > 63):
-            raise ConfigurationError(
-                f"namespace: {self.namespace!r} is not a namespace: at most 63 small letters, digits and hyphens"
-            )
+        if self.namespace is not None:
+            check_namespace(self.namespace)
         for name, object_name in (("checkpoint_claim", self.checkpoint_claim), ("pull_secret", self.pull_secret)):
             if object_name is not None and not _DNS_NAME.fullmatch(object_name):
                 raise ConfigurationError(
@@ -194,6 +190,30 @@ class KubernetesSettings:
         for name in self.forward:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ConfigurationError(f"forward: {name!r} is not the name of a variable: write the name alone")
+
+
+def check_job_name(name: str) -> None:
+    """Refuse what no MPIJob of `hvdcomp launch k8s` can be called.
+
+    Raises:
+        ConfigurationError: it is no name for a job, or none for a Service.
+    """
+    check_name(name)
+    # The operator makes a Service of the name too, and Services may not begin with a digit (DNS-1035).
+    if name[0].isdigit():
+        raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service gets it too")
+
+
+def check_namespace(namespace: str) -> None:
+    """Refuse what no namespace can be called.
+
+    Raises:
+        ConfigurationError: it is not a DNS-1123 label.
+    """
+    if not DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
+        raise ConfigurationError(
+            f"namespace: {namespace!r} is not a namespace: at most 63 small letters, digits and hyphens"
+        )
 
 
 def quantity(name: str, text: str) -> Decimal:
