@@ -259,7 +259,7 @@ def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
-    assert "pip install 'hvdcomp[train]'" in result.stderr
+    assert "pip install 'hvdcomp[plot]'" in result.stderr
     assert "Fastest: none" in result.stdout
 
 

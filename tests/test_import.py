@@ -77,7 +77,7 @@ def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) ->
     source = tmp_path / "source"  # a copy, because building leaves files behind
     source.mkdir()
     shutil.copytree(ROOT / "hvdcomp", source / "hvdcomp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -92,9 +92,10 @@ def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) ->
     assert run(python, "-I", "-c", "import hvdcomp; print(hvdcomp.TopK(ratio=0.01))").strip() == "topk:ratio=0.01"
     shown = run(python, "-I", tmp_path / "venv" / "bin" / "hvdcomp", "--help")
     assert "Commands:" in shown
+    assert "powersgd" in run(python, "-I", tmp_path / "venv" / "bin" / "hvdcomp", "compressors")
     # Files that are not Python must be installed too.
     package = next((tmp_path / "venv" / "lib").glob("python*/site-packages/hvdcomp"))
-    files = [path for path in (ROOT / "hvdcomp").rglob("*") if path.suffix in (".html", ".typed")]
+    files = [path for path in (ROOT / "hvdcomp").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     wanted = {path.relative_to(ROOT / "hvdcomp") for path in files}
-    assert wanted
+    assert {path.suffix for path in wanted} >= {".html", ".json", ".sh", ".typed"}
     assert all((package / path).is_file() for path in wanted)

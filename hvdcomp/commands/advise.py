@@ -268,7 +268,7 @@ def _draw(swept: Sweep, report: dict[str, Any], file: Path) -> None:
         from hvdcomp.perfmodel.plot import draw
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"the plot needs {error.name}, which is not installed: pip install 'hvdcomp[train]'"
+            f"the plot needs {error.name}, which is not installed: pip install 'hvdcomp[plot]'"
         ) from None
     here = {"bandwidth": report["bandwidth_gbps"], "world_size": report["world_size"], "batch": report["batch_size"]}
     try:

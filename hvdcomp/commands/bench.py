@@ -136,7 +136,7 @@ def steps(
         details = {"command": _steps_command(numbers, rates, wanted, output), **runs.environment_facts()}
         results = runs.earlier(output / f"{_STEPS}.json", details["command"]) if resume else []
     except ImportError as error:
-        raise click.ClickException(f"the plot needs {error.name}: pip install 'hvdcomp[train]'") from None
+        raise click.ClickException(f"the plot needs {error.name}: pip install 'hvdcomp[plot]'") from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except (runs.StepsError, OSError) as error:
@@ -229,7 +229,7 @@ def _plot(measured: list[Measurement], options: dict[str, Any], file: Path) -> N
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise click.ClickException("the plot needs matplotlib: pip install 'hvdcomp[train]'") from None
+        raise click.ClickException("the plot needs matplotlib: pip install 'hvdcomp[plot]'") from None
     ordered = sorted(measured, key=lambda one: one.ratio, reverse=True)
     figure = Figure(figsize=(8, 0.32 * len(ordered) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)

@@ -51,7 +51,7 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
         from hvdcomp.report.page import write_report
     except ModuleNotFoundError as error:
         raise click.ClickException(
-            f"the page needs {error.name}, which is not installed: pip install 'hvdcomp[train]'"
+            f"the page needs {error.name}, which is not installed: pip install 'hvdcomp[plot]'"
         ) from None
     try:
         with console.status(f"Drawing {len(found)} runs ..."):

@@ -1,0 +1,131 @@
+"""What the project says of itself, and its source distribution: built, unpacked elsewhere, and tested there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
+
+
+def test_the_licence_is_apaches_whole_text() -> None:
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+def test_citation_and_changelog_are_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+    assert [one["name"] for one in citation["authors"]] == [one["name"] for one in PROJECT["authors"]]
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings[0] == "## [Unreleased]"
+    assert headings[1].startswith(f"## [{PROJECT['version']}] - ")
+
+
+def test_extras_are_bounded_and_take_the_versions_that_make_installs() -> None:
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pinned = [Requirement(line) for line in lines if line]
+    for extra, requirements in EXTRAS.items():
+        for one in requirements:
+            bounds = [part for part in one.specifier if part.operator in ("<", "<=", "==")]
+            assert bounds, f"{extra}: {one} has no upper bound"
+            for pin in pinned:
+                version = next((part.version for part in pin.specifier if part.operator == "=="), None)
+                if pin.name == one.name and version is not None:
+                    assert version in one.specifier, f"{extra}: {one} refuses {pin}"
+
+
+def test_a_picture_needs_no_more_than_the_extra_plot() -> None:
+    plot, train = ({str(one) for one in EXTRAS[name]} for name in ("plot", "train"))
+    assert {one.name for one in EXTRAS["plot"]} == {"jinja2", "matplotlib"}
+    assert plot < train
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution of the files that git knows or would take."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no git checkout, from which the source distribution is made")
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "source" / name)
+    build("build_sdist", folder / "source", folder)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return unpacked
+
+
+def build(what: str, source: Path, folder: Path) -> None:
+    code = f"from setuptools import build_meta; build_meta.{what}({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.thorough
+def test_the_source_distribution_holds_every_file(sdist: Path) -> None:
+    made = {name for name in files(sdist) if ".egg-info/" in name or name in ("PKG-INFO", "setup.cfg")}
+    source = {name for name in files(sdist.parents[1] / "source") if ".egg-info/" not in name}
+    assert files(sdist) - made == source
+
+
+@pytest.mark.thorough
+def test_its_tests_run_from_it(sdist: Path) -> None:
+    """Some that look at each of the folders beside the package."""
+    slurm, advise = "test_launch_slurm.py::test_examples_are_what_the_command_prints", "test_advise.py::test_errors"
+    chosen = [
+        *("test_project.py", "test_docker_file.py", "test_makefile.py", "test_launch_k8s_manifests.py", slurm, advise),
+        *("test_compressors_command.py", "test_perfmodel_calibration.py", "test_examples.py"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(sdist)}
+    where = subprocess.run(
+        [sys.executable, "-c", "import hvdcomp; print(hvdcomp.__file__)"],
+        cwd=sdist, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert Path(where.stdout.strip()).is_relative_to(sdist)
+    tests = [f"tests/{name}" for name in chosen]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not thorough", *tests],
+        cwd=sdist, env=environment, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.thorough
+def test_a_wheel_made_from_it_has_the_package_alone_and_all_of_it(sdist: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a copy, because building leaves files behind
+    shutil.copytree(sdist, source)
+    build("build_wheel", source, tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    package = {name for name in names if ".dist-info/" not in name}
+    assert package == {f"hvdcomp/{name}" for name in files(ROOT / "hvdcomp") if "__pycache__" not in name}
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
