@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +53,17 @@ def test_extras_are_bounded_and_take_the_versions_that_make_installs() -> None:
                 version = next((part.version for part in pin.specifier if part.operator == "=="), None)
                 if pin.name == one.name and version is not None:
                     assert version in one.specifier, f"{extra}: {one} refuses {pin}"
+
+
+def test_messages_name_extras_that_there_are() -> None:
+    named = {
+        name
+        for path in [*(ROOT / "hvdcomp").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+        for names in re.findall(r"hvdcomp\[([\w,]+)\]", path.read_text(encoding="utf-8"))
+        for name in names.split(",")
+    }
+    assert "plot" in named
+    assert named <= set(EXTRAS)
 
 
 def test_a_picture_needs_no_more_than_the_extra_plot() -> None:

@@ -46,11 +46,12 @@ class Connections:
         """The same class of pools, whose connections are noted."""
 
         class Connection(pool.ConnectionCls):
-            def connect(connection) -> None:  # noqa: N805 - self is that of Connections
+            def connect(connection: Any) -> None:  # noqa: N805 - self is that of Connections
                 self._refuse()
                 super().connect()
                 with self._lock:
-                    self._sockets.add(connection.sock)
+                    # Through a proxy that is itself reached by TLS, urllib3 wraps the socket.
+                    self._sockets.add(getattr(connection.sock, "socket", connection.sock))
                 try:
                     self._refuse()
                 except OSError:
