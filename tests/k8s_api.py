@@ -233,7 +233,7 @@ class KubernetesApi:
                 if self.refused("delete"):
                     return None
                 collection, _, name = self.place.rpartition("/")
-                if self.place.rstrip("/") == _JOBS.format(NAMESPACE):  # the collection: all of them, as the real one does
+                if self.place.rstrip("/") == _JOBS.format(NAMESPACE):  # all of them, as the real one does
                     for kind, every in list(api.objects):
                         if kind == "mpijobs":
                             api.remove(kind, every)
