@@ -29,14 +29,16 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TF_CPP_MIN_LOG_LEVEL := 3
 export PYTHONUNBUFFERED := 1
 
+STARTED := $(shell date +%s)
+
 # horovodrun itself imports TensorFlow, twice, and each time it announces these optimisations.
-demo test: export TF_ENABLE_ONEDNN_OPTS := 0
+demo test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench image clean
+.PHONY: help setup demo test test-all lint bench image clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
 	@echo "Another Python: make PYTHON=python3.12 ... (3.10 to 3.13)"
 
 $(VENV_STAMP):
@@ -79,10 +81,12 @@ lint: setup  ## check style and types (ruff, mypy)
 	@ruff check .
 	@mypy
 
-# Tests that start ranks need all cores; the others share them, a file in one process. `pytest` alone runs all in turn.
-test: lint  ## lint, then run all tests
-	@pytest -m "not alone" --numprocesses $$(nproc) --dist loadfile --no-loadscope-reorder
-	@pytest -m alone
+# `pytest` alone runs everything in turn, and `pytest FILE` all of a file; `-m "not thorough"` makes either quick.
+test: setup  ## lint, then the quick tests: what continuous integration runs (15 minutes on two cores)
+	@STARTED=$(STARTED) scripts/run-tests quick $(PARTS)
+
+test-all: setup  ## lint, then all tests; PARTS="lint in-process ranks clusters" chooses, SEED=N repeats random examples
+	@STARTED=$(STARTED) SEED=$(SEED) scripts/run-tests all $(PARTS)
 
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
 	@hvdcomp bench encode --model resnet50 --repeats 9 --output docs/encode

@@ -10,15 +10,19 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Examples are derived from the test's own code, so that a run can be repeated; no deadline, because machines differ.
+# No deadline, because machines differ. Examples are derived from the test's own code, so that a run can be repeated;
+# `make test-all` asks for "fresh" ones, by a seed that it prints.
 hypothesis.settings.register_profile(
-    "hvdcomp",
+    "quick",
     deadline=None,
     derandomize=True,
-    max_examples=50,
+    max_examples=25,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("hvdcomp")
+hypothesis.settings.register_profile(
+    "fresh", hypothesis.settings.get_profile("quick"), derandomize=False, max_examples=100, print_blob=True
+)
+hypothesis.settings.load_profile("quick")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -35,8 +39,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: its ranks need all cores or the machine's network: no test beside it")
+    config.addinivalue_line("markers", "cluster: needs a cluster on this machine, or its image; in `make test-all` only")
     config.addinivalue_line("markers", "network: downloads packages; skipped where no package index can be reached")
-    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "thorough: rarely needed or slow; runs in `make test-all` only")
     # Started in the background by a shell, this process ignores Ctrl-C, and so would those that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -215,7 +215,7 @@ def _why_no_cluster() -> str | None:
         return f"no emulated cluster can be made here: {error}"
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_a_small_setting_from_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")
     reason = _why_no_cluster()

@@ -136,6 +136,7 @@ def test_wrong_numbers_of_hosts_are_refused(hosts: int) -> None:
 # On real namespaces
 
 
+@pytest.mark.cluster
 def test_wrong_numbers_of_ranks_are_refused(clean: None) -> None:
     with Cluster(2, "1gbit") as cluster, pytest.raises(ClusterError, match="3 ranks on 2 hosts"):
         cluster.run(["true"], ranks=3)
@@ -143,6 +144,7 @@ def test_wrong_numbers_of_ranks_are_refused(clean: None) -> None:
         cluster.run(["true"])
 
 
+@pytest.mark.cluster
 def test_up_status_run_down(clean: None) -> None:
     before = _namespaces()
     assert _finished("up", "--hosts", "2", "--rate", "1gbit")[0] == 0
@@ -168,6 +170,7 @@ def test_up_status_run_down(clean: None) -> None:
     assert "no cluster is up" in said
 
 
+@pytest.mark.cluster
 def test_the_exit_code_is_that_of_the_rank_that_failed(clean: None) -> None:
     start = time.monotonic()
     code, _ = _finished(
@@ -178,6 +181,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(clean: None) -> None:
     assert time.monotonic() - start < 60  # the other rank was ended
 
 
+@pytest.mark.cluster
 def test_output_comes_line_by_line_and_a_timeout_ends_all_ranks(clean: None) -> None:
     lines: list[tuple[float, str]] = []
     with Cluster(2, "1gbit") as cluster:
@@ -215,6 +219,7 @@ def _runs(process: int) -> bool:
 WAIT = ("run", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", "echo ready; exec sleep 300")
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_cleans_up(clean: None, number: signal.Signals) -> None:
     # Where the tests run in the background of a shell, SIGINT is ignored, and that is inherited.
@@ -225,6 +230,7 @@ def test_an_interrupted_run_cleans_up(clean: None, number: signal.Signals) -> No
         assert process.wait(60) == 128 + number
 
 
+@pytest.mark.cluster
 def test_an_interrupted_set_up_cleans_up(clean: None) -> None:
     before = _namespaces()
     with _command("run", "--hosts", "40", "--rate", "1gbit", "--", "true") as process:
@@ -234,6 +240,7 @@ def test_an_interrupted_set_up_cleans_up(clean: None) -> None:
         assert process.wait(60) == 143
 
 
+@pytest.mark.cluster
 def test_an_error_in_the_middle_of_set_up_cleans_up(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     shape: Callable[..., None] = namespaces._shape
     calls: list[str] = []
@@ -250,6 +257,7 @@ def test_an_error_in_the_middle_of_set_up_cleans_up(clean: None, monkeypatch: py
     assert len(calls) == 3
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("next_command", [("down",), ("run", "--hosts", "2", "--rate", "1gbit", "--", "true")])
 def test_what_a_killed_run_left_is_removed(clean: None, next_command: tuple[str, ...]) -> None:
     with _command(*WAIT) as process:
@@ -265,6 +273,7 @@ def test_what_a_killed_run_left_is_removed(clean: None, next_command: tuple[str,
     assert not any(map(_runs, ranks))
 
 
+@pytest.mark.cluster
 def test_a_cluster_in_use_is_not_taken_from_its_user(clean: None) -> None:
     with Cluster(2, "1gbit", standing=True) as cluster:
         code, said = _finished("down")
@@ -273,6 +282,7 @@ def test_a_cluster_in_use_is_not_taken_from_its_user(clean: None) -> None:
         cluster.remove()
 
 
+@pytest.mark.cluster
 def test_a_running_cluster_is_no_leftover(clean: None) -> None:
     with Cluster(2, "1gbit") as cluster:
         assert _finished("down")[0] == 0
@@ -293,6 +303,7 @@ sys.stdout.write(f"RESULT {place} {total}\\n")  # at once: both ranks write at t
 """
 
 
+@pytest.mark.cluster
 def test_horovod_runs_between_hosts(clean: None) -> None:
     pytest.importorskip("horovod.torch")
     lines: list[str] = []
@@ -302,13 +313,14 @@ def test_horovod_runs_between_hosts(clean: None) -> None:
     assert results == ["RESULT 0 2 1 host0 [3.0, 30.0]\n", "RESULT 1 2 1 host1 [3.0, 30.0]\n"]
 
 
+@pytest.mark.cluster
 def test_links_carry_what_their_rate_says(clean: None) -> None:
     with Cluster(2, "100mbit") as cluster:
         bits = measure(cluster, seconds=2)
     assert 50e6 < bits < 102e6
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_dense_steps_take_the_time_that_their_bytes_need(clean: None, tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")
     file = tmp_path / "steps.json"

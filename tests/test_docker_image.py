@@ -19,7 +19,7 @@ from benchmarks.cluster import Cluster
 from tests.container_image import ROOT, Image, UnreachableError, image, why_not
 
 yaml = pytest.importorskip("yaml")
-pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.network, pytest.mark.timeout(1800)]
 
 _HOME = "/home/mpiuser"
 

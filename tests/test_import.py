@@ -71,7 +71,7 @@ def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.network
 def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy, because building leaves files behind

@@ -17,7 +17,7 @@ from hvdcomp.launch.k8s.manifest import render
 from hvdcomp.launch.k8s.settings import KubernetesSettings
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.cluster,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun"),
 ]
 

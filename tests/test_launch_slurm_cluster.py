@@ -20,6 +20,8 @@ from hvdcomp.train.checkpoints import EXIT_SAVED
 from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from tests.test_launch_slurm import _HOSTILE
 
+pytestmark = pytest.mark.cluster
+
 _ROOT = Path(__file__).parents[1]
 _BIN = Path(sys.executable).parent
 _PYTHON = sys.executable
@@ -293,7 +295,6 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_as_if_it_had_not(
     _check_same(whole, launch.folder / "b")
 
 
-@pytest.mark.slow
 def test_a_job_that_reaches_its_time_limit_goes_on(launch: Launcher, whole: Path) -> None:
     """In one minute it cannot make its 200 steps. Slurm warns it 10 to 40 seconds before the end."""
     limited = ["--time", "1", "--warning-seconds", "10", "--env", "STEP_SECONDS=0.3", "--", _PYTHON, "-c", _SLOW]

@@ -236,7 +236,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_with_the_reason(tmp
     assert [line["step"] for line in _lines(tmp_path / "b" / "steps.jsonl")] == list(range(1, 15))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tensorflow_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     pytest.importorskip("horovod.tensorflow", reason="Horovod is not built for TensorFlow here")
     pytest.importorskip("tf_keras")
