@@ -39,7 +39,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "alone: its ranks need all cores or the machine's network: no test beside it")
-    config.addinivalue_line("markers", "cluster: needs a cluster on this machine, or its image; in `make test-all` only")
+    config.addinivalue_line("markers", "cluster: needs a cluster here, or its image; in `make test-all` only")
     config.addinivalue_line("markers", "network: downloads packages; skipped where no package index can be reached")
     config.addinivalue_line("markers", "thorough: rarely needed or slow; runs in `make test-all` only")
     # Started in the background by a shell, this process ignores Ctrl-C, and so would those that it starts.

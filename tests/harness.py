@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from hvdcomp import Compressor, ErrorFeedback
+from hvdcomp import Compressor, ErrorFeedback, compressors
 from hvdcomp.arrays import arrays_for
 from hvdcomp.collectives import Array, SparseVector, TensorInfo
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.engine import Engine
+from hvdcomp.spec import parse_compressor
 
 try:
     import torch
@@ -31,9 +32,10 @@ if find_spec("tensorflow") is not None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
-def needing(backend: str, *values: Any) -> Any:
-    """A test's parameters, skipped where the backend is not installed."""
-    return pytest.param(*values, marks=pytest.mark.skipif(find_spec(backend) is None, reason=f"needs {backend}"))
+def needing(backend: str, *values: Any, thorough: bool = False) -> Any:
+    """A test's parameters, skipped where the backend is not installed; if `thorough`, in `make test-all` only."""
+    marks = [pytest.mark.skipif(find_spec(backend) is None, reason=f"needs {backend}")]
+    return pytest.param(*values, marks=[*marks, *[pytest.mark.thorough] * thorough])
 
 
 DTYPES = {
@@ -42,8 +44,22 @@ DTYPES = {
     "tensorflow": ["float16", "bfloat16", "float32", "float64"],
 }
 INSTALLED = [backend for backend in DTYPES if find_spec(backend) is not None]
-BACKENDS = [needing(backend, backend) for backend in DTYPES]
-BACKENDS_AND_DTYPES = [needing(backend, backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
+EVERY_BACKEND = [needing(backend, backend) for backend in DTYPES]
+EVERY_DTYPE = [needing(backend, backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
+# What is written with the array functions knows no framework: `tests.test_arrays` holds these functions equal in all, and
+# `tests.test_three_frameworks` the compressors. So the quick tests run in NumPy, with all its element types, and PyTorch.
+BACKENDS = [needing(backend, backend, thorough=backend == "tensorflow") for backend in DTYPES]
+BACKENDS_AND_DTYPES = [
+    needing(backend, backend, dtype, thorough=backend != "numpy" and (backend, dtype) != ("torch", "float32"))
+    for backend, dtypes in DTYPES.items()
+    for dtype in dtypes
+]
+# Every compressor in each of its forms; a larger share is sent of tensors as small as they are here.
+EXAMPLES = [
+    str(compressor.at_level(0.1) if compressor.level_name == "ratio" else compressor)
+    for compressor in map(parse_compressor, compressors.EXAMPLES)
+]
+# One of each kind of payload, for what knows of payloads only.
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.3", "randomk:ratio=0.3", "powersgd:rank=2"]
 
 

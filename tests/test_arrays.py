@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.collectives import Array
 from tests.harness import (
-    BACKENDS,
-    BACKENDS_AND_DTYPES,
+    EVERY_BACKEND,
+    EVERY_DTYPE,
     INSTALLED,
     as_numpy,
     bits,
@@ -25,7 +25,7 @@ from tests.harness import (
     replaced,
 )
 
-OTHERS = BACKENDS[1:]
+OTHERS = EVERY_BACKEND[1:]
 FLOATS = ["float16", "float32", "float64"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 FILLED_SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=1, max_side=5)
@@ -101,7 +101,7 @@ def test_each_eager_tensor_finds_its_functions() -> None:
     assert arrays_for(tf.Variable(tf.zeros(1)).read_value()).__name__ == "hvdcomp.arrays.tensorflow_arrays"
 
 
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize(("backend", "dtype"), EVERY_DTYPE)
 def test_descriptions(backend: str, dtype: str) -> None:
     x = make(backend, [[1.0, 2.0]], dtype)
     xp = arrays_for(x)
@@ -201,7 +201,7 @@ def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
         np.testing.assert_array_equal(np.sort(key[chosen]), np.sort(key[expected]))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize(("backend", "dtype"), EVERY_DTYPE)
 def test_top_k_of_ties_is_exactly_k(backend: str, dtype: str) -> None:
     x = make(backend, np.tile([1.0, -1.0], 500), dtype)
     for k in (1, 7, 500, 999, 1000):
@@ -280,7 +280,7 @@ def test_poison_is_nan_exactly_where_something_is_not_finite(pieces: list[np.nda
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize(("backend", "dtype"), EVERY_DTYPE)
 def test_poison_finds_one_bad_element_anywhere(backend: str, dtype: str, value: float) -> None:
     for place in (0, 500, 999):
         values = np.linspace(-60000, 60000, 1000)
@@ -291,7 +291,7 @@ def test_poison_finds_one_bad_element_anywhere(backend: str, dtype: str, value: 
         assert not xp.is_zero(xp.poison(pieces))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize(("backend", "dtype"), EVERY_DTYPE)
 def test_select_and_spoil(backend: str, dtype: str) -> None:
     for shape in [(), (3,), (2, 0), (2, 3, 2, 2)]:
         x, y = (make(backend, np.full(shape, value), dtype) for value in (1.0, 2.0))
@@ -315,7 +315,7 @@ def test_spoil_any_layout() -> None:
     assert np.isnan(numpy_arrays.spoil(np.ones((4, 6)).T, np.array([np.nan], np.float32))).sum() == 1
 
 
-@pytest.mark.parametrize("backend", [each for each in BACKENDS if "tensorflow" not in each.values])  # has one layout
+@pytest.mark.parametrize("backend", [each for each in EVERY_BACKEND if "tensorflow" not in each.values])  # has one layout
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_like_original_takes_type_shape_and_layout(backend: str, dtype: str) -> None:
     values = np.arange(120.0).reshape(2, 3, 4, 5)
@@ -333,7 +333,7 @@ def test_like_original_takes_type_shape_and_layout(backend: str, dtype: str) -> 
         np.testing.assert_array_equal(as_numpy(result), values)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_marks_measure_time(backend: str) -> None:
     like = make(backend, [1.0])
     xp = arrays_for(like)

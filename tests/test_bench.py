@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from hvdcomp.bench.encode import METHODS, PEER, Request, measure
+from hvdcomp.bench.encode import PEER, Measurement, Request, measure
 from hvdcomp.bench.shapes import MODELS, tensors_of
 from hvdcomp.cli import main
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import COMPRESSORS, EXAMPLES
 from hvdcomp.engine import Engine
 from hvdcomp.spec import parse_compressor
 
@@ -34,9 +35,18 @@ def test_models_have_their_published_sizes(model: str) -> None:
     assert (len(tensors), sum(tensor.size for tensor in tensors)) == COUNTS[model]
 
 
-def test_every_method_can_be_measured() -> None:
-    for method in METHODS:
-        assert parse_compressor(method)
+def test_without_a_choice_every_form_of_every_compressor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    asked: list[str] = []
+
+    def measured(request: Request) -> Measurement:
+        asked.append(request.method)
+        return Measurement(request.method, 1.0, 1.0, 1.0, None, None, 1.0, None, None)
+
+    monkeypatch.setattr("hvdcomp.commands.bench.measure", measured)
+    assert CliRunner().invoke(main, ["bench", "encode"]).exit_code == 0
+    assert asked == [*EXAMPLES, PEER]
+    assert {parse_compressor(spec).name for spec in asked[:-1]} == set(COMPRESSORS)
 
 
 @pytest.mark.parametrize("spec", ["none", "topk:ratio=0.1", "powersgd:rank=2", "efsignsgd"])

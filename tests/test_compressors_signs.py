@@ -194,7 +194,7 @@ def test_elements_of_a_vector_are_rows() -> None:
 @pytest.mark.parametrize(
     ("backend", "size"),
     [
-        needing(backend, backend, size)
+        needing(backend, backend, size, thorough=backend == "tensorflow")
         for backend in DTYPES
         for size in [127, 128, 300]
     ],

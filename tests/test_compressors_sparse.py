@@ -36,7 +36,7 @@ from tests.harness import (
 
 torch = pytest.importorskip("torch")
 
-PLACES = [*BACKENDS, needing("torch", "torch device"), needing("tensorflow", "tensorflow device")]
+PLACES = [*BACKENDS, needing("torch", "torch device"), needing("tensorflow", "tensorflow device", thorough=True)]
 METHODS = [TopK, MSTopK, RedSync, DGC, SIDCo]
 SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "normal": lambda random, size: random.normal(size=size),

@@ -15,7 +15,7 @@ from hvdcomp.engine import Engine
 from hvdcomp.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.perfmodel import exchange_of
 from hvdcomp.spec import parse_compressor
-from tests.test_every_compressor import EXAMPLES
+from tests.harness import EXAMPLES
 
 ROUTED = '{"embed*": "topk:ratio=0.1", "numel<800": "none", "*": "powersgd:rank=2"}'
 SHAPES = {"conv": (13, 5, 3, 3), "embedding": (41, 30), "linear": (50, 37), "bias": (50,), "small": (3, 4), "flat": ()}

@@ -8,8 +8,7 @@ import pytest
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.spec import parse_compressor, parse_policy
 from tests.driven import Driven
-from tests.harness import BACKENDS
-from tests.test_every_compressor import EXAMPLES
+from tests.harness import BACKENDS, EXAMPLES
 
 SHAPES = {"a": (40, 30), "b": (24, 50)}
 LEVELLED = [spec for spec in EXAMPLES if parse_compressor(spec).level is not None]

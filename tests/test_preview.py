@@ -11,12 +11,10 @@ import pytest
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.engine import Engine
 from hvdcomp.spec import parse_compressor
 from hvdcomp.statistics import error_energy
-from tests.harness import BACKENDS, SpyFeedback, as_numpy, densify, infos, make, run_engines, states_of, torch
-from tests.test_every_compressor import EXAMPLES
+from tests.harness import BACKENDS, EXAMPLES, SpyFeedback, as_numpy, densify, infos, make, run_engines, states_of, torch
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 MATRIX = (37, 29)  # nothing divides it
@@ -24,10 +22,6 @@ MATRIX = (37, 29)  # nothing divides it
 
 def numbers(x: Any) -> np.ndarray:
     return as_numpy(x).astype(np.float64)
-
-
-def test_every_registered_compressor_is_previewed() -> None:
-    assert {spec.partition(":")[0] for spec in EXAMPLES} == set(COMPRESSORS)
 
 
 def random_states() -> tuple[Any, ...]:

@@ -18,8 +18,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.engine import Engine
 from hvdcomp.spec import parse_compressor
-from tests.harness import DTYPES, INSTALLED, as_numpy, bits, dtype_of, infos, make
-from tests.test_every_compressor import EXAMPLES
+from tests.harness import DTYPES, EXAMPLES, INSTALLED, as_numpy, bits, dtype_of, infos, make
 
 SHAPES = {"conv": (8, 3, 3, 3), "linear": (37, 29), "bias": (37,), "scale": ()}
 STEPS = 3
@@ -152,7 +151,7 @@ AGREEMENT = {
 
 def agreement_of(spec: str) -> Agreement:
     name = spec.partition(":")[0]
-    return AGREEMENT["randomk:unbiased" if "unbiased=true" in spec else name]
+    return AGREEMENT["randomk:unbiased" if "unbiased=True" in spec else name]
 
 
 def test_the_table_holds_every_method() -> None:

@@ -20,25 +20,6 @@ from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.engine import Engine
 from hvdcomp.spec import parse_compressor
 
-METHODS = (
-    "none",
-    "fp16",
-    "bf16",
-    "topk:ratio=0.01",
-    "mstopk:ratio=0.01",
-    "dgc:ratio=0.01",
-    "redsync:ratio=0.01",
-    "sidco:ratio=0.01",
-    "randomk:ratio=0.01",
-    "signsgd",
-    "efsignsgd",
-    "onebit",
-    "qsgd:bits=4",
-    "terngrad",
-    "natural",
-    "powersgd:rank=4",
-    "powersgd:rank=4,alternating=True",
-)
 PEER = "torch powerSGD_hook, rank 4"
 
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
-from hvdcomp.bench.encode import METHODS, PEER, Measurement, Request, as_json, measure
+from hvdcomp.bench.encode import PEER, Measurement, Request, as_json, measure
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.bench.steps import Options
+from hvdcomp.compressors import EXAMPLES
 from hvdcomp.errors import SpecError
 from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS as TRAINED
@@ -45,7 +46,7 @@ def encode(methods: tuple[str, ...], output: Path | None, **options: Any) -> Non
             parse_compressor(method)
     except SpecError as error:
         raise click.UsageError(str(error)) from None
-    requests = [Request(method=method, **options) for method in methods or (*METHODS, PEER)]
+    requests = [Request(method=method, **options) for method in methods or (*EXAMPLES, PEER)]
     measured = [measure(request) for request in track(requests, "measuring", transient=True)]
     Console(width=max(120, Console().width)).print(_table(measured, options))
     if output is not None:

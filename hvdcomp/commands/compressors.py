@@ -16,12 +16,10 @@ from rich.text import Text
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
 from hvdcomp.errors import SpecError
+from hvdcomp.spec import parse_compressor
 
 BEGIN = "<!-- made by: hvdcomp compressors --markdown docs/compressors.md -->"
 END = "<!-- end of what was made -->"
-
-# Values for parameters without a default, to make an example of each compressor.
-_EXAMPLES: dict[str, Any] = {"ratio": 0.01, "rank": 4, "bits": 4}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,8 +55,8 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
     """What is to be said of a compressor, as JSON-serialisable values."""
     types = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)
-    required = {field.name: _EXAMPLES[field.name] for field in fields if field.default is dataclasses.MISSING}
-    example = kind(**required)
+    required = {field.name for field in fields if field.default is dataclasses.MISSING}
+    example = parse_compressor(kind.examples[0])
     return {
         "name": kind.name,
         "example": str(example),

@@ -1,4 +1,4 @@
-"""The compressors, by name. A new one is a class in a family's file and a line in `COMPRESSORS`."""
+"""The compressors, by name. A new one is a class in a family's file, with its examples, and a line in `COMPRESSORS`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,15 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     )
 }
 
+# Specs of all of them, in each of their forms.
+EXAMPLES: tuple[str, ...] = tuple(spec for kind in COMPRESSORS.values() for spec in kind.examples)
+
 __all__ = [
     "ATOMO",
     "BF16",
     "COMPRESSORS",
     "DGC",
+    "EXAMPLES",
     "FP16",
     "QSGD",
     "ByDimensions",

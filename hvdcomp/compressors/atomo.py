@@ -39,6 +39,7 @@ class ATOMO(Compressor):
     rank: int
 
     name: ClassVar[str] = "atomo"
+    examples: ClassVar[tuple[str, ...]] = ("atomo:rank=4",)
     level_name: ClassVar[str | None] = "rank"
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "rank pairs of vectors u (rows) and v (columns), scaled by sigma / p"

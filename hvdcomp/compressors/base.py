@@ -60,6 +60,8 @@ class Compressor(Described):
 
     Class attributes:
         name: the method's name in a spec string.
+        examples: specs of the method in each of its forms, the commonest first. The manual shows the first; tests of
+            what every compressor must do, and `hvdcomp bench encode`, take all.
         level_name: the field that says how hard to compress, or None if the method has no such knob.
         collective: the collectives of one step, in order, in words.
         sends: what one rank sends for a tensor, in words.
@@ -74,6 +76,7 @@ class Compressor(Described):
     """
 
     name: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
     level_name: ClassVar[str | None] = None
     collective: ClassVar[str]
     sends: ClassVar[str]

@@ -25,6 +25,7 @@ class NoCompression(Compressor):
     """Sends the gradient as it is. bfloat16 travels as float32, because Horovod cannot add bfloat16."""
 
     name: ClassVar[str] = "none"
+    examples: ClassVar[tuple[str, ...]] = ("none",)
     collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "all elements"
     lossless: ClassVar[bool] = True
@@ -48,6 +49,7 @@ class FP16(Compressor):
     """
 
     name: ClassVar[str] = "fp16"
+    examples: ClassVar[tuple[str, ...]] = ("fp16",)
     collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "all elements, 16 bits each"
 
@@ -68,6 +70,7 @@ class BF16(Compressor):
     """Casts to bfloat16, gathers the bit patterns and adds them in float32, because Horovod has no bfloat16."""
 
     name: ClassVar[str] = "bf16"
+    examples: ClassVar[tuple[str, ...]] = ("bf16",)
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "all elements, 16 bits each"
 

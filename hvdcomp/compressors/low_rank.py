@@ -58,6 +58,11 @@ class PowerSGD(Compressor):
     alternating: bool = False
 
     name: ClassVar[str] = "powersgd"
+    examples: ClassVar[tuple[str, ...]] = (
+        "powersgd:rank=4",
+        "powersgd:rank=4,alternating=True",
+        "powersgd:rank=2,iterations=2",
+    )
     level_name: ClassVar[str | None] = "rank"
     collective: ClassVar[str] = "allreduce, allreduce"
     sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"

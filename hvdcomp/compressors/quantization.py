@@ -44,6 +44,7 @@ class QSGD(Compressor):
     bucket: int = 512
 
     name: ClassVar[str] = "qsgd"
+    examples: ClassVar[tuple[str, ...]] = ("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=1,bucket=64")
     level_name: ClassVar[str | None] = "bits"
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "bits for each element, a 2-norm for each bucket"
@@ -100,6 +101,7 @@ class TernGrad(Compressor):
     clip: float = 2.5
 
     name: ClassVar[str] = "terngrad"
+    examples: ClassVar[tuple[str, ...]] = ("terngrad",)
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "two bits an element, the largest magnitude"
     reference: ClassVar[str] = "Wen et al. 2017, arXiv:1705.07878"
@@ -146,6 +148,7 @@ class Natural(Compressor):
     """
 
     name: ClassVar[str] = "natural"
+    examples: ClassVar[tuple[str, ...]] = ("natural",)
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "a sign bit and an exponent byte for each element"
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
@@ -189,6 +192,7 @@ class GlobalQSGD(Compressor):
     bits: int = 8
 
     name: ClassVar[str] = "globalqsgd"
+    examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
     level_name: ClassVar[str | None] = "bits"
     collective: ClassVar[str] = "allreduce, allreduce"
     sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"

@@ -48,6 +48,7 @@ class SignSGD(Compressor):
     zeros: str = "rows"
 
     name: ClassVar[str] = "signsgd"
+    examples: ClassVar[tuple[str, ...]] = ("signsgd", "signsgd:zeros=elements")
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "one bit an element, one bit a row (an element with zeros=elements)"
     biased: ClassVar[bool] = True
@@ -112,6 +113,7 @@ class OneBit(Compressor):
     per_row: bool = False
 
     name: ClassVar[str] = "onebit"
+    examples: ClassVar[tuple[str, ...]] = ("onebit", "onebit:per_row=True")
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "one bit an element, two means (a pair for each row if per_row)"
     biased: ClassVar[bool] = True
@@ -152,6 +154,7 @@ class EFSignSGD(Compressor):
     """Signs times the mean magnitude |x|_1 / d (Karimireddy et al. 2019, algorithm 1). Zero counts as positive."""
 
     name: ClassVar[str] = "efsignsgd"
+    examples: ClassVar[tuple[str, ...]] = ("efsignsgd",)
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "one bit an element, the mean magnitude"
     biased: ClassVar[bool] = True

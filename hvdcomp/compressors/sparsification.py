@@ -89,6 +89,7 @@ class TopK(Sparsifier):
     """The k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018)."""
 
     name: ClassVar[str] = "topk"
+    examples: ClassVar[tuple[str, ...]] = ("topk:ratio=0.01", "topk:ratio=0.01,values=fp16")
     nested: ClassVar[bool] = True
     reference: ClassVar[str] = "Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599"
 
@@ -114,6 +115,7 @@ class RandomK(Compressor):
     values: str = field(default="same", kw_only=True)
 
     name: ClassVar[str] = "randomk"
+    examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
     level_name: ClassVar[str | None] = "ratio"
     collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "k values"

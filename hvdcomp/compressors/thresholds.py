@@ -83,6 +83,7 @@ class MSTopK(Sparsifier):
     rounds: int = _ROUNDS
 
     name: ClassVar[str] = "mstopk"
+    examples: ClassVar[tuple[str, ...]] = ("mstopk:ratio=0.01",)
     reference: ClassVar[str] = "Shi et al. 2021, arXiv:2010.10458"
 
     def __post_init__(self) -> None:
@@ -106,6 +107,7 @@ class RedSync(Sparsifier):
     """
 
     name: ClassVar[str] = "redsync"
+    examples: ClassVar[tuple[str, ...]] = ("redsync:ratio=0.01",)
     reference: ClassVar[str] = "Fang et al. 2019, arXiv:1808.04357"
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
@@ -139,6 +141,7 @@ class DGC(Sparsifier):
     clip: float = 0.0
 
     name: ClassVar[str] = "dgc"
+    examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01",)
     reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
 
     def __post_init__(self) -> None:
@@ -188,6 +191,7 @@ class SIDCo(Sparsifier):
     stages: int = 2
 
     name: ClassVar[str] = "sidco"
+    examples: ClassVar[tuple[str, ...]] = ("sidco:ratio=0.01",)
     reference: ClassVar[str] = "Abdelmoniem et al. 2021, arXiv:2101.10761"
 
     def __post_init__(self) -> None:
