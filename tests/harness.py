@@ -46,8 +46,8 @@ DTYPES = {
 INSTALLED = [backend for backend in DTYPES if find_spec(backend) is not None]
 EVERY_BACKEND = [needing(backend, backend) for backend in DTYPES]
 EVERY_DTYPE = [needing(backend, backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
-# What is written with the array functions knows no framework: `tests.test_arrays` holds these functions equal in all, and
-# `tests.test_three_frameworks` the compressors. So the quick tests run in NumPy, with all its element types, and PyTorch.
+# What is written with the array functions knows no framework: `tests.test_arrays` holds these functions equal in all,
+# and `tests.test_three_frameworks` the compressors. So the quick tests run in NumPy, in all its types, and PyTorch.
 BACKENDS = [needing(backend, backend, thorough=backend == "tensorflow") for backend in DTYPES]
 BACKENDS_AND_DTYPES = [
     needing(backend, backend, dtype, thorough=backend != "numpy" and (backend, dtype) != ("torch", "float32"))
