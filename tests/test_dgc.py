@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -225,19 +223,3 @@ def test_a_learning_rate_scales_the_residual_alone() -> None:
     np.testing.assert_array_equal(velocity_after, velocity)
     np.testing.assert_array_equal(residual_after, residual / 4)
     assert residual.any()
-
-
-@pytest.mark.alone
-def test_on_real_ranks(tmp_path: Path) -> None:
-    """Refusal of an optimizer with momentum, and training, through stock Horovod."""
-    pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
-    from tests.launch import run_ranks as launch
-
-    module = "tests.multirank.cases_dgc"
-    finished = launch(2, "gloo", ["-m", "tests.multirank.worker", module, str(tmp_path)], timeout=180)
-    for rank in range(2):
-        file = tmp_path / f"rank{rank}.json"
-        assert file.exists(), finished.stdout
-        outcomes = json.loads(file.read_text())
-        assert len(outcomes) == 3
-        assert set(outcomes.values()) == {"passed"}, outcomes

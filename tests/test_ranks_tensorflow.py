@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.launch import run_ranks
-from tests.multirank.outcomes import EACH_ONCE, cases, check, run_once
+from tests.multirank.outcomes import EACH_ONCE, asked_for, cases, check, run_once
 
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
-pytestmark = pytest.mark.alone
+# The first case of a setting waits for all cases of that setting.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
 
 # On two ranks only where nothing depends on their number, or `cases_tensorflow` has it.
 _MODULES = {
     "cases_tensorflow": EACH_ONCE,
-    "cases_tensorflow_precision": ((2, "mpi"),),
+    "cases_tensorflow_precision": ((2, "gloo"), (2, "mpi")),
     "cases_tensorflow_refused": EACH_ONCE,
     "cases_tensorflow_policies": EACH_ONCE,
     "cases_keras": ((2, "gloo"), (2, "mpi")),
@@ -28,8 +29,8 @@ if find_spec("torch") is not None:
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))
-def test_on_real_ranks(module: str, case: str, count: int, controller: str) -> None:
-    check(run_once(module, count, controller), case)
+def test_on_real_ranks(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
+    check(run_once(asked_for(request), count, controller), module, case)
 
 
 # What a process decides when it starts needs processes of its own.

@@ -6,11 +6,12 @@ from functools import cache
 
 import pytest
 
-from tests.multirank.outcomes import EACH_ONCE, EVERY_SETTING, Outcomes, cases, check, names_of, run, run_once
+from tests.multirank.outcomes import EACH_ONCE, EVERY_SETTING, Case, Outcomes, asked_for, cases, check, run, run_once
 
 pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
-pytestmark = pytest.mark.alone
+# The first case of a setting waits for all cases of that setting.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
 
 # After a join Horovod's background thread now and then ends some collectives later, with or without compression. The
 # cases of this module are given another chance where a rank was lost to that, and nowhere else.
@@ -18,24 +19,24 @@ _JOIN = "cases_join"
 _LOST = "Horovod has been shut down"
 _MODULES = {
     "cases_torch": EVERY_SETTING,
-    "cases_horovod": EACH_ONCE,
+    "cases_horovod": ((4, "mpi"), (2, "gloo")),
     "cases_mismatch": EACH_ONCE,
     "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
+    "cases_dgc": ((2, "gloo"),),
     _JOIN: EACH_ONCE,
 }
 
 
 @cache
-def _run_join(count: int, controller: str) -> Outcomes:
-    outcomes = run(_JOIN, count, controller)
-    expected = len(names_of(_JOIN))
-    for _ in range(4):
-        if all(len(outcome) == expected and _LOST not in str(outcome) for outcome in outcomes[0]):
+def _run_join(wanted: tuple[Case, ...], count: int, controller: str) -> Outcomes:
+    for _ in range(5):
+        outcomes = run(wanted, count, controller)
+        if _LOST not in str(outcomes):
             break
-        outcomes = run(_JOIN, count, controller)
     return outcomes
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))
-def test_on_real_ranks(module: str, case: str, count: int, controller: str) -> None:
-    check(_run_join(count, controller) if module == _JOIN else run_once(module, count, controller), case)
+def test_on_real_ranks(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
+    once = _run_join if module == _JOIN else run_once
+    check(once(asked_for(request, apart=(_JOIN,)), count, controller), module, case)

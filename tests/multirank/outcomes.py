@@ -1,68 +1,123 @@
-"""Runs the modules of cases on real ranks, once per setting, and tells what each rank says of each case."""
+"""Runs cases on real ranks, all that one setting is asked for in one start, and tells what each rank says of each."""
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 
 from tests.launch import run_ranks
 
-# With PyTorch, what is sent is tested in every setting. Most other modules see each number of ranks and each controller
-# once: a compressor knows of neither. Four ranks on two cores took six times as long with Gloo.
+# The first of a module's settings is that of the quick tests. With PyTorch, what is sent is tested in every setting;
+# most other modules see each number of ranks and each controller once: a compressor knows of neither. Four ranks on two
+# cores took six times as long with Gloo.
 EVERY_SETTING = ((2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi"))
 EACH_ONCE = ((2, "gloo"), (4, "mpi"))
 
 Setting = tuple[int, str]  # ranks and controller
-Outcomes = tuple[list[dict[str, str]], str]  # per rank, what became of each case; and the launcher's output
+Case = tuple[str, str]  # module and function
+Outcomes = dict[Case, str]  # what became of each case: "passed", "skipped: ..." or what went wrong
 
 
-def names_of(module: str) -> list[str]:
-    """The cases of a module, read from its source: the module itself needs a started Horovod."""
-    source = Path(__file__).with_name(f"{module}.py").read_text()
-    return [line.partition("(")[0].removeprefix("def ") for line in source.splitlines() if line.startswith("def case_")]
+def cases_of(module: str) -> dict[str, bool]:
+    """The cases of a module, and whether each is thorough, read from its source: it needs a started Horovod itself.
+
+    A case with the decorator `tests.multirank.worker.thorough` is not among the quick tests.
+    """
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text())
+    return {
+        node.name: any(ast.unparse(decorator) == "thorough" for decorator in node.decorator_list)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
+    }
 
 
-def cases(modules: Mapping[str, Iterable[Setting]]) -> list[tuple[str, str, int, str]]:
-    """Module, case, number of ranks and controller of all that is to be run."""
+def cases(modules: Mapping[str, Iterable[Setting]]) -> list[Any]:
+    """Module, case, number of ranks and controller of all that is to be run, as parameters of a test."""
     return [
-        (module, case, *setting)
+        pytest.param(module, case, *setting, marks=[pytest.mark.thorough] * (thorough or place > 0))
         for module, settings in modules.items()
-        for setting in settings
-        for case in names_of(module)
+        for place, setting in enumerate(settings)
+        for case, thorough in cases_of(module).items()
     ]
 
 
-def run(module: str, count: int, controller: str, timeout: float = 400) -> Outcomes:
-    """Runs all cases of a module on real ranks.
+def asked_for(request: pytest.FixtureRequest, apart: Sequence[str] = ()) -> tuple[Case, ...]:
+    """The cases of this session that can share a start with the one of this test: same test, ranks and controller.
 
     Args:
-        timeout: seconds, after which the ranks are killed and the test fails.
+        apart: modules whose cases share a start with no others.
     """
+    mine = request.node.callspec.params
+    found = []
+    for item in request.session.items:
+        if item.path != request.node.path or item.originalname != request.node.originalname:
+            continue
+        theirs = item.callspec.params
+        if (theirs["count"], theirs["controller"]) != (mine["count"], mine["controller"]):
+            continue
+        if theirs["module"] == mine["module"] or not {theirs["module"], mine["module"]} & set(apart):
+            found.append((theirs["module"], theirs["case"]))
+    return tuple(found)
+
+
+def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 400) -> Outcomes:
+    """Runs cases on real ranks, in one start if all goes well.
+
+    A case that fails ends the start, and with it the rest of its module; what comes after the module gets another.
+
+    Args:
+        timeout: seconds for each module, after which the ranks are killed.
+    """
+    outcomes: Outcomes = {}
+    while rest := [case for case in wanted if case not in outcomes]:
+        modules = dict.fromkeys(module for module, _ in rest)
+        results, output = _start(rest, count, controller, timeout * len(modules))
+        for case in rest:
+            said = [f"rank {rank}: {result[case]}" for rank, result in enumerate(results) if case in result]
+            bad = [line for line in said if not line.endswith(": passed") and ": skipped: " not in line]
+            if len(said) == count and not bad:
+                outcomes[case] = said[0].partition(": ")[2]
+                continue
+            for other in (other for other in rest if other[0] == case[0] and other not in outcomes):
+                outcomes[other] = f"{case[1]} ended the ranks first; the launcher said:\n{output[-3000:]}"
+            outcomes[case] = "\n".join(bad) or outcomes[case]
+            break
+    return outcomes
+
+
+def _start(
+    wanted: Sequence[Case], count: int, controller: str, timeout: float
+) -> tuple[list[dict[Case, str]], str]:
+    """What each rank says of the cases that it came to, and the launcher's output."""
     folder = Path(mkdtemp(prefix="hvdcomp-ranks-"))
     finished = run_ranks(
         count,
         controller,
-        ["-m", "tests.multirank.worker", f"tests.multirank.{module}", str(folder)],
+        ["-m", "tests.multirank.worker", str(folder), *(f"{module}.{case}" for module, case in wanted)],
         {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"},
         timeout=timeout,
     )
-    files = [folder / f"rank{rank}.json" for rank in range(count)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files], finished.stdout
+    results = []
+    for rank in range(count):
+        file = folder / f"rank{rank}.json"
+        said = json.loads(file.read_text()) if file.exists() else {}
+        results.append({tuple(name.split(".")): result for name, result in said.items()})
+    return results, finished.stdout
 
 
 run_once = cache(run)
 
 
-def check(outcomes: Outcomes, case: str) -> None:
+def check(outcomes: Outcomes, module: str, case: str) -> None:
     """Fails if the case failed on any rank, and skips if it was skipped."""
-    ranks, output = outcomes
-    for rank, outcome in enumerate(ranks):
-        result = outcome.get(case, f"did not get this far; the launcher said:\n{output[-3000:]}")
-        if result.startswith("skipped: "):
-            pytest.skip(result.removeprefix("skipped: "))
-        assert result == "passed", f"rank {rank}: {result}"
+    result = outcomes[module, case]
+    if result.startswith("skipped: "):
+        pytest.skip(result.removeprefix("skipped: "))
+    assert result == "passed", result

@@ -1,8 +1,8 @@
-"""Runs cases on this rank: `python -m tests.multirank.worker MODULE OUTPUT_FOLDER`.
+"""Runs cases on this rank: `python -m tests.multirank.worker OUTPUT_FOLDER MODULE.CASE...`.
 
-A case is a function of the module whose name begins with `case_`. Every rank runs all cases in the same order and
-writes, after each, that it passed; the first that fails ends the run, and its traceback is written. The framework is
-TensorFlow for modules that have it or Keras in their names, and otherwise PyTorch.
+A case is a function whose name begins with `case_`, of a module beside this one. Every rank runs them in the order
+given and writes, after each, that it passed; the first that fails ends the run, and its traceback is written. The
+framework is TensorFlow for modules that have it or Keras in their names, and otherwise PyTorch; a start has one.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import SkipTest
 
 
-def main(module_name: str, folder: str) -> None:
-    in_tensorflow = any(word in module_name for word in ("tensorflow", "keras"))
+def thorough(case: Callable[[], None]) -> Callable[[], None]:
+    """Marks a case that is rarely needed or slow: it runs in `make test-all` only."""
+    return case
+
+
+def main(folder: str, cases: Sequence[str]) -> None:
+    in_tensorflow = any(word in cases[0] for word in ("tensorflow", "keras"))
     hvd = importlib.import_module("horovod.tensorflow" if in_tensorflow else "horovod.torch")
     hvd.init()
-    module = importlib.import_module(module_name)
     file = Path(folder) / f"rank{hvd.rank()}.json"
     results: dict[str, str] = {}
-    for name in [name for name in vars(module) if name.startswith("case_")]:
+    for name in cases:
+        module, _, case = name.partition(".")
         try:
-            getattr(module, name)()
+            getattr(importlib.import_module(f"tests.multirank.{module}"), case)()
             results[name] = "passed"
         except SkipTest as skipped:  # every rank must skip the same cases, before any communication
             results[name] = f"skipped: {skipped}"
@@ -38,4 +44,4 @@ def main(module_name: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])
