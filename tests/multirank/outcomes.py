@@ -92,9 +92,7 @@ def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 40
     return outcomes
 
 
-def _start(
-    wanted: Sequence[Case], count: int, controller: str, timeout: float
-) -> tuple[list[dict[Case, str]], str]:
+def _start(wanted: Sequence[Case], count: int, controller: str, timeout: float) -> tuple[list[dict[Case, str]], str]:
     """What each rank says of the cases that it came to, and the launcher's output."""
     folder = Path(mkdtemp(prefix="hvdcomp-ranks-"))
     finished = run_ranks(
