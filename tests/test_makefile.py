@@ -1,14 +1,16 @@
 """The Makefile: what the demo trains and compares, and the set-up's first step, `scripts/preflight.py`, by which
-what is missing is named with its fix before any download."""
+what is missing is named with its fix before any download; and `scripts/run-tests`, which runs the tests in parts."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -101,3 +103,77 @@ def test_the_demo_compares_every_run_and_trains_in_both_frameworks() -> None:
     (reported,) = re.findall(r"hvdcomp report (.+) --output", recipe)
     assert reported.split() == [*trained, in_tensorflow]
     assert len(set(reported.split())) == len(reported.split())
+
+
+class Suite:
+    """`scripts/run-tests` with programs in place of ruff, mypy and pytest that note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        for name in ("scripts", "bin"):
+            (folder / name).mkdir()
+        shutil.copy(ROOT / "scripts" / "run-tests", folder / "scripts")
+        for name in ("ruff", "mypy", "pytest"):
+            program = folder / "bin" / name
+            program.write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\ncase "$*" in $FAIL) exit 1 ;; esac\n')
+            program.chmod(0o755)
+
+    def run(self, *arguments: str, fail: str = "nothing", **environment: str) -> tuple[int, str, list[str]]:
+        """Exit status, output, and the programs that were called with their arguments."""
+        calls = self._folder / "calls"
+        calls.write_text("")
+        done = subprocess.run(
+            ["scripts/run-tests", *arguments],
+            cwd=self._folder,
+            env={"PATH": f"{self._folder / 'bin'}:{os.environ['PATH']}", "FAIL": fail, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path)
+
+
+def selected(calls: list[str], marks: set[str]) -> int:
+    """By how many calls of pytest a test with these marks is run."""
+    expressions = [call.partition(" -m ")[2] for call in calls if call.startswith("pytest")]
+    names = ("alone", "cluster", "thorough")
+    return sum(eval(one, {}, {name: name in marks for name in names}) for one in expressions)
+
+
+def test_the_parts_together_are_all_tests_and_make_test_leaves_out_what_is_marked(suite: Suite) -> None:
+    _, _, quick = suite.run("quick")
+    code, output, everything = suite.run("all")
+    assert code == 0, output
+    for number in range(8):
+        marks = {name for place, name in enumerate(("alone", "cluster", "thorough")) if number >> place & 1}
+        assert selected(everything, marks) == 1, marks
+        assert selected(quick, marks) == (not marks & {"cluster", "thorough"}), marks
+    for calls in (quick, everything):
+        assert calls[:2] == ["ruff check .", "mypy"]
+        assert all("--durations=40" in call for call in calls[2:])
+
+
+def test_a_part_that_fails_is_said_and_keeps_no_other_from_running(suite: Suite) -> None:
+    code, output, calls = suite.run("all", fail="*not?alone*")
+    assert code == 1
+    assert len(calls) == 5
+    assert re.search(r"in-process +FAILED +0 min 0\d s", output)
+    assert re.search(r"clusters +passed +0 min 0\d s", output)
+    assert re.search(r"In all, with set-up: 1 min 4\d s", suite.run("quick", STARTED=str(int(time.time()) - 100))[1])
+
+
+def test_some_parts_can_be_chosen_and_a_seed_repeated(suite: Suite) -> None:
+    code, output, calls = suite.run("all", "ranks", SEED="7")
+    assert code == 0
+    assert len(calls) == 1
+    assert "--hypothesis-profile=fresh --hypothesis-seed=7" in calls[0]
+    assert "make test-all SEED=7" in output
+    seeds = [re.findall(r"seed (\d+)", suite.run("all", "lint")[1]) for _ in range(2)]
+    assert seeds[0] != seeds[1]
+    assert suite.run("all", "ranks", "rank")[0] == 2
+    assert suite.run("some")[0] == 2

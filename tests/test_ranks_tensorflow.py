@@ -15,6 +15,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run
 # The first case of a setting waits for all cases of that setting.
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
 
+_BOTH = "cases_tensorflow_and_torch"  # starts a second Horovod, which wants a fresh process
 # On two ranks only where nothing depends on their number, or `cases_tensorflow` has it.
 _MODULES = {
     "cases_tensorflow": EACH_ONCE,
@@ -25,12 +26,12 @@ _MODULES = {
     "cases_keras_callback": ((2, "gloo"),),
 }
 if find_spec("torch") is not None:
-    _MODULES["cases_tensorflow_and_torch"] = EACH_ONCE
+    _MODULES[_BOTH] = ((4, "mpi"), (2, "gloo"))
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))
 def test_on_real_ranks(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
-    check(run_once(asked_for(request), count, controller), module, case)
+    check(run_once(asked_for(request, apart=(_BOTH,)), count, controller), module, case)
 
 
 # What a process decides when it starts needs processes of its own.

@@ -33,8 +33,9 @@ from tests.multirank.training_tensorflow import (
     sgd,
     weights,
 )
+from tests.multirank.worker import thorough
 
-SPECS = ["none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=4", "signsgd", "randomk:ratio=0.1"]
+SPECS = ["none", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=4"]
 
 
 def keras_model(seed: int = 7, kind: type[tf_keras.Sequential] = tf_keras.Sequential) -> Any:
@@ -92,10 +93,10 @@ def fitted(
 
 def case_fit_keeps_weights_identical() -> None:
     for spec in SPECS:
-        long = spec in SPECS[:4]
+        long = spec != "qsgd:bits=4"
         distribute = hvd_keras.DistributedOptimizer if long else hvd.DistributedOptimizer
-        epochs, rate = (5 if long else 1), (0.002 if spec == "signsgd" else 0.05)
-        model = fitted(spec, 10, epochs, sgd(rate), distribute)
+        epochs = 5 if long else 1
+        model = fitted(spec, 10, epochs, sgd(), distribute)
         assert_same_everywhere(weights(model.trainable_variables))
         assert model.ours.ledger.steps == 10 * epochs, spec
         assert model.traces <= 2, spec
@@ -110,6 +111,7 @@ def case_casts_equal_horovods_own() -> None:
         assert_like_horovods(weights(ours.trainable_variables), weights(theirs.trainable_variables), *tolerances)
 
 
+@thorough
 def case_every_optimizer() -> None:
     kinds = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"]
     optimizers = [getattr(tf_keras.optimizers, kind)(0.01, jit_compile=False) for kind in kinds]
@@ -130,16 +132,15 @@ def case_run_eagerly_and_several_steps_per_execution() -> None:
 
 
 def case_backward_passes_per_step() -> None:
-    for spec in ("topk:ratio=1", "none"):
-        for average in (False, True):
-            options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
-            ours = fitted(spec, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
-            theirs = fitted(hvd.Compression.none, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
-            assert ours.ours.ledger.steps == 4, (spec, average, ours.ours.ledger.steps)
-            assert_same_everywhere(weights(ours.trainable_variables))
-            np.testing.assert_allclose(
-                weights(ours.trainable_variables), weights(theirs.trainable_variables), rtol=1e-3, atol=1e-5
-            )
+    for spec, average in (("topk:ratio=1", False), ("none", True)):
+        options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+        ours = fitted(spec, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
+        theirs = fitted(hvd.Compression.none, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
+        assert ours.ours.ledger.steps == 4, (spec, average, ours.ours.ledger.steps)
+        assert_same_everywhere(weights(ours.trainable_variables))
+        np.testing.assert_allclose(
+            weights(ours.trainable_variables), weights(theirs.trainable_variables), rtol=1e-3, atol=1e-5
+        )
     model = fitted("powersgd:rank=2", steps=6, backward_passes_per_step=3)
     assert model.ours.ledger.steps == 2
     assert_same_everywhere(weights(model.trainable_variables))
@@ -294,6 +295,7 @@ def case_a_saved_model_is_loaded_with_our_compression() -> None:
     assert_same_everywhere(weights(loaded.trainable_variables))
 
 
+@thorough
 def case_resumed_fit_is_as_if_never_stopped() -> None:
     for policy in (_ACCORDION["policy"], "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3"):
         for lag in (0, 1):

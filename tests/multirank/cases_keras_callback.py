@@ -18,6 +18,7 @@ from horovod.tensorflow.keras import DistributedOptimizer
 import hvdcomp
 from hvdcomp.tensorflow import CompressionState
 from hvdcomp.tensorflow.keras import PolicyCallback
+from tests.multirank.worker import thorough
 
 EPOCHS, STEPS, ROWS = 2, 4, 8
 
@@ -162,6 +163,7 @@ def case_a_checkpoint_of_another_model_is_refused() -> None:
     assert "other" in message
 
 
+@thorough
 def case_validation_is_left_out_of_the_times_of_steps() -> None:
     """GraVAC with every=1 is told how long each step took: never a validation that takes as long as many of them."""
     log = Path(mkdtemp()) / "decisions.jsonl"

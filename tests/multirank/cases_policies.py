@@ -6,7 +6,7 @@ import copy
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.multirank.training import (
     small_model,
     weights,
 )
+from tests.multirank.worker import thorough
 
 _EPOCH = 4  # steps
 _STEPS = 17
@@ -111,35 +112,52 @@ class Training:
             return torch.load(file, weights_only=True)
 
 
-def _settings(lags: tuple[int, ...] = (1, 0)) -> Iterator[tuple[str, str]]:
-    for spec, policy in _LEVELS + _BATCHES:
-        for lag in lags:
-            yield spec, f"{policy},lag={lag}"
+def _settings() -> Iterator[tuple[str, str]]:
+    """Each policy with one of both lags: on four ranks with the one that it has not on two."""
+    for place, (spec, policy) in enumerate(_LEVELS + _BATCHES):
+        yield spec, f"{policy},lag={(place + hvd.size() // 2) % 2}"
 
 
-def case_all_ranks_obey_one_decision_in_the_same_step() -> None:
+def case_all_ranks_obey_one_decision_in_the_same_step_and_log_what_caused_it() -> None:
     for spec, policy in _settings():
-        training = Training(spec, policy)
-        for _ in range(_STEPS):
-            training.step()
-        everyone = hvd.allgather_object(training.plans)
-        for step in range(_STEPS):
-            assert len({plans[step] for plans in everyone}) == 1, (policy, step, [plans[step] for plans in everyone])
-        assert len(set(training.plans)) > 1, f"{policy} never changed anything"
-        assert_same_everywhere(weights(training.model))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "decisions.jsonl"
+            training = Training(spec, policy, decision_log=path)
+            for _ in range(_STEPS):
+                training.step()
+            everyone = hvd.allgather_object(training.plans)
+            for step in range(_STEPS):
+                assert len({plans[step] for plans in everyone}) == 1, (policy, step, [one[step] for one in everyone])
+            assert len(set(training.plans)) > 1, f"{policy} never changed anything"
+            assert_same_everywhere(weights(training.model))
+            if hvd.rank() == 0:
+                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                assert [line["kind"] for line in lines[:2]] == ["start", "decision"], policy
+                result = replay(path)
+                assert result.difference is None, (policy, result)
+            else:
+                assert not path.exists()
 
 
+def case_resumed_in_the_middle_is_as_if_never_stopped() -> None:
+    _check_resumed(list(_settings())[::4], stops=1)
+
+
+@thorough
 def case_resumed_at_any_step_is_as_if_never_stopped() -> None:
-    stops = np.random.default_rng(7)
-    settings = [("topk:ratio=0.02", "warmup:levels=0.5|0.2,steps=5"), ("topk:ratio=0.02", "constant:level=0.3")]
-    settings += _settings()
-    for spec, policy in settings if hvd.size() == 2 else settings[::5]:
+    schedules = [("topk:ratio=0.02", "warmup:levels=0.5|0.2,steps=5"), ("topk:ratio=0.02", "constant:level=0.3")]
+    _check_resumed([*schedules, *_settings()], stops=5)
+
+
+def _check_resumed(settings: Sequence[tuple[str, str]], stops: int) -> None:
+    random = np.random.default_rng(7)
+    for spec, policy in settings:
         whole = Training(spec, policy)
         states = []
         for _ in range(_STEPS):
             states.append(whole.state() if whole.plans else None)
             whole.step()
-        for stop in sorted(stops.choice(np.arange(1, _STEPS), 5, replace=False).tolist()):
+        for stop in sorted(random.choice(np.arange(1, _STEPS), stops, replace=False).tolist()):
             resumed = Training(spec, policy, states[stop])
             for _ in range(_STEPS - stop):
                 resumed.step()
@@ -194,22 +212,6 @@ def _mishear(training: Training) -> None:
             return super().from_json({**data, "minimum": 33.0, "send": "minimum"})
 
     coordinator.policy = Mistaken(**vars(policy))
-
-
-def case_decisions_are_logged_with_what_caused_them() -> None:
-    for spec, policy in _settings():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "decisions.jsonl"
-            training = Training(spec, policy, decision_log=path)
-            for _ in range(9):
-                training.step()
-            if hvd.rank() == 0:
-                lines = [json.loads(line) for line in path.read_text().splitlines()]
-                assert [line["kind"] for line in lines[:2]] == ["start", "decision"], policy
-                result = replay(path)
-                assert result.difference is None, (policy, result)
-            else:
-                assert not path.exists()
 
 
 def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:

@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors import EXAMPLES
 from tests.multirank.training_tensorflow import (
     Network,
     TapeTraining,
@@ -23,13 +23,10 @@ from tests.multirank.training_tensorflow import (
     weights,
 )
 
-SPECS = ["none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=4", "signsgd", "randomk:ratio=0.1"]
-
 
 def case_weights_are_identical_after_50_steps() -> None:
-    for spec in SPECS:
-        optimizer = sgd(0.002) if spec == "signsgd" else sgd()
-        training = TapeTraining(spec, optimizer=optimizer)
+    for spec in ("none", "topk:ratio=0.05", "powersgd:rank=2"):
+        training = TapeTraining(spec)
         start = training.weights
         first = np.mean([training.step() for _ in range(10)])
         training.run(30)
@@ -49,36 +46,15 @@ def case_weights_are_identical_without_a_tf_function() -> None:
         assert eager.compression.ledger.steps == 20, spec
 
 
-# Every other method, and the forms of those above.
-MORE_SPECS = [
-    "bf16",
-    "topk:ratio=0.05,values=fp16",
-    "randomk:ratio=0.1,unbiased=true",
-    "mstopk:ratio=0.05",
-    "redsync:ratio=0.05",
-    "sidco:ratio=0.05",
-    "efsignsgd",
-    "onebit",
-    "terngrad",
-    "natural",
-    "globalqsgd:bits=8",
-    "powersgd:rank=2,iterations=2",
-    "atomo:rank=2",
-    '{"second*": "topk:ratio=0.05", "numel<1100": "qsgd:bits=8", "*": "powersgd:rank=1"}',
-]
-
-
 def case_every_method_keeps_weights_identical() -> None:
-    tried = {spec.partition(":")[0] for spec in [*SPECS, *MORE_SPECS, "dgc"]}
-    assert tried >= set(COMPRESSORS), set(COMPRESSORS) - tried
-    for spec in MORE_SPECS:
-        training = TapeTraining(spec, optimizer=sgd(0.005))
+    routed = '{"second*": "topk:ratio=0.05", "numel<1100": "qsgd:bits=8", "*": "powersgd:rank=1"}'
+    for spec in [*EXAMPLES, routed]:
+        momentum = 0.0 if spec.startswith("dgc") else 0.9  # which has its own
+        training = TapeTraining(spec, optimizer=sgd(0.005, momentum=momentum))
         start = training.weights
-        training.run(6)
+        training.run(3)
         assert_same_everywhere(training.weights)
         assert not np.array_equal(start, training.weights), spec
-    training = TapeTraining("dgc:ratio=0.05", optimizer=sgd(0.02, momentum=0.0)).run(6)
-    assert_same_everywhere(training.weights)
 
 
 def case_casts_equal_horovods_own() -> None:

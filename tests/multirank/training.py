@@ -44,10 +44,10 @@ def compression(spec: str, model: torch.nn.Module, **options: Any) -> hvdcomp.Co
 
 
 def distribute(
-    model: torch.nn.Module, how: Any, learning_rate: float = 0.05, **options: Any
+    model: torch.nn.Module, how: Any, learning_rate: float = 0.05, momentum: float = 0.9, **options: Any
 ) -> torch.optim.Optimizer:
     """Horovod's optimizer around SGD with momentum."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
     return hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=how, **options
     )
