@@ -60,6 +60,7 @@ def test_loopback_is_what_ranks_with_equal_gradients_get(spec: str) -> None:
     np.testing.assert_allclose(work(LoopbackCommunicator(3)), run_ranks(3, work)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_memory_of_decoding_does_not_grow_with_the_ranks_beyond_the_payload() -> None:
     """TopK of the largest model here: 64 ranks may take the memory of their payloads more than one rank, no more."""
     pytest.importorskip("torch")
@@ -86,6 +87,7 @@ def test_the_command_writes_files(tmp_path: Path) -> None:
     assert (tmp_path / "encode.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_the_peer_runs() -> None:
     pytest.importorskip("torch")
     assert measure(Request(PEER, "resnet50", repeats=1, ranks=1, threads=2, device="cpu")).ratio > 0

@@ -159,7 +159,10 @@ def test_the_table_holds_every_method() -> None:
 
 
 @pytest.mark.skipif(len(INSTALLED) < 2, reason="needs PyTorch or TensorFlow")
-@pytest.mark.parametrize(("dtype", "size"), [*((dtype, 2) for dtype in ROUNDING), ("float32", 4)])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [*((dtype, 2) for dtype in ROUNDING), pytest.param("float32", 4, marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize("spec", EXAMPLES)
 def test_every_framework_sends_and_makes_the_same(spec: str, dtype: str, size: int) -> None:
     first, *others = (backend for backend in INSTALLED if dtype in DTYPES[backend])

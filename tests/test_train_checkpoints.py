@@ -134,13 +134,16 @@ _KINDS = {
 }
 
 
-def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds", [["residuals", "policy"], pytest.param([*_KINDS], marks=pytest.mark.thorough)], ids=["some", "all"]
+)
+def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path, kinds: list[str]) -> None:
     """One rank is told, at the start of a step in the middle of an epoch; all save after the same step."""
     (tmp_path / "data").mkdir()
     _write_cifar10(tmp_path / "data")
     runs = []
-    for name, options in _KINDS.items():
-        options = [str(tmp_path / "data") if option == "DATA" else option for option in options]
+    for name in kinds:
+        options = [str(tmp_path / "data") if option == "DATA" else option for option in _KINDS[name]]
         stopped = [*options, "--output", str(tmp_path / name / "b"), "--checkpoint-folder", str(tmp_path / name / "c")]
         runs += [
             {"options": [*options, "--output", str(tmp_path / name / "a")]},
@@ -151,7 +154,7 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> 
     for number in range(len(runs)):
         for rank in (0, 1):
             assert f"run {number} ends on rank {rank} with {EXIT_SAVED if number % 3 == 1 else 0}" in said
-    for name in _KINDS:
+    for name in kinds:
         folder = tmp_path / name
         (stopped_at,) = _summary(folder / "b")["resumed_at"]
         assert 14 <= stopped_at <= 14 + 3
@@ -160,7 +163,7 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> 
         _check_same_run(folder / "a", folder / "b", [stopped_at])
         held = [place.name for place in (folder / "c").iterdir()]
         assert held == [f"step-{_summary(folder / 'a')['steps']:08d}"], "the newest alone is kept"
-    for name in ("policy", "batch_size"):
+    for name in {"policy", "batch_size"} & {*kinds}:
         decisions = _decisions(tmp_path / name / "a")
         assert len(decisions) >= 2
         assert _decisions(tmp_path / name / "b") == decisions

@@ -150,6 +150,7 @@ def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
     assert summaries["gloo"]["accuracy"] == summaries["mpi"]["accuracy"]
 
 
+@pytest.mark.thorough
 def test_a_policy_makes_the_batch_larger(tmp_path: Path) -> None:
     """Where the schedule halves the learning rate, the batch doubles, and an epoch has half as many steps."""
     folder = tmp_path / "run"
@@ -164,6 +165,7 @@ def test_a_policy_makes_the_batch_larger(tmp_path: Path) -> None:
     assert [line["kind"] for line in _lines(folder / "decisions.jsonl")] == ["start", "decision", "decision"]
 
 
+@pytest.mark.thorough
 def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
     """Two ranks of two passes of 8 see what one process with a batch of 32 sees, and learn the same."""
     schedule = ["--warm-up", "1", "--milestones", "2", "--clip-norm", "0.5", "--nesterov", "--weight-decay", "0.01"]
@@ -182,6 +184,7 @@ def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
     assert rates[19:21] == pytest.approx([0.05, 0.005])
 
 
+@pytest.mark.thorough
 def test_language_model_on_two_ranks(tmp_path: Path) -> None:
     options = ["--model", "lstm", "--data", "stdlib-text", "--text-size", "40000", "--epochs", "3"]
     done = _ranks("mpi", *options, "--compression", "powersgd:rank=2", "--output", str(tmp_path))
@@ -195,6 +198,7 @@ def test_language_model_on_two_ranks(tmp_path: Path) -> None:
     assert "accuracy" not in summary
 
 
+@pytest.mark.thorough
 def test_batch_norm_on_two_ranks(tmp_path: Path) -> None:
     options = ["--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "256", "--epochs", "2"]
     done = _ranks("mpi", *options, "--batch-size", "32", "--output", str(tmp_path))

@@ -191,7 +191,6 @@ def _both(tmp_path: Path, *options: str) -> tuple[Path, Path]:
     return folders
 
 
-@pytest.mark.thorough
 def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
     torch_folder, folder = _both(tmp_path, "--compression", "topk:ratio=0.01", "--epochs", "3")
     ours, theirs = _summary(torch_folder), _summary(folder)
@@ -297,7 +296,7 @@ print("losses", json.dumps([*losses, *learner.evaluate(*data.test_batch(np.arang
 """
 
 
-@pytest.mark.parametrize(("model", "steps"), [("cnn", 12), ("resnet20", 5)])
+@pytest.mark.parametrize(("model", "steps"), [("cnn", 12), pytest.param("resnet20", 5, marks=pytest.mark.thorough)])
 def test_a_step_does_what_it_does_in_torch(tmp_path: Path, model: str, steps: int) -> None:
     """Momentum of Nesterov's form, weight decay, clipping, two backward passes, running statistics."""
     step = {"weight_decay": 0.1, "nesterov": True, "clip_norm": 0.5, "backward_passes_per_step": 2}
