@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import numpy as np
 import pytest
 
 # No deadline, because machines differ. Examples are derived from the test's own code, so that a run can be repeated;
@@ -35,6 +39,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if os.environ.get("HVDCOMP_INSTALL_SYSTEM_PACKAGES") == "1":
         script = Path(__file__).parents[1] / "scripts" / "install-system-packages"
         subprocess.run([script, "--slurm", "--images"], check=False)
+
+
+@pytest.fixture(autouse=True)
+def _global_random_states() -> Iterator[None]:
+    """Gives back the global random states, so that no test depends on which were run before it."""
+    torch = sys.modules.get("torch")
+    python, numpy, drawn = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
+    yield
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if torch is not None:
+        torch.set_rng_state(drawn)
 
 
 def pytest_configure(config: pytest.Config) -> None:

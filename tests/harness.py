@@ -110,7 +110,8 @@ def bits(x: Array) -> bytes:
         return np.asarray(x).tobytes()
     if framework_of(x) == "tensorflow":
         return x.numpy().tobytes()
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = x.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
 
 
 def copy(x: Array) -> Array:

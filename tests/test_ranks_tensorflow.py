@@ -26,7 +26,7 @@ _MODULES = {
     "cases_keras_callback": ((2, "gloo"),),
 }
 if find_spec("torch") is not None:
-    _MODULES[_BOTH] = ((4, "mpi"), (2, "gloo"))
+    _MODULES[_BOTH] = EACH_ONCE
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))

@@ -35,7 +35,7 @@ from tests.multirank.training_tensorflow import (
 )
 from tests.multirank.worker import thorough
 
-SPECS = ["none", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=4"]
+SPECS = ["none", "topk:ratio=0.05", "qsgd:bits=4"]
 
 
 def keras_model(seed: int = 7, kind: type[tf_keras.Sequential] = tf_keras.Sequential) -> Any:

@@ -22,6 +22,7 @@ from tests.multirank.training_tensorflow import (
     sgd,
     weights,
 )
+from tests.multirank.worker import thorough
 
 
 def case_weights_are_identical_after_50_steps() -> None:
@@ -39,13 +40,14 @@ def case_weights_are_identical_after_50_steps() -> None:
 
 
 def case_weights_are_identical_without_a_tf_function() -> None:
-    for spec in ("none", "topk:ratio=0.05", "powersgd:rank=2"):
+    for spec in ("none", "topk:ratio=0.05"):
         eager, graph = TapeTraining(spec, graph=False).run(20), TapeTraining(spec).run(20)
         assert_same_everywhere(eager.weights)
         np.testing.assert_allclose(eager.weights, graph.weights, rtol=1e-4, atol=1e-5)
         assert eager.compression.ledger.steps == 20, spec
 
 
+@thorough
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"second*": "topk:ratio=0.05", "numel<1100": "qsgd:bits=8", "*": "powersgd:rank=1"}'
     for spec in [*EXAMPLES, routed]:
@@ -257,7 +259,7 @@ def case_warm_up_schedule() -> None:
 
 
 def case_the_same_seed_gives_the_same_run() -> None:
-    for spec in ("topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2", "qsgd:bits=4"):
+    for spec in ("topk:ratio=0.05", "qsgd:bits=4"):
         results = []
         for seed in (1, 1, 2):
             before = np.random.get_state()[1].tolist()
