@@ -101,8 +101,8 @@ def _settings() -> Iterator[tuple[str, str]]:
 
 
 def case_all_ranks_obey_one_decision_in_the_same_step_without_a_new_trace() -> None:
-    """Which policy decides, TensorFlow does not see: one of levels, one of a schedule, one of both knobs."""
-    _check_obeyed([*list(_settings())[::4], _SCHEDULES[0]])
+    """Which policy decides, TensorFlow does not see: some that change levels, the batch size, or follow a schedule."""
+    _check_obeyed([*list(_settings())[::3], _SCHEDULES[0]])
 
 
 @thorough
