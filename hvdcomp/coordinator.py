@@ -193,19 +193,19 @@ class Coordinator:
 
     def start_log(self) -> None:
         """Writes down, on rank 0, where this run begins or is resumed."""
-        if self._log is None:
-            return
-        self._log.start(
-            step=self.progress.step,
-            epoch=self.progress.epoch_or_none,
-            policy=str(self.policy),
-            compressor=str(self._engine.compressor),
-            tensors={name: self._engine.tensors[name].shape for name in self.names},
-            steps_per_epoch=self.progress.steps_per_epoch,
-            ranks=self._engine.communicator.size,
-            state=self.policy.to_json(self._latest),
-            decision=decision_to_json(self.policy.decision(self._latest)),
-        )
+        if self._log is not None:
+            self._write_down(
+                self._log.start,
+                step=self.progress.step,
+                epoch=self.progress.epoch_or_none,
+                policy=str(self.policy),
+                compressor=str(self._engine.compressor),
+                tensors={name: self._engine.tensors[name].shape for name in self.names},
+                steps_per_epoch=self.progress.steps_per_epoch,
+                ranks=self._engine.communicator.size,
+                state=self.policy.to_json(self._latest),
+                decision=decision_to_json(self.policy.decision(self._latest)),
+            )
 
     # What is gathered.
 
@@ -276,10 +276,9 @@ class Coordinator:
             return
         state, decision = self.policy.decide(self._latest, statistics)
         self._be_ahead(state)
-        if self._log is None:
-            return
-        try:
-            self._log.decision(
+        if self._log is not None:
+            self._write_down(
+                self._log.decision,
                 step=statistics.step,
                 epoch=statistics.epoch,
                 from_step=self.progress.step,
@@ -287,8 +286,13 @@ class Coordinator:
                 state=self.policy.to_json(self._latest),
                 decision=decision_to_json(decision),
             )
-        except ConfigurationError as error:  # a full disk must not end the training, nor leave the other ranks waiting
-            warnings.warn(f"decisions are no longer logged: {error}", stacklevel=2)
+
+    def _write_down(self, write: Callable[..., None], **record: Any) -> None:
+        """Adds a line to the log. A full disk must not end the training, nor leave the other ranks waiting."""
+        try:
+            write(**record)
+        except ConfigurationError as error:
+            warnings.warn(f"decisions are no longer logged: {error}", stacklevel=3)
             self._log = None
 
     def _room(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
-import io
 import json
 import math
 import numbers
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.files import RecordFile
 from hvdcomp.policies.base import Statistics
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -89,7 +89,8 @@ class Decided:
 class DecisionLog:
     """Writes a decision log, on rank 0. A log that is there already is continued, after a last line cut short.
 
-    The file is opened with the first line, and each line is flushed, so that a run that is killed leaves all it did.
+    The file is opened with the first line, and each line is written at once, so that a run that is killed leaves all it
+    did. On a full disk the file ends with the last whole line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +100,7 @@ class DecisionLog:
             ConfigurationError: if it cannot, or if it is another kind of file.
         """
         self.path = Path(path)
-        self._file: io.BufferedWriter | None = None
+        self._file: RecordFile | None = None
         try:
             _check_writable(self.path)
         except OSError as error:
@@ -179,9 +180,8 @@ class DecisionLog:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 if self.path.is_file():
                     _mend(self.path)
-                self._file = self.path.open("ab")
+                self._file = RecordFile(self.path)
             self._file.write(line)
-            self._file.flush()
         except OSError as error:
             raise self._cannot(error) from None
 

@@ -31,6 +31,16 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_a_log_that_a_full_disk_does_not_even_let_begin_stops_nobody(tmp_path: Path) -> None:
+    """Rank 0 alone has the log: an error there would leave the others waiting."""
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    log.path.symlink_to("/dev/full")
+    policy = {"asked": frozenset({NORMS}), "often": Period(steps=2), "decisions": at_ratio(0.5, 0.1)}
+    with pytest.warns(UserWarning, match=r"decisions are no longer logged: .* No space left on device"):
+        runs = drive(policy, "numpy", 4, log=log)
+    assert [len(driven.plans) for driven, _ in runs] == [4, 4]
+
+
 @every_lag
 @every_backend
 @pytest.mark.parametrize("asked", [{NORMS}, {NORMS, RATES}])

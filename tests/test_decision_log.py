@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -242,6 +244,30 @@ def test_another_file_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not a decision log"):
         DecisionLog(path)
     assert path.read_text() == '{"step": 1, "loss": 0.5'
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path) -> None:
+    """In a process of its own, none of whose files can grow beyond what fills it: a real error of a real write."""
+    code = """
+import resource, sys
+from pathlib import Path
+from hvdcomp.errors import ConfigurationError
+from tests.test_decision_log import START, DecisionLog
+path = Path(sys.argv[1])
+log = DecisionLog(path)
+log.start(**START)
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, resource.RLIM_INFINITY))
+try:
+    log.start(**START)
+except ConfigurationError as error:
+    print(error)
+"""
+    path = tmp_path / "decisions.jsonl"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"the decision log {path} cannot be written: File too large; name another file\n"
+    assert done.stderr == "", "nothing more from closing the file"
+    assert path.read_bytes().endswith(b"\n")
+    assert len(list(read_decisions(path))) == 1
 
 
 def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:

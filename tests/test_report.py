@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -157,7 +159,71 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
     folder = write_run(tmp_path / "run", **{key: "high"})
     result = report(folder, "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert result.output.endswith(f"{key} is 'high', not a number\n")
+    assert f'{key}: "high" is not a number; remove it to have the run read as unfinished' in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("summary.json", {"ms_per_step": "5"}, 'ms_per_step: "5" is not a number'),
+        ("summary.json", {"world_size": True}, "world_size: true is not a number"),
+        ("summary.json", {"accuracy": [1]}, "accuracy: [1] is not a number"),
+        ("summary.json", {"seed": 10**400}, "is too large a number"),
+        ("summary.json", {"model": {"a": 1}}, 'model: {"a": 1} is not a text'),
+        ("summary.json", {"options": [1]}, "options: [1] is not an object"),
+        ("steps.jsonl", {"loss": "0.5"}, 'steps.jsonl, line 2 is not a record of a run: "0.5" is not a number'),
+        ("steps.jsonl", {"ms": 10**400}, "is too large a number"),
+        ("steps.jsonl", [1, 2], "line 2 is not a record of a run: [1, 2]"),
+        ("epochs.jsonl", {"accuracy": {}}, "line 2 is not a record of a run: {} is not a number"),
+    ],
+)
+def test_wrong_but_valid_json_is_refused(tmp_path, name, wrong, said):
+    folder = write_run(tmp_path / "run")
+    path = folder / name
+    if name == "summary.json":
+        path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    else:
+        lines = path.read_text().splitlines()
+        lines[1] = json.dumps(wrong if isinstance(wrong, list) else json.loads(lines[1]) | wrong)
+        path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RunError) as caught:
+        find_runs([folder])
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_last_line_that_is_whole_and_wrong_is_refused(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with (folder / "steps.jsonl").open("a") as file:
+        file.write("[1, 2]")
+    with pytest.raises(RunError, match=r"line 61 is not a record of a run: \[1, 2\]"):
+        find_runs([folder])
+
+
+def test_names_that_look_like_formulas_are_text_in_the_csv(tmp_path):
+    write_run(tmp_path / "runs" / "=cmd()", "@SUM(A1)", status="-1")
+    result = report(tmp_path / "runs", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    with (tmp_path / "out/report.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["run"], row["spec"], row["status"]) == ("'=cmd()", "'@SUM(A1)", "'-1")
+
+
+def test_a_full_disk_leaves_an_earlier_report_as_it_was(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert report(run, "--output", tmp_path / "out").exit_code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    program = (
+        "import resource, sys; from hvdcomp.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, resource.RLIM_INFINITY)); main()"
+    )
+    write_run(tmp_path / "other", "topk:ratio=0.01")
+    command = [sys.executable, "-c", program, "report", run, tmp_path / "other", "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("Error: the report cannot be written: File too large")
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_baseline_is_missing_named_or_unknown(tmp_path):

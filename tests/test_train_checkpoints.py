@@ -19,9 +19,10 @@ pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvd
 pytestmark = pytest.mark.alone
 
 # Runs `hvdcomp train` once per entry of a list, on ranks that stay. An entry may say after how many steps rank 1 gets a
-# signal, or a Python statement to run then on each rank. The ranks look every three steps whether one was told to stop.
+# signal, or a Python statement to run then on each rank; or a statement to run before it. A statement may fill the
+# disk: no file can then grow beyond so many bytes. The ranks look every three steps whether one was told to stop.
 _PROGRAM = """
-import json, os, shutil, signal, sys
+import json, os, resource, shutil, signal, sys
 from pathlib import Path
 
 import click
@@ -47,9 +48,14 @@ def step(self, *batch):
             os.kill(os.getpid(), getattr(signal, at["signal"]))
     return real_step(self, *batch)
 
+def fill_disk(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
 learner.step = step
 for run in runs:
     at, made = run.get("at", {}), 0
+    fill_disk(resource.RLIM_INFINITY)
+    exec(run.get("before", ""))
     options = ["--framework", run.get("framework", "torch"), "--no-progress", *run["options"]]
     try:
         code = command.main(options, "train", standalone_mode=False) or 0
@@ -161,8 +167,9 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path, kin
         steps = [line["step"] for line in _lines(folder / "b" / "epochs.jsonl")]
         assert stopped_at not in steps, "it stopped within an epoch"
         _check_same_run(folder / "a", folder / "b", [stopped_at])
-        held = [place.name for place in (folder / "c").iterdir()]
-        assert held == [f"step-{_summary(folder / 'a')['steps']:08d}"], "the newest alone is kept"
+        held = _held(folder / "c")
+        assert len(held) == 2, "the newest two are kept"
+        assert held[1] == f"step-{_summary(folder / 'a')['steps']:08d}"
     for name in {"policy", "batch_size"} & {*kinds}:
         decisions = _decisions(tmp_path / name / "a")
         assert len(decisions) >= 2
@@ -175,14 +182,18 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
     options += ["--checkpoint-every", "7", "--tensorboard"]
     killed = _launch(2, tmp_path, [{"options": options, "at": {"step": 30, "signal": "SIGKILL"}}])
     assert killed.returncode != 0
-    assert [place.name for place in (tmp_path / "c").glob("step-????????")] == ["step-00000028"]
+    assert _held(tmp_path / "c") == ["step-00000021", "step-00000028"]
     (tmp_path / "c" / "step-00000035.part").mkdir()  # as of a run that was killed while it saved
     with (tmp_path / "b" / "steps.jsonl").open("a") as file:
         file.write('{"step": 31, "lo')  # and one that was killed while it wrote
     _run(2, tmp_path, [{"options": options}, {"options": whole}])
     _check_same_run(tmp_path / "a", tmp_path / "b", [28])
-    assert [place.name for place in (tmp_path / "c").iterdir()] == ["step-00000060"]
+    assert _held(tmp_path / "c") == ["step-00000056", "step-00000060"]
     _check_tensorboard(tmp_path / "b")
+
+
+def _held(folder: Path) -> list[str]:
+    return sorted(place.name for place in folder.iterdir())
 
 
 def _check_tensorboard(folder: Path) -> None:
@@ -237,6 +248,89 @@ def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_with_the_reason(tmp
     assert "the one before it, if any, is complete" in said
     assert _summary(tmp_path / "b")["status"] == "failed"
     assert [line["step"] for line in _lines(tmp_path / "b" / "steps.jsonl")] == list(range(1, 15))
+
+
+@pytest.mark.thorough
+def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
+    """Rank 1 alone reads what is damaged. What the run then does is what it had done, bit for bit."""
+    folder = tmp_path / "c"
+    options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(folder), "--checkpoint-every", "7"]
+    flip = """
+if rank == 0:
+    file = max(Path({folder!r}).glob("step-*/{name}"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+"""
+    # As versions before the digests wrote it.
+    strip = f"""
+if rank == 0:
+    for place in Path({str(folder)!r}).iterdir():
+        (place / "SHA256SUMS").unlink()
+        for file in place.glob("run-*.json"):
+            file.write_text(json.dumps({{**json.loads(file.read_text()), "format": 1}}))
+"""
+    stop = {"step": 10, "signal": "SIGUSR1"}
+    said = _run(
+        2,
+        tmp_path,
+        [
+            {"options": [*_TOPK, "--output", str(tmp_path / "a")]},
+            {"options": options, "at": {**stop, "step": 24}},
+            {"options": options, "before": flip.format(folder=str(folder), name="rank-1.pt"), "at": stop},
+            {"options": options, "before": strip},
+            {"options": options, "before": flip.format(folder=str(folder), name="rank-1.pt")},
+            {
+                "options": options,
+                "before": f"if rank == 0: [f.write_text('[]') for f in Path({str(folder)!r}).glob('*/run-1.json')]",
+            },
+        ],
+    )
+    resumed_at = _summary(tmp_path / "b")["resumed_at"]
+    assert resumed_at[0] == 21
+    assert 21 < resumed_at[1] < 35
+    assert said.count("rank-1.pt is not what was written (its SHA-256 differs") == 2, "once a run, by rank 0"
+    assert resumed_at[2:] == [56], "the run was over, and its last step was made again"
+    _check_same_run(tmp_path / "a", tmp_path / "b", resumed_at)
+    for rank in (0, 1):
+        assert f"run 3 ends on rank {rank} with 0" in said
+        assert f"run 5 ends on rank {rank} with 2" in said
+    assert "holds no checkpoint that can be read" in " ".join(said.split())
+
+
+def test_a_full_disk_ends_all_ranks_with_the_first_cause(tmp_path: Path) -> None:
+    folder, output = tmp_path / "c", tmp_path / "b"
+    (tmp_path / "file").write_text("")
+    saved = [*_TOPK, "--checkpoint-folder", str(folder), "--checkpoint-every", "7"]
+    file = str(output / "steps.jsonl")
+    runs: list[dict[str, Any]] = [
+        {"options": [*_TOPK, "--output", str(tmp_path / "a"), "--checkpoint-folder", str(tmp_path / "d")]},
+        {
+            "options": [*_TOPK, "--tensorboard", "--output", str(output)],
+            "at": {"step": 21, "do": f"rank == 0 and fill_disk(os.path.getsize({file!r}) + 40)"},
+        },
+        {"options": saved, "at": {"step": 10, "do": "rank == 1 and fill_disk(5000)"}},
+        {"options": saved},
+        {"options": [*_TOPK, "--output", str(tmp_path / "file" / "below")]},
+        {"options": [*_TOPK, "--output", "/proc/hvdcomp"]},
+        {"options": [*_TOPK, "--output", str(tmp_path / ("long" * 100))]},
+    ]
+    said = _run(2, tmp_path, runs)
+    assert "Traceback" not in said
+    for number, code in enumerate((0, 1, 1, 0, 2, 2, 2)):
+        for rank in (0, 1):
+            assert f"run {number} ends on rank {rank} with {code}" in said, number
+    assert said.count(f"Error: {file} cannot be written: File too large; what was written before is whole") == 2
+    assert [line["step"] for line in _lines(output / "steps.jsonl")] == list(range(1, 21))
+    assert f"{file} cannot be written" in _summary(output)["error"]
+    assert not list(output.glob("*.part"))
+    assert said.count(f"the checkpoint in {folder} cannot be written on rank 1: File too large") == 2
+    assert _held(folder) == ["step-00000056", "step-00000060"]
+    assert said.count("going on after step 7 ") == 1
+    weights = [place / "step-00000060" / "model.pt" for place in (folder, tmp_path / "d")]
+    assert weights[0].read_bytes() == weights[1].read_bytes(), "the run of before, bit for bit"
+    for place in (tmp_path / "file" / "below", Path("/proc/hvdcomp"), tmp_path / ("long" * 100)):
+        assert said.count(f"--output {place}") == 1, "rank 0 alone says it"
 
 
 @pytest.mark.thorough

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import csv
+import io
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdcomp.bench.fit import NOISY
+from hvdcomp.files import csv_of, replace_files
 from hvdcomp.perfmodel import Adviser, Setting, from_json
 from hvdcomp.robust import median_with_error
 from hvdcomp.spec import parse_compressor
@@ -201,19 +202,20 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
 
     Args:
         details: what else belongs into the JSON: options, calibrations, all step times.
+
+    Raises:
+        OSError: one cannot be written. Whoever is interrupted, or fills the disk, still has the files of before.
     """
     files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
     tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
     data = {name: [asdict(one) for one in table] for name, table in tables.items()} | details
-    part = files[0].with_suffix(".part")  # whoever is interrupted here still has the whole file of before
-    part.write_text(json.dumps(data) + "\n")  # step times and tensors: nothing that is read line by line
-    part.replace(files[0])
-    with files[1].open("w", newline="") as stream:
-        table = csv.DictWriter(stream, [field.name for field in fields(Row)])
-        table.writeheader()
-        table.writerows(asdict(row) for row in rows)
-    files[2].write_text(markdown(rows, details))
-    _draw(rows, files[3])
+    contents = (
+        json.dumps(data).encode() + b"\n",  # step times and tensors: nothing that is read line by line
+        csv_of([asdict(row) for row in rows]),
+        markdown(rows, details).encode(),
+        _drawn(rows),
+    )
+    replace_files(dict(zip(files, contents, strict=True)))
     return files
 
 
@@ -330,8 +332,8 @@ def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> l
     return [f"| {' | '.join(row)} |" for row in every]
 
 
-def _draw(rows: Sequence[Row], file: Path) -> None:
-    """Measured against predicted: on the diagonal they are equal."""
+def _drawn(rows: Sequence[Row]) -> bytes:
+    """A PNG of measured against predicted: on the diagonal they are equal."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -362,4 +364,6 @@ def _draw(rows: Sequence[Row], file: Path) -> None:
     axes.set_ylabel("predicted time of a step (ms)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    return image.getvalue()

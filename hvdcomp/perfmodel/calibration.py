@@ -16,6 +16,7 @@ from typing import Any
 from hvdcomp.bench.shapes import MODELS, tensors_of
 from hvdcomp.collectives import TensorInfo, dtype_bytes
 from hvdcomp.errors import SpecError
+from hvdcomp.files import replace_text
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.fields import CalibrationError, Fields
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network
@@ -101,8 +102,12 @@ def load(source: str | Path) -> Calibration:
 
 
 def save(calibration: Calibration, file: Path) -> None:
-    """Writes a calibration so that `load` reads it again."""
-    file.write_text(json.dumps(as_json(calibration), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Writes a calibration so that `load` reads it again.
+
+    Raises:
+        OSError: if it cannot be written; a file that was there before is as it was.
+    """
+    replace_text(file, json.dumps(as_json(calibration), indent=1, allow_nan=False) + "\n")
 
 
 def from_json(data: Any, where: str = "the calibration") -> Calibration:

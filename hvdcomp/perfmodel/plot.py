@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.advice import DENSE
 from hvdcomp.perfmodel.sweep import AXES, Sweep
 
@@ -20,7 +22,7 @@ _LINES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
-    """Writes a PNG.
+    """Writes a PNG. Raises OSError if it cannot be written.
 
     Args:
         swept: what to draw.
@@ -50,7 +52,9 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
         if marked is not None and swept.values[0] <= marked <= swept.values[-1]:
             axes.axvline(marked, color="0.5", linestyle=":", linewidth=1)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(file, dpi=90)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=90)
+    replace_files({file: image.getvalue()})
 
 
 def _plain_ticks(axes: Axes) -> None:

@@ -4,7 +4,6 @@ report.csv; and every figure as PNG and SVG."""
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import json
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ import jinja2
 from matplotlib.figure import Figure
 
 import hvdcomp
+from hvdcomp.files import csv_of, replace_files
 from hvdcomp.report.curves import draw_section
 from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.runs import Run
@@ -22,32 +22,36 @@ from hvdcomp.report.table import Section, cells, policy_line
 
 
 def write_report(folder: Path, sections: list[Section]) -> Path:
-    """Write the report into `folder`, made if missing, and return the path of report.html."""
+    """Write the report into `folder`, made if missing, and return the path of report.html.
+
+    Raises:
+        OSError: a file cannot be written; those of an earlier report are then as they were.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
     document = {"hvdcomp": getattr(hvdcomp, "__version__", None), "rows": rows}
-    (folder / "report.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    with (folder / "report.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    shown = [_render(folder, section, number) for number, section in enumerate(sections, start=1)]
+    files: dict[str, bytes] = {}
+    shown = [_render(files, section, number) for number, section in enumerate(sections, start=1)]
     loader = jinja2.PackageLoader("hvdcomp.report", ".")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = folder / "report.html"
-    text = environment.get_template("report.html").render(sections=shown)
-    page.write_bytes(text.encode("utf-8", errors="replace"))
-    return page
+    page = environment.get_template("report.html").render(sections=shown)
+    files["report.json"] = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+    files["report.csv"] = csv_of(rows)
+    files["report.html"] = page.encode("utf-8", errors="replace")
+    replace_files({folder / name: content for name, content in files.items()})
+    return folder / "report.html"
 
 
-def _render(folder: Path, section: Section, number: int) -> dict[str, Any]:
-    """What the page shows of a section. A policy's decisions are shown of one run in each group, and with the details
-    of the others."""
-    figures = _save_figures(folder, f"{number}", draw_section(section))
+def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str, Any]:
+    """What the page shows of a section, whose figures are added to `files`.
+
+    A policy's decisions are shown of one run in each group, and with the details of the others.
+    """
+    figures = _add_figures(files, f"{number}", draw_section(section))
     first = [next((run for run in group.runs if run.decisions is not None), None) for group in section.groups]
     details = []
     for place, run in enumerate(section.runs, start=1):
-        decisions = _save_figures(folder, f"{number}-run{place}", draw_decisions(run))
+        decisions = _add_figures(files, f"{number}-run{place}", draw_decisions(run))
         if run in first:
             figures += decisions
         details.append({**_details(run), "figures": [] if run in first else decisions})
@@ -60,13 +64,14 @@ def _render(folder: Path, section: Section, number: int) -> dict[str, Any]:
     }
 
 
-def _save_figures(folder: Path, stem: str, drawn: Iterable[tuple[str, str, Figure]]) -> list[dict[str, str]]:
+def _add_figures(
+    files: dict[str, bytes], stem: str, drawn: Iterable[tuple[str, str, Figure]]
+) -> list[dict[str, str]]:
     figures = []
     for name, caption, figure in drawn:
-        path = folder / f"{stem}-{name}"
-        path.with_suffix(".png").write_bytes(_image(figure, "png", facecolor="white"))
         svg = _image(figure, "svg", transparent=True)
-        path.with_suffix(".svg").write_bytes(svg)
+        files[f"{stem}-{name}.png"] = _image(figure, "png", facecolor="white")
+        files[f"{stem}-{name}.svg"] = svg
         # As an image, unlike as inline SVG, nothing in it can run or clash with the ids of another figure.
         source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
         figures.append({"caption": caption, "source": source})

@@ -22,8 +22,11 @@ RUN_FILES = ("steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
 METRICS = ("accuracy", "perplexity")
 PHASES = ("encode", "communicate", "decode")
+_HINT = "remove it to have the run read as unfinished"
+_TEXTS = ("status", "model", "data", "spec")
 _NUMBERS = (*METRICS, "ms_per_step", "bytes_sent_per_step", "compression_factor", "world_size", "seed")
 # Options that say where and with which seed a run went; what was run is told by the others and by the spec.
+_LONGEST = 60  # characters of a value in a message
 _NOT_COMPARED = {"compression", "data_dir", "output", "overwrite", "progress", "seed", "tensorboard"}
 
 
@@ -58,11 +61,7 @@ class Run:
 
     def number(self, key: str) -> float | None:
         """A field of the summary as a finite number, or None."""
-        try:
-            return finite(self.summary.get(key))
-        except (TypeError, ValueError):
-            path = self.folder / "summary.json"
-            raise RunError(f"{path}: {key} is {self.summary[key]!r}, not a number") from None
+        return finite(as_number(self.summary.get(key)))
 
     def count(self, key: str) -> int | None:
         """A field of the summary as a whole number, or None."""
@@ -154,9 +153,32 @@ class Run:
         return float(np.median(values)) if values.size else None
 
 
-def finite(value: Any) -> float | None:
-    """`value` as a float, or None where there is no finite number."""
-    return float(value) if value is not None and np.isfinite(float(value)) else None
+def as_number(value: Any) -> float:
+    """A number of parsed JSON, NaN for null.
+
+    Raises:
+        TypeError: it is something else, such as a text.
+        ValueError: it is too large.
+    """
+    if value is None:
+        return np.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{shortened(value)} is not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{shortened(value)} is too large a number") from None
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where it is not finite."""
+    return float(value) if np.isfinite(value) else None
+
+
+def shortened(value: Any) -> str:
+    """A value of a message, which may be a whole file."""
+    text = printable(json.dumps(value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def last(values: np.ndarray) -> float | None:
@@ -211,20 +233,30 @@ def _read_run(folder: Path, name: str) -> Run:
     if path.exists():
         try:
             summary = json.loads(path.read_bytes())
-        except ValueError as error:
-            hint = "remove it to have the run read as unfinished"
-            raise RunError(f"{path} is not JSON ({error}); {hint}") from None
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{path} is not JSON ({error}); {_HINT}") from None
         if not isinstance(summary, dict):
-            raise RunError(f"{path} holds {type(summary).__name__}, not an object of named values")
+            raise RunError(f"{path} holds {shortened(summary)}, not an object of named values; {_HINT}")
+        _check_summary(path, summary)
     phases = (f"{phase}_ms" for phase in PHASES)
     step_fields = ("step", "epoch", "loss", "learning_rate", "ms", "bytes_sent", "dense_bytes", *phases)
     epoch_fields = ("epoch", "step", "test_loss", "bytes_sent", *METRICS)
     steps = _read_columns(folder / "steps.jsonl", step_fields)
     epochs = _read_columns(folder / "epochs.jsonl", epoch_fields)
-    run = Run(name, folder, summary, steps, epochs, _read_decisions(folder / "decisions.jsonl"))
+    return Run(name, folder, summary, steps, epochs, _read_decisions(folder / "decisions.jsonl"))
+
+
+def _check_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Refuses here what could not be shown later."""
     for key in _NUMBERS:
-        run.number(key)  # refused here, before anything is shown
-    return run
+        try:
+            as_number(summary.get(key))
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{path}: {key}: {error}; {_HINT}") from None
+    for key, kind, words in (*((key, str, "a text") for key in _TEXTS), ("options", dict, "an object")):
+        value = summary.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise RunError(f"{path}: {key}: {shortened(value)} is not {words}; {_HINT}")
 
 
 def _read_decisions(path: Path) -> Decisions | None:
@@ -243,11 +275,15 @@ def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
             continue
         try:
             record = json.loads(line)
-            values = [record.get(field) for field in fields]
-            records.append([np.nan if value is None else float(value) for value in values])
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
+            raise RunError(f"{path}, line {number} is not a record of a run: {error}") from None
+        if not isinstance(record, dict):
+            raise RunError(f"{path}, line {number} is not a record of a run: {shortened(record)}")
+        try:
+            records.append([as_number(record.get(field)) for field in fields])
+        except (TypeError, ValueError) as error:
             raise RunError(f"{path}, line {number} is not a record of a run: {error}") from None
     table = np.array(records, dtype=float).reshape(len(records), len(tuple(fields)))
     return dict(zip(fields, table.T, strict=True))

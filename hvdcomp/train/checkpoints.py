@@ -2,11 +2,14 @@
 
 A checkpoint is a folder `step-N` of files from all ranks: what the learner writes of the model, the optimizer and the
 compression, and where the run was. It is written under another name and renamed when all ranks have written their part,
-so that a folder of this name is complete; only then is the one before it removed.
+so that a folder of this name is complete; only then is all but it and the one before it removed. A file SHA256SUMS, as
+`sha256sum` writes and checks it, holds the digests of all others. They are checked before a run goes on: if the newest
+checkpoint is damaged, all ranks go on from the one before it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -17,9 +20,10 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.files import write_file
 from hvdcomp.train.learner import Learner
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.settings import Settings, SetupError
@@ -31,11 +35,15 @@ A launcher may kill the last ranks while they end, and srun returns the largest 
 signals, which are 128 and the signal's number.
 """
 
-_FORMAT = 1
+_FORMAT = 2
+_FORMATS = (1, _FORMAT)  # the first one had no digests
 _COMPLETE = re.compile(r"step-(\d+)")
 _PART = ".part"
+_DIGESTS = "SHA256SUMS"
 # What a run may go on with changed: where things are and are shown, how long it is.
 _MAY_CHANGE = {"epochs", "overwrite", "progress", "tensorboard", "checkpoint_every"}
+
+Done = TypeVar("Done")
 
 
 class Warnings:
@@ -72,6 +80,9 @@ class Checkpoints:
     Args:
         settings: which name the folder, the same on all hosts.
         facts: in which a run that goes on must agree with the one that was saved, as JSON.
+
+    Attributes:
+        damaged: what is wrong with checkpoints newer than the one that was found, the same on all ranks.
     """
 
     def __init__(self, settings: Settings, facts: Mapping[str, Any], ranks: Ranks) -> None:
@@ -81,7 +92,8 @@ class Checkpoints:
         self._ranks = ranks
         kept = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
         self._facts = json.loads(json.dumps({**kept, "ranks": ranks.size}))
-        self._saved = -1  # the step of the newest
+        self._saved = -1  # the step of the newest that is not damaged
+        self.damaged: list[str] = []
 
     def due(self, step: int) -> bool:
         """Whether there is to be one after this step."""
@@ -93,20 +105,30 @@ class Checkpoints:
         return self._every is None
 
     def find(self) -> dict[str, Any] | None:
-        """What `save` was given for the newest checkpoint; None if there is none. Call it on every rank.
+        """What `save` was given for the newest checkpoint that is not damaged; None if there is no checkpoint.
+
+        Call it on every rank.
 
         Raises:
-            RunRefused: on every rank, if it is of another run, or cannot be read.
+            RunRefused: on every rank, if it is of another run, or all are damaged.
         """
         ranks = self._ranks
-        newest = ranks.together(self._newest)
-        if len(set(ranks.gather(newest, "checkpoint"))) > 1:
+        steps = ranks.together(self._steps)
+        if any(others != steps for others in ranks.gather(steps, "checkpoint")):
             ranks.together(self._refuse_different)
-        self._saved = newest
-        return None if newest < 0 else ranks.together(lambda: self._read(newest))
+        for step in steps:
+            # Each rank looks at a part of the files; all hear of the same damage.
+            found = [damage for damage in ranks.gather(self._damage(step), "checkpoint") if damage is not None]
+            if not found:
+                self._saved = step
+                return ranks.together(self._read)
+            self.damaged.append(found[0])
+        if self.damaged:
+            ranks.together(self._refuse_damaged)
+        return None
 
-    def _newest(self) -> int:
-        """The step of the newest checkpoint, or -1."""
+    def _steps(self) -> list[int]:
+        """The steps of all checkpoints, the newest first."""
         try:
             if self._ranks.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +137,7 @@ class Checkpoints:
             names = os.listdir(self.folder) if self.folder.is_dir() else []
         except OSError as error:
             raise SetupError(f"--checkpoint-folder {self.folder}: {error.strerror or error}; name another") from None
-        return max((int(match[1]) for match in map(_COMPLETE.fullmatch, names) if match), default=-1)
+        return sorted((int(match[1]) for match in map(_COMPLETE.fullmatch, names) if match), reverse=True)
 
     def _refuse_different(self) -> bool:
         raise SetupError(
@@ -123,16 +145,49 @@ class Checkpoints:
             "of them share"
         )
 
-    def _read(self, step: int) -> dict[str, Any]:
-        place = self._place(step)
+    def _refuse_damaged(self) -> None:
+        raise SetupError(
+            f"--checkpoint-folder {self.folder} holds no checkpoint that can be read: {'; '.join(self.damaged)}; "
+            "remove what it holds to start anew, or name another folder"
+        )
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with this rank's share of the files of a checkpoint, or None."""
+        place, ranks = self._place(step), self._ranks
+        try:
+            digests = _read_digests(place)
+            for name in sorted(digests)[ranks.rank :: ranks.size]:
+                if _sha256(place / name) != digests[name]:
+                    return f"{place / name} is not what was written (its SHA-256 differs from that in {_DIGESTS})"
+            if self._record(place)["format"] == _FORMAT and not digests:
+                return f"{place} is damaged: it has no {_DIGESTS}"
+        except (OSError, ValueError) as error:
+            return f"{place} is damaged: {error}"
+        return None
+
+    def _record(self, place: Path) -> dict[str, Any]:
+        """What `save` wrote of this rank's run.
+
+        Raises:
+            OSError, ValueError: if it cannot be read, or is something else.
+        """
         file = place / self._run_file(self._ranks.rank)
         if not file.exists():  # the run had fewer ranks, as rank 0's file says
             file = place / self._run_file(0)
         try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise SetupError(f"{file} cannot be read: {error}; remove {place}, or name another folder") from None
-        if record.get("format") != _FORMAT:
+            record = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file.name} cannot be read: {error}") from None
+        if not isinstance(record, dict) or "format" not in record:
+            raise ValueError(f"{file.name} is not as hvdcomp writes it")
+        if record["format"] in _FORMATS and not all(isinstance(record.get(key), dict) for key in ("facts", "run")):
+            raise ValueError(f"{file.name} is not as hvdcomp writes it: it lacks the facts of a run")
+        return record
+
+    def _read(self) -> dict[str, Any]:
+        place = self._place(self._saved)
+        record = self._record(place)
+        if record["format"] not in _FORMATS:
             raise SetupError(f"{place} is of another version of hvdcomp; name another --checkpoint-folder")
         for name in sorted({*record["facts"], *self._facts}):
             then, now = record["facts"].get(name), self._facts.get(name)
@@ -176,45 +231,60 @@ class Checkpoints:
         place = self._place(step)
         part = place.with_name(place.name + _PART)
 
-        def write() -> None:
+        def write() -> dict[str, str]:
             part.mkdir(parents=True, exist_ok=True)
-            learner.save(part)
+            files = learner.save(part)
             record = {"format": _FORMAT, "facts": self._facts, "run": run()}
-            (part / self._run_file(self._ranks.rank)).write_text(json.dumps(record), encoding="utf-8")
+            file = part / self._run_file(self._ranks.rank)
+            write_file(file, json.dumps(record).encode())
+            return {each.name: _sha256(each) for each in (*files, file)}
 
         def complete() -> None:
             if self._ranks.rank == 0:
-                self._complete(part, place)
+                self._complete(part, place, {name: text for each in digests for name, text in each.items()})
 
-        self._on_all(write)
-        self._on_all(complete)
+        try:
+            digests = self._on_all(write)
+            self._on_all(complete)
+        except ConfigurationError:
+            if self._ranks.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            raise
         self._saved = step
 
-    def _complete(self, part: Path, place: Path) -> None:
-        missing = [rank for rank in range(self._ranks.size) if not (part / self._run_file(rank)).exists()]
+    def _complete(self, part: Path, place: Path, digests: Mapping[str, str]) -> None:
+        missing = [name for name in digests if not (part / name).exists()]
         if missing:
-            raise OSError(f"rank {missing[0]} wrote to another folder: name one that all hosts share")
+            raise OSError(f"{missing[0]} is not in the folder of rank 0: name a folder that all hosts share")
+        lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
+        write_file(part / _DIGESTS, "".join(lines).encode())
         for file in (*part.iterdir(), part):
             _to_disk(file)
+        if place.exists():  # damaged, or the run would have gone on from there
+            shutil.rmtree(place)
         part.rename(place)
         _to_disk(self.folder)
+        kept = {place.name, self._place(self._saved).name}
         for name in os.listdir(self.folder):
-            if _COMPLETE.fullmatch(name) and name != place.name:
+            if _COMPLETE.fullmatch(name) and name not in kept:
                 shutil.rmtree(self.folder / name)
 
-    def _on_all(self, do: Callable[[], None]) -> None:
-        """Like `Ranks.together`, for what can go wrong in the middle of a run."""
+    def _on_all(self, do: Callable[[], Done]) -> list[Done]:
+        """Like `Ranks.together`, for what can go wrong in the middle of a run. Returns what it gave on each rank."""
+        done: Any = None
         problem = None
         try:
-            do()
-        except (OSError, RuntimeError) as error:  # PyTorch's writer raises RuntimeError for a full disk
-            problem = str(error)
-        for rank, found in enumerate(self._ranks.gather(problem, "checkpoint")):
+            done = do()
+        except (OSError, RuntimeError) as error:
+            problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        answers = self._ranks.gather((problem, done), "checkpoint")
+        for rank, (found, _) in enumerate(answers):
             if found is not None:
                 raise ConfigurationError(
                     f"the checkpoint in {self.folder} cannot be written on rank {rank}: {found}; the one before it, if "
                     "any, is complete"
                 )
+        return [each for _, each in answers]
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -230,3 +300,26 @@ def _to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_digests(place: Path) -> dict[str, str]:
+    """The digests of a checkpoint's files, by name; none if a version of hvdcomp without them wrote it.
+
+    Raises:
+        OSError, ValueError: if they cannot be read.
+    """
+    file = place / _DIGESTS
+    if not file.exists():
+        return {}
+    lines = [line.partition("  ") for line in file.read_text(encoding="utf-8").splitlines()]
+    if not lines or not all(name and "/" not in name for _, _, name in lines):
+        raise ValueError(f"{_DIGESTS} is not as hvdcomp writes it")
+    return {name: digest for digest, _, name in lines}

@@ -84,10 +84,16 @@ class Learner(ABC):
         """Set the running statistics, by name."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[Path]:
         """Write all by which the steps that follow depend on those that were, for this rank, between two steps.
 
         Every rank writes to the same folder; the files of one have its number in their names.
+
+        Returns:
+            The files that this rank wrote.
+
+        Raises:
+            OSError: one cannot be written.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The files of a run, written by rank 0: steps.jsonl, epochs.jsonl, summary.json, and TensorBoard's if wanted.
 
-Lines are flushed as they are written, so that a run that is killed leaves all it did; summary.json appears
-when the run is over. JSON is strict: what is not a finite number is null.
+Each line is written at once and whole, so that a run that is killed, or fills the disk, leaves all it did; summary.json
+appears when the run is over. JSON is strict: what is not a finite number is null.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import json
 import math
 import os
 import shutil
+import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.files import RecordFile, replace_text
 from hvdcomp.train.settings import SetupError
 
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
@@ -30,6 +33,13 @@ def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None 
     Raises:
         SetupError: it holds a run already, or not the one of the checkpoint, or cannot be written to.
     """
+    try:
+        _check_output(folder, overwrite, sizes)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None) -> None:
     if folder.exists() and not folder.is_dir():
         raise SetupError(f"--output {folder} is a file; name a folder")
     if sizes is not None:
@@ -44,8 +54,18 @@ def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None 
     if held and not overwrite:
         raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise SetupError(f"--output {folder}: no permission to write in {existing}")
+    if not existing.is_dir():
+        raise SetupError(f"--output {folder}: {existing} is a file; name another folder")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        error.filename = str(existing)
+        raise
+
+
+def _cannot_write(folder: Path, error: OSError) -> SetupError:
+    place = folder if error.filename is None else error.filename
+    return SetupError(f"--output {folder} cannot be written: {error.strerror or error}: {place}; name another folder")
 
 
 def check_tensorboard() -> None:
@@ -59,48 +79,71 @@ def check_tensorboard() -> None:
 class RunWriter:
     """Writes one run to a folder, in place of one that is there, or going on with it.
 
+    What cannot be written while the run goes on raises nothing, as the other ranks would wait for this one: it is kept
+    in `problem`, to be told to all. Nothing is written after it.
+
     Args:
         sizes: None for a new run; else of the files at the step `done`: what was written after it goes.
         done: steps.
+
+    Attributes:
+        problem: what could not be written, and why; None if all was.
+
+    Raises:
+        SetupError: the files cannot be made.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, sizes: Mapping[str, int] | None = None, done: int = 0) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (STEPS, EPOCHS, DECISIONS):
-            if sizes is not None and name in sizes:
-                os.truncate(folder / name, sizes[name])
-            else:
-                (folder / name).unlink(missing_ok=True)
-        (folder / SUMMARY).unlink(missing_ok=True)
-        if sizes is None:
-            shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+        self.problem: str | None = None
         self._folder = folder
-        self._steps = (folder / STEPS).open("a", encoding="utf-8")
-        self._epochs = (folder / EPOCHS).open("a", encoding="utf-8")
         self._board: _Board | None = None
-        if tensorboard:
-            self._board = _Board(folder / TENSORBOARD, done)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (STEPS, EPOCHS, DECISIONS):
+                if sizes is not None and name in sizes:
+                    os.truncate(folder / name, sizes[name])
+                else:
+                    (folder / name).unlink(missing_ok=True)
+            (folder / SUMMARY).unlink(missing_ok=True)
+            if sizes is None:
+                shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+            self._files = {name: RecordFile(folder / name) for name in (STEPS, EPOCHS)}
+            if tensorboard:
+                self._board = _Board(folder / TENSORBOARD, done)
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
 
     def step(self, record: dict[str, Any]) -> None:
         """Add a line to steps.jsonl; its `step` is TensorBoard's step too."""
-        self._write(self._steps, record, "step")
+        self._write(STEPS, record, "step")
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Add a line to epochs.jsonl."""
-        self._write(self._epochs, record, "epoch")
+        self._write(EPOCHS, record, "epoch")
 
-    def _write(self, file: Any, record: dict[str, Any], kind: str) -> None:
-        file.write(json.dumps(strict(record), allow_nan=False) + "\n")
-        file.flush()
+    def _write(self, name: str, record: dict[str, Any], kind: str) -> None:
+        if self.problem is not None:
+            return
+        try:
+            self._files[name].write(json.dumps(strict(record), allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            self._note(name, error)
         if self._board is not None:
-            for key, value in record.items():
-                if key not in ("step", "epoch") and value is not None:
-                    self._board.scalar(f"{kind}/{key}", value, record["step"])
+            try:
+                self._board.scalars(kind, record)
+            except OSError as error:
+                self._note(TENSORBOARD, error)
+
+    def _note(self, name: str, error: OSError) -> None:
+        if self.problem is None:  # the first is the cause
+            self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files so far, which are then on the disk, as TensorBoard's are."""
-        if self._board is not None:
-            self._board.flush()
+        """Bytes of the files so far, which are then on the disk.
+
+        Raises:
+            OSError: if they cannot be brought there.
+        """
         sizes = {}
         for name in (STEPS, EPOCHS, DECISIONS):
             if (self._folder / name).exists():
@@ -111,36 +154,50 @@ class RunWriter:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write summary.json, whole or not at all, and close everything."""
-        part = self._folder / (SUMMARY + ".part")
-        part.write_text(json.dumps(strict(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(self._folder / SUMMARY)
-        self._steps.close()
-        self._epochs.close()
+        text = json.dumps(strict(summary), indent=2, allow_nan=False) + "\n"
+        try:
+            replace_text(self._folder / SUMMARY, text)
+        except OSError as error:
+            self._note(SUMMARY, error)
+        for file in self._files.values():
+            file.close()
         if self._board is not None:
             self._board.close()
 
 
 class _Board:
-    """Writes scalars for TensorBoard, with TensorBoard's own writer: no framework is needed."""
+    """Writes scalars for TensorBoard, as TensorBoard writes records: no framework is needed.
+
+    Its `EventFileWriter` would write in a thread of its own, where a full disk ends in a traceback.
+    """
 
     def __init__(self, folder: Path, done: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._file = EventFileWriter(str(folder))
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads files of this name, in the order of the time in it.
+        self._file = RecordFile(folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
+        self._records = RecordWriter(self._file)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if done:  # TensorBoard forgets what earlier files hold from this step on
             start = SessionLog(status=SessionLog.START)
-            self._file.add_event(Event(wall_time=time.time(), step=done + 1, session_log=start))
+            self._add(Event(wall_time=time.time(), step=done + 1, session_log=start))
 
-    def scalar(self, name: str, value: float, step: int) -> None:
+    def scalars(self, kind: str, record: Mapping[str, Any]) -> None:
+        """The numbers of a line, at its step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
-        self._file.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        values = [
+            Summary.Value(tag=f"{kind}/{key}", simple_value=value)
+            for key, value in record.items()
+            if key not in ("step", "epoch") and value is not None
+        ]
+        self._add(Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values)))
 
-    def flush(self) -> None:
-        self._file.flush()
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
 
     def close(self) -> None:
         self._file.close()

@@ -56,7 +56,8 @@ class Ranks:
         Raises:
             RunRefused: on every rank, if `build` raised SetupError, SpecError or ConfigurationError on any.
         """
-        built, error = None, None
+        built: Any = None
+        error = None
         try:
             built = build()
         except (SetupError, SpecError, ConfigurationError) as raised:
@@ -66,7 +67,6 @@ class Ranks:
         if failed:
             where = "" if len(failed) == len(errors) else f"on rank {failed[0]}: "
             raise RunRefused(f"{where}{errors[failed[0]]}")
-        assert built is not None
         return built
 
     def check_same(self, facts: dict[str, Any]) -> None:

@@ -104,8 +104,13 @@ class TensorFlowLearner(Learner):
         for variable in self._model.non_trainable_variables:
             variable.assign(values[variable.name])
 
-    def save(self, folder: Path) -> None:
-        self._checkpoint().write(str(folder / f"rank-{self._rank}"))
+    def save(self, folder: Path) -> list[Path]:
+        prefix = f"rank-{self._rank}"
+        try:
+            self._checkpoint().write(str(folder / prefix))
+        except tf.errors.OpError as error:
+            raise OSError(error.message) from None
+        return list(folder.glob(f"{prefix}.*"))
 
     def restore(self, folder: Path) -> None:
         self._checkpoint().read(str(folder / f"rank-{self._rank}")).assert_consumed()

@@ -6,6 +6,7 @@ Horovod's fused allreduce may change the last bits.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hvdcomp
+from hvdcomp.files import write_file
 from hvdcomp.train import environment
 from hvdcomp.train.data import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -112,18 +114,25 @@ class TorchLearner(Learner):
             if name in values:
                 buffer.copy_(torch.from_numpy(values[name]))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[Path]:
         assert self._compression is not None
+        contents: dict[Path, Any] = {}
         if self._rank == 0:  # the same on all ranks
             shared = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-            torch.save(shared, folder / _SHARED)
+            contents[folder / _SHARED] = shared
         own = {
             "buffers": dict(self._model.named_buffers()),
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
             "compression": self._compression.state_dict(),
         }
-        torch.save(own, folder / _OWN.format(self._rank))
+        contents[folder / _OWN.format(self._rank)] = own
+        for file, content in contents.items():
+            # PyTorch's own writer forgets why it failed.
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            write_file(file, buffer.getbuffer())
+        return list(contents)
 
     def restore(self, folder: Path) -> None:
         assert self._compression is not None

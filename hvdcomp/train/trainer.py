@@ -10,11 +10,13 @@ import contextlib
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import hvdcomp
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
 from hvdcomp.train.data import DataSet, epoch_shard, evaluation_shard, load_data, steps_per_epoch
@@ -65,9 +67,11 @@ def _set_up(settings: Settings, ranks: Ranks | None, warnings: Warnings | None) 
     learner.broadcast()
     compression = ranks.together(lambda: _compression(settings, learner, steps))
     learner.distribute(compression)
-    run = _Run(settings, ranks, data, learner, compression, steps, checkpoints, saved, warnings)
     if checkpoints is not None and saved is not None:
         checkpoints.restore(learner)
+    writer = ranks.together(lambda: _writer(settings, ranks, saved))
+    run = _Run(settings, ranks, data, learner, compression, steps, checkpoints, writer, warnings)
+    if saved is not None:
         run.go_on_from(saved)
     return run
 
@@ -77,14 +81,13 @@ def _checked(settings: Settings, ranks: Ranks) -> Settings:
     return settings.resolved()
 
 
-def _check_outputs(settings: Settings, ranks: Ranks, saved: dict[str, Any] | None) -> bool:
+def _check_outputs(settings: Settings, ranks: Ranks, saved: dict[str, Any] | None) -> None:
     if settings.output is not None and ranks.rank == 0:
         if saved is not None and saved["sizes"] is None:
             raise SetupError("--output: the run in --checkpoint-folder had none, and its first steps would be missing")
         outputs.check_output(settings.output, settings.overwrite, None if saved is None else saved["sizes"])
     if settings.tensorboard:
         outputs.check_tensorboard()
-    return True
 
 
 def _build(settings: Settings, ranks: Ranks, make_learner: type[Learner]) -> tuple[DataSet, Learner, int]:
@@ -112,6 +115,13 @@ def _compression(settings: Settings, learner: Learner, steps: int) -> hvdcomp.Co
     )
 
 
+def _writer(settings: Settings, ranks: Ranks, saved: dict[str, Any] | None) -> outputs.RunWriter | None:
+    if settings.output is None or ranks.rank != 0:
+        return None
+    sizes, done = (None, 0) if saved is None else (saved["sizes"], saved["step"])
+    return outputs.RunWriter(settings.output, settings.tensorboard, sizes, done)
+
+
 class _Run:
     """One run, ready to start: the same on every rank but for its shard; rank 0 writes and shows."""
 
@@ -124,7 +134,7 @@ class _Run:
         compression: hvdcomp.Compression,
         steps: int,
         checkpoints: Checkpoints | None,
-        saved: dict[str, Any] | None,
+        writer: outputs.RunWriter | None,
         warnings: Warnings | None,
     ) -> None:
         self._settings = settings
@@ -135,10 +145,7 @@ class _Run:
         self._steps_per_epoch = steps
         self._checkpoints = checkpoints
         self._warnings = warnings
-        self._writer: outputs.RunWriter | None = None
-        if settings.output is not None and ranks.rank == 0:
-            sizes, done = (None, 0) if saved is None else (saved["sizes"], saved["step"])
-            self._writer = outputs.RunWriter(settings.output, settings.tensorboard, sizes, done)
+        self._writer = writer
         self._reporter = Reporter(
             steps * settings.epochs, settings.epochs, visible=ranks.rank == 0, progress=settings.progress
         )
@@ -165,6 +172,9 @@ class _Run:
         self._next_check = self._step + 1
         now = time.perf_counter()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
+        assert self._checkpoints is not None
+        for damage in self._checkpoints.damaged:
+            self._reporter.say(f"passed over a checkpoint: {damage}")
         self._reporter.say(f"going on after step {self._step} from {self._settings.checkpoint_folder}")
 
     def _position(self) -> dict[str, Any]:
@@ -180,22 +190,33 @@ class _Run:
         }
 
     def run(self) -> dict[str, Any]:
-        status = "failed"
-        summary: dict[str, Any] = {}
         try:
             with self._reporter:
                 status = self._train()
             summary = self._summary(status, self._ranks.gather(_digest(self._learner.parameters()), "weights"))
-        except BaseException as error:
-            # The other ranks may be gone: nothing is asked of them.
-            summary = {**self._summary(status, []), "error": f"{type(error).__name__}: {error}"}
-            raise
-        finally:
             if self._writer is not None:
                 self._writer.finish(summary)
+            self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
+        except BaseException as error:
+            # The other ranks may be gone: nothing is asked of them.
+            if self._writer is not None:
+                self._writer.finish({**self._summary("failed", []), "error": f"{type(error).__name__}: {error}"})
+            raise
         output = None if self._settings.output is None else str(self._settings.output)
         self._reporter.summary(summary, output)
         return summary
+
+    @property
+    def _unwritten(self) -> str | None:
+        """What this rank could not write."""
+        return None if self._writer is None else self._writer.problem
+
+    def _refuse_unwritten(self, problems: Sequence[str | None]) -> None:
+        """Ends the run on every rank, if any of them could not write."""
+        for problem in filter(None, problems):
+            raise ConfigurationError(
+                f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
+            )
 
     def _train(self) -> str:
         """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
@@ -234,8 +255,9 @@ class _Run:
     def _agree(self, save: bool = False) -> str | None:
         """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
         told = self._warnings is not None and self._warnings.told
-        answers = self._ranks.gather((self._finite, told, self._steps_to_next_check()), "agree")
-        finite, stop, steps = zip(*answers, strict=True)
+        answers = self._ranks.gather((self._finite, told, self._steps_to_next_check(), self._unwritten), "agree")
+        finite, stop, steps, unwritten = zip(*answers, strict=True)
+        self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):
             return "diverged"

@@ -1,0 +1,111 @@
+"""Files that stay whole on a disk that fills up: replaced by renaming, or added to by whole lines.
+
+What goes wrong is raised as it first was: closing a file raises nothing after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_PART = ".part"
+
+
+def replace_files(contents: Mapping[Path, bytes]) -> None:
+    """Writes files, each of which is afterwards there whole, or is what it was before.
+
+    All are written under other names before the first is renamed, so that on a full disk none is replaced.
+
+    Args:
+        contents: by place. A link is followed; what is no file, such as a pipe or /dev/stdout, is written to.
+
+    Raises:
+        OSError: what went wrong first. Nothing that was half written is left.
+    """
+    places = {Path(os.path.realpath(path)): content for path, content in contents.items()}
+    parts: dict[Path, Path] = {}
+    try:
+        for place, content in places.items():
+            if place.exists() and not place.is_file():
+                write_file(place, content)
+            else:
+                parts[place] = place.with_name(place.name + _PART)
+                write_file(parts[place], content)
+        for place, part in parts.items():
+            part.replace(place)
+    except BaseException:
+        for part in parts.values():
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The same for one file of text, in UTF-8; what UTF-8 cannot hold becomes a question mark."""
+    replace_files({path: text.encode("utf-8", errors="replace")})
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A CSV file of some rows, at least one, with a heading.
+
+    Numbers stay numbers. A text that a spreadsheet would compute, as it begins like a formula, gets an apostrophe: the
+    names of runs and models are whatever somebody called them.
+    """
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: f"'{cell}" if _is_formula(cell) else cell for key, cell in row.items()})
+    return stream.getvalue().encode("utf-8", errors="replace")
+
+
+def _is_formula(cell: Any) -> bool:
+    return isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file where it is to stay; for folders that are renamed as a whole."""
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, content)
+
+
+class RecordFile:
+    """A file to which records, such as lines, are added: at once, and each of them whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, and makes it if it is not there.
+
+        Raises:
+            OSError: if that cannot be done.
+        """
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: bytes) -> None:
+        """Adds a record.
+
+        Raises:
+            OSError: if it cannot be written. What was written of it is taken back.
+        """
+        number = self._file.fileno()
+        before = os.fstat(number).st_size
+        try:
+            _write_all(self._file, record)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(number, before)
+            raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _write_all(file: io.FileIO, content: bytes | memoryview) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
