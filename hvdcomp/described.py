@@ -7,9 +7,15 @@ from typing import ClassVar
 
 
 class Described:
-    """Base of the frozen dataclasses that a spec string can name. Class attribute `name`: its name there."""
+    """Base of the frozen dataclasses that a spec string can name.
+
+    Class attributes:
+        name: its name there.
+        examples: spec strings of it in its forms, the commonest first, which errors and manuals show.
+    """
 
     name: ClassVar[str]
+    examples: ClassVar[tuple[str, ...]]
 
     def __str__(self) -> str:
         """`name:field=value,field=value` with the fields that differ from their defaults.

@@ -65,6 +65,7 @@ class ErrorFeedback(Memory):
     decay: float = 1.0
 
     name: ClassVar[str] = "error_feedback"
+    examples: ClassVar[tuple[str, ...]] = ("error_feedback:decay=0.9",)
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -111,6 +112,7 @@ class MomentumCorrection(Memory):
     masking: bool = True
 
     name: ClassVar[str] = "momentum_correction"
+    examples: ClassVar[tuple[str, ...]] = ("momentum_correction:momentum=0.9",)
     is_momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -150,6 +152,7 @@ class NoMemory(Memory):
     """Nothing is added and nothing kept."""
 
     name: ClassVar[str] = "none"
+    examples: ClassVar[tuple[str, ...]] = ("none",)
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
         return ()

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
 from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize
-from hvdcomp.described import after_name
+from hvdcomp.described import Described, after_name
 from hvdcomp.errors import SpecError
 from hvdcomp.memory import MEMORIES, Memory
 from hvdcomp.policies import POLICIES, LevelSchedule, Policy
+from hvdcomp.suggestions import did_you_mean
 
-Described = TypeVar("Described")
+Kind = TypeVar("Kind", bound=Described)
 
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -84,10 +85,11 @@ def _routed(value: Any) -> Compressor:
     raise SpecError(f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object of such")
 
 
-def _parse(spec: str, kinds: Mapping[str, type[Described]], what: str) -> Described:
+def _parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
     name, rest = _split(spec.strip(), kinds)
     if name not in kinds:
-        raise SpecError(f"unknown {what} {name!r} in {spec!r}; there are: {', '.join(kinds)}")
+        guess = did_you_mean(name, kinds)
+        raise SpecError(f"unknown {what} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
     kind = kinds[name]
     types = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -95,14 +97,15 @@ def _parse(spec: str, kinds: Mapping[str, type[Described]], what: str) -> Descri
     for setting in rest.split(",") if rest else []:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if key not in fields or not equals:
-            raise SpecError(f"{setting!r} in {spec!r} is not a setting of {name}; {_usage(name, fields)}")
+            guess = did_you_mean(key, fields)
+            raise SpecError(f"{setting!r} in {spec!r} is not a setting of {name}{guess}; {_usage(kind, fields)}")
         if key in values:
             raise SpecError(f"{key!r} is set twice in {spec!r}")
         values[key] = _convert(text, types[key], f"{key}={text} in {spec!r}")
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in values]
     if missing:
         others = [f", or {other!r}" for other in kinds if other.startswith(f"{name}:")]
-        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(name, fields)}{''.join(others)}")
+        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}{''.join(others)}")
     return kind(**values)
 
 
@@ -115,12 +118,12 @@ def _split(spec: str, names: Iterable[str]) -> tuple[str, str]:
     return name, rest
 
 
-def _usage(name: str, fields: Mapping[str, dataclasses.Field]) -> str:
+def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> str:
     if not fields:
-        return f"{name} has no settings: write {name!r}"
-    required = [f"{key}=..." for key, field in fields.items() if field.default is dataclasses.MISSING]
+        return f"{kind.name} has no settings: write {kind.name!r}"
     others = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
-    return f"write {name + after_name(name) + ','.join(required + others)!r}"
+    words = f"write {kind.examples[0]!r}"
+    return f"{words}, for example; by default {', '.join(others)}" if others else f"{words}, for example"
 
 
 def _convert(text: str, kind: Any, where: str) -> Any:

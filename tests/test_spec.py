@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, SpecError, TopK
 from hvdcomp.compressors import COMPRESSORS
-from hvdcomp.memory import MEMORIES
+from hvdcomp.memory import MEMORIES, Memory
 from hvdcomp.policies import (
     POLICIES,
     Accordion,
@@ -71,13 +71,14 @@ def test_only_what_differs_from_the_default_is_shown(compressor: Compressor) -> 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("topkk:ratio=0.1", ["unknown compressor 'topkk'", "'topkk:ratio=0.1'", *COMPRESSORS]),
+        ("topkk:ratio=0.1", ["unknown compressor 'topkk' in 'topkk:ratio=0.1' (did you mean 'topk'?);", *COMPRESSORS]),
         ("", ["unknown compressor ''", "topk"]),
-        ("TopK:ratio=0.1", ["unknown compressor 'TopK'", "topk"]),
-        ("topk", ["'topk' does not set ratio", "write 'topk:ratio=..."]),
+        ("TopK:ratio=0.1", ["unknown compressor 'TopK'", "(did you mean 'topk'?)"]),
+        ("topk", ["'topk' does not set ratio", "write 'topk:ratio=0.01', for example; by default values=same"]),
         ("topk:", ["does not set ratio"]),
-        ("topk:rank=4", ["'rank=4' in 'topk:rank=4' is not a setting of topk", "write 'topk:ratio=..."]),
-        ("topk:0.1", ["'0.1' in 'topk:0.1' is not a setting of topk", "write 'topk:ratio=..."]),
+        ("topk:rank=4", ["'rank=4' in 'topk:rank=4' is not a setting of topk", "write 'topk:ratio=0.01'"]),
+        ("topk:ration=0.1", ["'ration=0.1' in 'topk:ration=0.1' is not a setting of topk (did you mean 'ratio'?);"]),
+        ("topk:0.1", ["'0.1' in 'topk:0.1' is not a setting of topk; write 'topk:ratio=0.01'"]),
         ("topk:ratio=0.1,", ["'' in 'topk:ratio=0.1,' is not a setting"]),
         ("topk:ratio=0.1,ratio=0.2", ["'ratio' is set twice in 'topk:ratio=0.1,ratio=0.2'"]),
         ("topk:ratio=a", ["ratio=a in 'topk:ratio=a': expected a number"]),
@@ -85,7 +86,7 @@ def test_only_what_differs_from_the_default_is_shown(compressor: Compressor) -> 
         ("topk:ratio=nan", ["ratio=nan is not allowed"]),
         ("powersgd:rank=1.5", ["rank=1.5", "expected a whole number"]),
         ("powersgd:rank=0", ["rank=0 is not allowed", "at least 1"]),
-        ("powersgd:min_rate=2", ["does not set rank", "rank=...,min_rate=1.0"]),
+        ("powersgd:min_rate=2", ["does not set rank", "write 'powersgd:rank=4', for example; by default min_rate=1.0"]),
         ("randomk:ratio=0.1,unbiased=maybe", ["unbiased=maybe", "expected true or false"]),
         ("none:ratio=1", ["not a setting of none", "none has no settings: write 'none'"]),
     ],
@@ -147,19 +148,22 @@ def test_a_name_with_a_colon_prints_with_a_comma() -> None:
     [
         (
             "accordion",
-            ["'accordion' does not set low, high", "write 'accordion:low=...,high=...,", ", or 'accordion:auto'"],
+            ["'accordion' does not set low, high", "write 'accordion:low=4,high=1', for", ", or 'accordion:auto'"],
         ),
         ("accordion:low=4", ["does not set high;", ", or 'accordion:auto'"]),
         ("accordion:automatic", ["'automatic' in 'accordion:automatic' is not a setting of accordion;"]),
         ("accordion:auto:eta=0.4", ["'auto:eta=0.4' in", "is not a setting of accordion;"]),
-        ("accordion:auto,low=4", ["'low=4' in", "is not a setting of accordion:auto", "write 'accordion:auto,lag=1,"]),
+        (
+            "accordion:auto,low=4",
+            ["'low=4' in", "is not a setting of accordion:auto", "write 'accordion:auto', for example; by"],
+        ),
         ("accordion:auto,eta=1,", ["'' in 'accordion:auto,eta=1,' is not a setting of accordion:auto"]),
         ("accordion:auto,eta=0", ["accordion:auto: eta=0.0 is not allowed"]),
-        ("adaqs", ["'adaqs' does not set start, fall; write 'adaqs:start=...,fall=...,"]),
+        ("adaqs", ["'adaqs' does not set start, fall; write 'adaqs:start=64,fall=0.2', for example"]),
         ("gravac:lag=2", ["gravac: lag=2 is not allowed; it must be 0 or 1"]),
-        ("auto", ["'auto' does not set calibration; write 'auto:calibration=...,"]),
+        ("auto", ["'auto' does not set calibration; write 'auto:calibration=calibration.json', for example"]),
         ("auto:calibration=", ["auto: calibration= is not allowed; it must be a calibration file"]),
-        ("acordion", ["unknown policy 'acordion' in 'acordion'", *POLICIES]),
+        ("acordion", ["unknown policy 'acordion' in 'acordion' (did you mean 'accordion'?)", *POLICIES]),
     ],
 )
 def test_errors_of_policies(spec: str, words: list[str]) -> None:
@@ -167,6 +171,12 @@ def test_errors_of_policies(spec: str, words: list[str]) -> None:
         parse_policy(spec)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [*POLICIES.values(), *MEMORIES.values()], ids=lambda kind: kind.name)
+def test_examples_are_specs(kind: type[LevelSchedule | Policy | Memory]) -> None:
+    parse = parse_memory if issubclass(kind, Memory) else parse_policy
+    assert all(type(parse(example)) is kind for example in kind.examples)
 
 
 def test_compressors_are_frozen_descriptions() -> None:

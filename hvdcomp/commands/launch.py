@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import click
 
+from hvdcomp.commands.groups import Group, LazyGroup
 from hvdcomp.errors import ConfigurationError
 
 _SCHEDULERS = {
@@ -21,24 +21,7 @@ class NotLaunchedError(click.ClickException):
     exit_code = 125
 
 
-class _Schedulers(click.Group):
-    """Lists the schedulers without importing what they need."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_SCHEDULERS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _SCHEDULERS:
-            return None
-        module, attribute, _ = _SCHEDULERS[cmd_name]
-        return getattr(importlib.import_module(f"hvdcomp.commands.{module}"), attribute)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in _SCHEDULERS.items()])
-
-
-class ProgramGroup(click.Group):
+class ProgramGroup(Group):
     """A group that runs a program when called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`.
 
     What follows the first `--` is the program, whatever it looks like, and is found in `ctx.meta[PROGRAM]` as a tuple,
@@ -94,6 +77,6 @@ environment_option = click.option(
 """Of every scheduler: a mapping, or None if it is not given."""
 
 
-@click.group(cls=_Schedulers, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy=_SCHEDULERS, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """Run a training program on a cluster."""

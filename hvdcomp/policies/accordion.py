@@ -147,6 +147,7 @@ class Accordion(CriticalTensors[AccordionState]):
     high: Level
 
     name: ClassVar[str] = "accordion"
+    examples: ClassVar[tuple[str, ...]] = ("accordion:low=4,high=1",)
     state_type: ClassVar[type] = AccordionState
     statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES, Statistic.NORMS})
 

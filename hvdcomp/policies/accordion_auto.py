@@ -66,6 +66,7 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
     largest: float = 1024.0
 
     name: ClassVar[str] = "accordion:auto"
+    examples: ClassVar[tuple[str, ...]] = ("accordion:auto",)
     state_type: ClassVar[type] = AutoAccordionState
     statistics: ClassVar[frozenset[Statistic]] = Accordion.statistics | {Statistic.LEVEL_GAINS}
 

@@ -60,6 +60,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     interval: int = 1
 
     name: ClassVar[str] = "adaqs"
+    examples: ClassVar[tuple[str, ...]] = ("adaqs:start=64,fall=0.2",)
     state_type: ClassVar[type] = AdaQSState
     statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.MEAN_TO_STD})
 

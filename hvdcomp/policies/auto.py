@@ -76,6 +76,7 @@ class Auto(Policy[AutoState]):
     drift: float = 0.15
 
     name: ClassVar[str] = "auto"
+    examples: ClassVar[tuple[str, ...]] = ("auto:calibration=calibration.json",)
     state_type: ClassVar[type] = AutoState
     statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.SURVEY, Statistic.STEP_TIMES})
     state_growth: ClassVar[int] = 4096

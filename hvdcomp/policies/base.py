@@ -340,6 +340,7 @@ class Constant(Policy[ConstantState]):
     level: Level | None = None
 
     name: ClassVar[str] = "constant"
+    examples: ClassVar[tuple[str, ...]] = ("constant:level=0.01",)
     state_type: ClassVar[type] = ConstantState
 
     def __post_init__(self) -> None:

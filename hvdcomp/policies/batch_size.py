@@ -64,6 +64,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     high: int
 
     name: ClassVar[str] = "accordion_batch_size"
+    examples: ClassVar[tuple[str, ...]] = ("accordion_batch_size:low=512,high=4096",)
     state_type: ClassVar[type] = AccordionBatchSizeState
     statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES, Statistic.MODEL_NORM})
 
@@ -143,6 +144,7 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     steps: int = 0
 
     name: ClassVar[str] = "increase_batch_size"
+    examples: ClassVar[tuple[str, ...]] = ("increase_batch_size:low=128,high=2048",)
     state_type: ClassVar[type] = IncreaseBatchSizeState
     statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES})
 

@@ -118,6 +118,7 @@ class GraVAC(Policy[GraVACState]):
     every: int | None = None
 
     name: ClassVar[str] = "gravac"
+    examples: ClassVar[tuple[str, ...]] = ("gravac:min=10,max=1000",)
     state_type: ClassVar[type] = GraVACState
     statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
 

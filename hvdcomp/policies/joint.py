@@ -41,6 +41,7 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
     batch_high: int
 
     name: ClassVar[str] = "accordion_joint"
+    examples: ClassVar[tuple[str, ...]] = ("accordion_joint:low=4,high=1,batch_low=512,batch_high=4096",)
     state_type: ClassVar[type] = AccordionJointState
     statistics: ClassVar[frozenset[Statistic]] = Accordion.statistics | AccordionBatchSize.statistics
 

@@ -70,6 +70,7 @@ class WarmUp(LevelSchedule):
     steps: int = 0
 
     name: ClassVar[str] = "warmup"
+    examples: ClassVar[tuple[str, ...]] = ("warmup:levels=0.25|0.05,epochs=1",)
 
     def __post_init__(self) -> None:
         for field in ("dense_steps", "epochs", "steps"):
