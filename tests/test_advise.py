@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,41 @@ def test_the_table(width: int) -> None:
     assert "would have to compress 6.1 times" in words
 
 
+@pytest.mark.parametrize("width", [20, 40, 60, None])
+def test_nothing_is_cut_off(width: int | None) -> None:
+    """On a narrow terminal, and where the output is a pipe, whatever the width of the terminal that it comes from."""
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    if width is not None:
+        environment["COLUMNS"] = str(width)
+    command = [sys.executable, "-c", "from hvdcomp.cli import main; main()", "advise", *PRESET, "--bandwidth", "2gbit"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment).stdout
+    rows = as_json(*PRESET, "--bandwidth", "2")["methods"]
+    assert "\u2026" not in said
+    for spec, row in rows.items():
+        assert f"{row['step_ms']:.1f}" in said
+        assert spec in "".join(said.split())
+        high = row["wins_below_gbps"]
+        assert f"{high:.3g}" in said if high else "never" in said
+    if width is None:
+        header = next(line for line in said.splitlines() if line.lstrip().startswith("method"))
+        assert len(header) > 85, "as wide as it needs to be"
+
+
+def test_bandwidths_have_units() -> None:
+    slow = as_json(*PRESET, "--bandwidth", "100mbit")
+    assert slow["bandwidth_gbps"] == pytest.approx(0.1)
+    assert slow == as_json(*PRESET, "--bandwidth", "0.1")
+    assert parse_axis("bandwidth=100mbit..10gbit")[1][[0, -1]].tolist() == [0.1, 10]
+    assert parse_axis("bandwidth=500mbit,1gbit,2")[1].tolist() == [0.5, 1, 2]
+
+
+def test_without_a_model_the_first_is_taken_and_the_others_are_named() -> None:
+    report = as_json()
+    assert report["model"] == "resnet50"
+    assert report["notes"][0].endswith("with --model there are also: resnet101, bert-base")
+    assert report["notes"][0] in run(width=200).stdout
+
+
 def test_words_for_other_outcomes(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     save(calibrated(gamma=1.1), file)
@@ -182,7 +218,8 @@ def test_words_for_other_outcomes(tmp_path: Path) -> None:
     assert "above" in words
     assert "95% of linear scaling is reached" in words
     assert "Fastest: signsgd" in words
-    assert "faster than dense" in words
+    assert "times as fast as dense" in words
+    assert "%" not in words.partition("Fastest: ")[2].partition(".")[0], "8.1 times as fast, not 705.7% faster"
 
 
 # Sweeps ---------------------------------------------------------------------------------------------------------------
@@ -267,7 +304,6 @@ def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    assert "models resnet50, resnet101, bert-base, and no model was named" in error()
     assert "resnet50, resnet101, bert-base, and 'vgg16' is not in it" in error("--model", "vgg16")
     assert "'a100' is neither a file nor a preset; the presets are: v100" in error("--calibration", "a100")
     unknown = error(*PRESET, "--compressor", "natural")
@@ -276,7 +312,10 @@ def test_errors(tmp_path: Path) -> None:
     assert "does not say which batch size" in error("--model", "bert-base", "--batch", "8")
     assert "belong to --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
     assert "growth belongs to a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
-    assert "bytes_per_s must be positive" in error(*PRESET, "--bandwidth", "nan")
+    assert "nan is not a bandwidth; write a number of Gb/s above 0, or a rate such as 100mbit" in error(
+        *PRESET, "--bandwidth", "nan"
+    )
+    assert "'1gbt' is not a rate" in error(*PRESET, "--bandwidth", "1gbt")
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{")
     assert "is not JSON" in error("--calibration", wrong)

@@ -44,14 +44,21 @@ def test_json_lists_every_compressor() -> None:
 
 
 def test_json_of_one_with_everything() -> None:
-    assert listed()["powersgd"] == {
+    entry = listed()["powersgd"]
+    meanings = [parameter.pop("meaning") for parameter in entry["parameters"]]
+    assert meanings[0] == "number of columns of P and Q; no more than rows or columns."
+    whole, switch = "it must be a whole number of at least 1", "it is true or false"
+    positive = "it must be positive (1 is usual)"
+    assert entry == {
         "name": "powersgd",
+        "summary": "Power iteration a training step, warm-started (Vogels et al. 2019, arXiv:1905.13727, algorithm 1).",
         "example": "powersgd:rank=4",
+        "examples": list(COMPRESSORS["powersgd"].examples),
         "parameters": [
-            {"name": "rank", "type": "int", "required": True, "default": None},
-            {"name": "min_rate", "type": "float", "required": False, "default": 1.0},
-            {"name": "iterations", "type": "int", "required": False, "default": 1},
-            {"name": "alternating", "type": "bool", "required": False, "default": False},
+            {"name": "rank", "type": "int", "required": True, "default": None, "allowed": whole},
+            {"name": "min_rate", "type": "float", "required": False, "default": 1.0, "allowed": positive},
+            {"name": "iterations", "type": "int", "required": False, "default": 1, "allowed": whole},
+            {"name": "alternating", "type": "bool", "required": False, "default": False, "allowed": switch},
         ],
         "level": "rank",
         "sends": "P (rows x rank) and Q (columns x rank); one of them if alternating",
@@ -74,7 +81,31 @@ def test_terminal_table_shows_all(width: int) -> None:
         assert name in words
         for parameter in entry["parameters"]:
             assert any(word.startswith(parameter["name"]) for word in words)
-    assert "arXiv:1905.13727" in words
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_one_is_shown_with_all_there_is_to_know(width: int) -> None:
+    for name, entry in listed().items():
+        result = run(name, width=width)
+        assert result.exit_code == 0
+        assert max(map(len, result.stdout.splitlines())) <= width
+        words = "".join(result.stdout.split())
+        about = [entry["summary"], entry["sends"], entry["memory"], *entry["examples"], *entry["reference"].split("; ")]
+        if width == 200:  # no cell goes on in the next line
+            about += [parameter["meaning"] for parameter in entry["parameters"]]
+        assert all("".join(text.split()) in words for text in about)
+        for parameter in entry["parameters"]:
+            assert parameter["name"] in words
+            assert parameter["meaning"], "every parameter's docstring says what it is"
+            assert parameter["allowed"], "and what is refused says what is allowed"
+
+
+def test_one_as_json_and_one_that_does_not_exist() -> None:
+    assert json.loads(run("topk", "--json").stdout) == [listed()["topk"]]
+    unknown = run("topkk")
+    assert unknown.exit_code == 2
+    assert "there is no compressor 'topkk' (did you mean 'topk'?); there are: none, fp16," in unknown.stderr
+    assert run("topk", "--markdown").exit_code == 2
 
 
 def test_the_manual_holds_the_table() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
+import hvdcomp.rates
 from benchmarks.cluster.errors import ClusterError
 
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
 
 # A bucket that has filled up lets this much time's worth of bytes pass at once. Short messages of less than that are
@@ -25,10 +23,10 @@ def parse_rate(rate: str) -> int:
     Raises:
         ClusterError: if it is not one, or not between 1mbit and 100gbit.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate.strip().lower())
-    if match is None:
-        raise ClusterError(f"{rate!r} is not a rate; write it as tc does, in bits per second: 100mbit, 1gbit, 10gbit")
-    bits = round(float(match[1]) * _UNITS[match[2]])
+    try:
+        bits = round(hvdcomp.rates.parse_rate(rate))
+    except ValueError as error:
+        raise ClusterError(str(error)) from None
     if not _SLOWEST <= bits <= _FASTEST:
         raise ClusterError(f"the rate {rate} is not between 1mbit and 100gbit")
     return bits

@@ -10,15 +10,14 @@ from typing import Any
 
 import click
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import CalibrationError, ModelFacts, Setting, load
 from hvdcomp.perfmodel.advice import DENSE, Advice, Adviser, Method
-from hvdcomp.perfmodel.sweep import AXES, GBPS, Sweep, parse_axis, sweep
+from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
+from hvdcomp.rates import GBPS, parse_gbps
+from hvdcomp.terminal import make_console, make_table, print_table
 
 _PRESET = "v100-p3.8xlarge"
 
@@ -26,6 +25,13 @@ _PRESET = "v100-p3.8xlarge"
 def _axis(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, np.ndarray] | None:
     try:
         return None if value is None else parse_axis(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) -> float | None:
+    try:
+        return None if value is None else parse_gbps(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -38,14 +44,14 @@ def _axis(_context: click.Context, _option: click.Parameter, value: str | None) 
     show_default=True,
     help="What was measured on your machine, or published numbers by the name of a preset.",
 )
-@click.option("--model", help="One of the calibration's models; it need not be named if there is only one.")
+@click.option("--model", help="One of the calibration's models. [default: its first]")
 @click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
 @click.option("--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the calibration's]")
 @click.option(
     "--bandwidth",
-    type=click.FloatRange(0, min_open=True),
-    metavar="GBPS",
-    help="Of a rank's link, in Gb/s. [default: the calibration's]",
+    callback=_gbps,
+    metavar="RATE",
+    help="Of a rank's link, such as 100mbit or 1gbit; a number is in Gb/s. [default: the calibration's]",
 )
 @click.option(
     "--compressor",
@@ -93,12 +99,17 @@ def command(
         raise click.UsageError("--growth and --output belong to --sweep")
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
-        adviser = Adviser(load(calibration), model, compressors or None)
+        known = load(calibration)
+        adviser = Adviser(known, model or next(iter(known.models)), compressors or None)
         advice = adviser.advise(setting)
         swept = None if axis is None else sweep(adviser, setting, *axis, growth)
     except (CalibrationError, SpecError, ValueError) as error:
         raise click.ClickException(str(error)) from None
-    report = _report(adviser, setting, advice, swept)
+    notes = []
+    if model is None and len(known.models) > 1:
+        others = ", ".join(list(known.models)[1:])
+        notes.append(f"No model was named, so this is {adviser.model}; with --model there are also: {others}")
+    report = _report(adviser, setting, advice, swept, notes)
     if as_json:
         click.echo(json.dumps(report, indent=1, allow_nan=False))
     else:
@@ -109,7 +120,9 @@ def command(
         click.echo(f"Wrote {file}", err=as_json)
 
 
-def _report(adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None) -> dict[str, Any]:
+def _report(
+    adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
+) -> dict[str, Any]:
     """Everything as plain data: times in ms, bandwidths in Gb/s, None for what there is not."""
     dense = advice.methods[DENSE]
     compute = adviser.facts.compute
@@ -132,7 +145,7 @@ def _report(adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | N
         "within_noise": advice.within_noise,
         "noise_percent": 100 * adviser.calibration.noise,
         "least_compression_factor": advice.least_factor,
-        "notes": _notes(adviser.facts, advice),
+        "notes": notes + _notes(adviser.facts, advice),
     }
     if advice.winner is not None:
         best = advice.methods[advice.winner].step_s
@@ -199,38 +212,33 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
-    table = Table(title=Text(_title(report), "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    console = Console(highlight=False)
+    console = make_console()
     wide = console.width >= 92
     times = ("step", "compute", "encode", "network", "latency") if wide else ("step", "compute", "encode", "network")
-    table.add_column("method", overflow="fold", min_width=18)
-    for heading in times:
-        table.add_column(f"{heading}\nms", justify="right", no_wrap=True)
-    table.add_column("limited\nby", no_wrap=True)
-    if wide:
-        table.add_column("times\ndense", justify="right", no_wrap=True)
-    table.add_column("beats dense\nbelow Gb/s", justify="right")
+    numbers = [*(f"{part}\nms" for part in times), *(["times\ndense"] if wide else [])]
+    headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
+    table = make_table(*headings, numbers=numbers)
     for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
         table.add_row(
             Text(spec, "bold" if spec == report["winner"] else ""),
             *(f"{row[f'{part}_ms']:.1f}" for part in times),
-            row["limited_by"],
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
             "" if spec == DENSE or report["winner"] is None else _ranges(row["wins_in_gbps"]),
+            row["limited_by"],
         )
-    console.print(table)
+    print_table(console, table, _title(report))
     for line in [*_conclusions(report), *report["notes"]]:
-        console.print(Text(line), soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _ranges(ranges: list[list[float | None]]) -> str:
-    """Where a method beats dense; the column's heading says "below"."""
+    """Where a method beats dense, in Gb/s."""
     if not ranges:
         return "never"
     words = []
     for low, high in ranges:
         if low is None:
-            words.append("always" if high is None else f"{high:.3g}")
+            words.append("always" if high is None else f"below {high:.3g}")
         else:
             words.append(f"above {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}")
     return ", ".join(words)
@@ -240,13 +248,13 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     winner = report["winner"]
     if winner is None:
         return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
+    second, lead = report["runner_up"], 1 + report["lead_percent"] / 100
     lines = [f"Fastest: {winner}"]
     if winner == DENSE:
-        lines[0] += f", {report['lead_percent']:.1f}% faster than {report['runner_up']}: compression does not pay here."
+        lines[0] += f", {_as_fast(lead)} {second}: compression does not pay here."
     else:
-        lines[0] += f", {report['gain_over_dense_percent']:.1f}% faster than dense"
-        second = report["runner_up"]
-        lines[0] += "." if second == DENSE else f", {report['lead_percent']:.1f}% faster than {second}."
+        lines[0] += f", {_as_fast(1 + report['gain_over_dense_percent'] / 100)} dense"
+        lines[0] += "." if second == DENSE else f", {_as_fast(lead)} {second}."
     if report["within_noise"]:
         lines.append(
             f"{winner} and {report['runner_up']} are closer than the calibration's uncertainty of "
@@ -261,6 +269,11 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"For 95% of linear scaling {ideal} would have to compress {factor:.1f} times.")
     return lines
+
+
+def _as_fast(ratio: float) -> str:
+    times = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+    return "as fast as" if times == "1.00" else f"{times} times as fast as"
 
 
 def _draw(swept: Sweep, report: dict[str, Any], file: Path) -> None:

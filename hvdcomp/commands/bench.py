@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
 from rich.table import Table
 
 from hvdcomp.bench.encode import PEER, Measurement, Request, as_json, measure
 from hvdcomp.bench.shapes import MODELS
 from hvdcomp.bench.steps import Options
+from hvdcomp.commands.groups import Group
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.errors import SpecError
+from hvdcomp.files import replace_files
 from hvdcomp.spec import parse_compressor
+from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train.settings import MODELS as TRAINED
 
 _STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called
 
 
-@click.group()
+@click.group(cls=Group)
 def command() -> None:
     """Measure what compression costs here."""
 
@@ -44,18 +47,26 @@ def encode(methods: tuple[str, ...], output: Path | None, **options: Any) -> Non
     try:
         for method in methods:
             parse_compressor(method)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
     except SpecError as error:
         raise click.UsageError(str(error)) from None
+    except OSError as error:
+        raise click.UsageError(f"--output {output} cannot be made: {error.strerror or error}") from None
     requests = [Request(method=method, **options) for method in methods or (*EXAMPLES, PEER)]
     measured = [measure(request) for request in track(requests, "measuring", transient=True)]
-    Console(width=max(120, Console().width)).print(_table(measured, options))
+    print_table(make_console(), _table(measured), _title(options))
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        (output / "encode.json").write_text(
-            json.dumps({"options": options, "measurements": as_json(measured)}, indent=1) + "\n"
-        )
-        (output / "encode.md").write_text(_markdown(measured, options))
-        _plot(measured, options, output / "encode.png")
+        data = json.dumps({"options": options, "measurements": as_json(measured)}, indent=1) + "\n"
+        files = {
+            output / "encode.json": data.encode(),
+            output / "encode.md": _markdown(measured, options).encode(),
+            output / "encode.png": _plot(measured, options),
+        }
+        try:
+            replace_files(files)
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
         click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
 
 
@@ -143,9 +154,9 @@ def steps(
     except (runs.StepsError, OSError) as error:
         raise click.ClickException(str(error)) from None
     rows = [row for result in results for row in compare(result)]
-    console = Console(highlight=False, width=max(120, Console().width))
+    console = make_console()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=make_console(stderr=True)) as progress:
         total = len(numbers) * len(rates) * len(models)
         task = progress.add_task("starting", total=total, completed=len(results))
 
@@ -159,13 +170,13 @@ def steps(
                 write(output, _STEPS, rows, {**details, "runs": results})
                 progress.advance(task)
                 progress.console.print(f"{place_of(result)}: measured", highlight=False)
-        except runs.StepsError as error:
+        except (runs.StepsError, OSError) as error:
             again = "\nWhat was measured before is kept: go on with --resume." if results else ""
             raise click.ClickException(f"{str(error).rstrip()}{again}") from None
-    table = Table(*HEADINGS)
+    table = make_table(*HEADINGS, numbers=[heading for heading in HEADINGS if heading not in ("model", "method")])
     for row in rows:
         table.add_row(*cells(row))
-    console.print(table)
+    print_table(console, table)
     for gain in gains(rows):
         console.print(
             f"{gain.hosts} hosts, {gain.rate}, {gain.model}: {gain.best} is {gain.over_dense:.2f} times as fast as "
@@ -177,7 +188,7 @@ def steps(
         console.print(auto_summary(found), soft_wrap=True)
     for result in results:
         if result["noisy"]:
-            console.print(f"noisy, {place_of(result)}: {', '.join(result['noisy'])}")
+            console.print(f"noisy, {place_of(result)}: {', '.join(result['noisy'])}", soft_wrap=True)
     click.echo(f"wrote {_STEPS}.json, .csv, .md and .png to {output}")
 
 
@@ -211,10 +222,8 @@ def _row(one: Measurement) -> tuple[str, ...]:
     )
 
 
-def _table(measured: list[Measurement], options: dict[str, Any]) -> Table:
-    table = Table(title=_title(options))
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+def _table(measured: list[Measurement]) -> Table:
+    table = make_table(*_HEADINGS, numbers=_HEADINGS[1:])
     for one in measured:
         table.add_row(*_row(one))
     return table
@@ -225,7 +234,8 @@ def _markdown(measured: list[Measurement], options: dict[str, Any]) -> str:
     return "\n".join([f"{_title(options)}.", "", *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
-def _plot(measured: list[Measurement], options: dict[str, Any], file: Path) -> None:
+def _plot(measured: list[Measurement], options: dict[str, Any]) -> bytes:
+    """A PNG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -238,4 +248,6 @@ def _plot(measured: list[Measurement], options: dict[str, Any], file: Path) -> N
     axes.barh([one.method for one in ordered], [one.ratio for one in ordered])
     axes.set_xlabel(f"time of a step, in copies of the gradients of {options['model']}")
     axes.grid(axis="x", alpha=0.3)
-    figure.savefig(file, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()

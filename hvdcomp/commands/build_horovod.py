@@ -27,6 +27,7 @@ from hvdcomp.horovod_build.wheel import (
     install_wheel,
     installed_record,
 )
+from hvdcomp.terminal import make_console
 
 
 def _parse_architectures(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool
     The wheel is kept in the cache folder ($HVDCOMP_CACHE, else ~/.cache/hvdcomp) and used again wherever the
     same versions come together.
     """
-    console = Console(highlight=False)
+    console = make_console()
     try:
         options = Options(gpu, cuda_arch)
         environment = find_environment()

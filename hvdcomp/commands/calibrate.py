@@ -10,8 +10,10 @@ import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from hvdcomp.spec import parse_compressor
+from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import environment
 from hvdcomp.train.settings import MODELS, SetupError
 
@@ -100,7 +102,7 @@ def command(
     from hvdcomp.bench.calibrate import calibrate
     from hvdcomp.perfmodel import save
 
-    console = Console(stderr=True, highlight=False, quiet=ranks.rank != 0)
+    console = make_console(stderr=True, quiet=ranks.rank != 0)
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=ranks.rank != 0, transient=True) as progress:
         task = progress.add_task("starting")
@@ -112,8 +114,11 @@ def command(
             **options,
         )
     if ranks.rank == 0:
-        save(made.calibration, output)
-        print_summary(made, Console(highlight=False, soft_wrap=True))
+        print_summary(made, make_console())
+        try:
+            save(made.calibration, output)
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
         click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output} --world-size {ranks.size}")
 
 
@@ -151,23 +156,24 @@ def check_writable(file: Path) -> None:
 def print_summary(made: Calibrated, console: Console) -> None:
     """What was found, and what is not to be trusted."""
     calibration = made.calibration
-    console.print(f"[bold]{calibration.name}[/bold], {calibration.machine['ranks']} ranks")
+    console.print(Text.assemble((calibration.name, "bold"), f", {calibration.machine['ranks']} ranks"))
     for kind in ("allreduce", "allgather"):
         cost = getattr(calibration.network, kind)
         console.print(
             f"{kind}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
-            f"{1e6 * cost.latency_s:.0f} us a message"
+            f"{1e6 * cost.latency_s:.0f} us a message",
+            soft_wrap=True,
         )
-    console.print(_models_table(calibration))
+    print_table(console, _models_table(calibration), "One step")
     if made.noisy:
-        console.print("[yellow]Too noisy to trust:[/yellow] repeat on a quieter machine, or with more --seconds")
+        advice = " repeat on a quieter machine, or with more --seconds"
+        console.print(Text.assemble(("Too noisy to trust:", "yellow"), advice), soft_wrap=True)
         for what, one in made.noisy.items():
             console.print(f"  {what}: {1e3 * one.seconds:.2f} ms, repeated medians differ by {one.spread:.0%}")
 
 
 def _models_table(calibration: Calibration) -> Table:
-    table = Table("model", "part", "ms", title="One step", title_justify="left")
-    table.columns[-1].justify = "right"
+    table = make_table("model", "part", "ms", numbers=["ms"])
     for name, facts in calibration.models.items():
         compute = facts.compute
         rows: dict[str, float] = {

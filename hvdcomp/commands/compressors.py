@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import math
+import re
 import typing
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
 from hvdcomp.errors import SpecError
+from hvdcomp.files import replace_text
 from hvdcomp.spec import parse_compressor
+from hvdcomp.suggestions import did_you_mean
+from hvdcomp.terminal import make_console, make_table, print_table
 
 BEGIN = "<!-- made by: hvdcomp compressors --markdown docs/compressors.md -->"
 END = "<!-- end of what was made -->"
 
+_ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)  # of a docstring
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 @click.option(
     "--markdown",
@@ -32,19 +38,26 @@ END = "<!-- end of what was made -->"
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     help="Print a Markdown table, or put it into a file between its two markers.",
 )
-def command(as_json: bool, markdown: Path | None) -> None:
-    """List the compressors: parameters, what is sent and how, bias, default memory, publication.
+def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> None:
+    """List the compressors; or show those that are NAMEd with all there is to know of them.
 
     The example is a spec string, as --compression of `hvdcomp train` and Compression.from_spec take it. Parameters
     without a value must be given.
     """
-    entries = [describe(kind) for kind in COMPRESSORS.values()]
-    if as_json and markdown:
-        raise click.UsageError("--json and --markdown exclude each other")
+    if markdown and (as_json or names):
+        raise click.UsageError(f"--markdown and {'--json' if as_json else 'NAME'} exclude each other")
+    for name in names:
+        if name not in COMPRESSORS:
+            guess = did_you_mean(name, COMPRESSORS)
+            raise click.UsageError(f"there is no compressor {name!r}{guess}; there are: {', '.join(COMPRESSORS)}")
+    entries = [describe(COMPRESSORS[name]) for name in names or COMPRESSORS]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
+    elif names:
+        for entry in entries:
+            _print_one(entry)
     elif markdown is None:
-        _print_table(entries)
+        _print_list(entries)
     elif str(markdown) == "-":
         click.echo(markdown_table(entries), nl=False)
     else:
@@ -57,15 +70,20 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
     fields = dataclasses.fields(kind)
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
     example = parse_compressor(kind.examples[0])
+    meanings = _meanings(kind)
     return {
         "name": kind.name,
+        "summary": " ".join(_paragraphs(kind)[0].split()),
         "example": str(example),
+        "examples": list(kind.examples),
         "parameters": [
             {
                 "name": field.name,
                 "type": getattr(types[field.name], "__name__", str(types[field.name])),
                 "required": field.name in required,
                 "default": None if field.name in required else field.default,
+                "allowed": _allowed(example, field.name, types[field.name]),
+                "meaning": meanings.get(field.name, ""),
             }
             for field in fields
         ],
@@ -77,6 +95,30 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
         "memory": example.default_memory.name,
         "reference": kind.reference,
     }
+
+
+def _allowed(example: Compressor, setting: str, kind: type) -> str:
+    """What a setting may be, in the words by which a wrong value is refused: no value is right that is not a number."""
+    try:
+        dataclasses.replace(example, **{setting: math.nan})
+    except SpecError as error:
+        return str(error).partition("is not allowed; ")[2]
+    return "it is true or false" if kind is bool else ""
+
+
+def _paragraphs(kind: type) -> list[str]:
+    return (inspect.getdoc(kind) or "").split("\n\n")
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """What the settings of a compressor mean, from the docstrings of its class and of those that it extends."""
+    meanings: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        for paragraph in _paragraphs(each) if dataclasses.is_dataclass(each) else []:
+            if paragraph.startswith("Attributes:\n"):
+                for names, text in _ATTRIBUTE.findall(paragraph):
+                    meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return meanings
 
 
 def _biased_when(example: Compressor) -> dict[str, bool]:
@@ -107,19 +149,23 @@ _HEADINGS = ("Name", "Parameters", "Example", "Sends", "Collective", "Biased", "
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:
-    biased = "yes" if entry["biased"] else "no"
-    for switch, value in entry["biased_when"].items():
-        biased += f"; {'yes' if value else 'no'} with {switch}"
     return [
         entry["name"],
         ", ".join(_parameters(entry)),
         entry["example"],
         entry["sends"],
         entry["collective"],
-        biased,
+        _biased(entry),
         entry["memory"],
         entry["reference"],
     ]
+
+
+def _biased(entry: dict[str, Any]) -> str:
+    biased = "yes" if entry["biased"] else "no"
+    for switch, value in entry["biased_when"].items():
+        biased += f"; {'yes' if value else 'no'} with {switch}"
+    return biased
 
 
 def _parameters(entry: dict[str, Any]) -> list[str]:
@@ -129,19 +175,43 @@ def _parameters(entry: dict[str, Any]) -> list[str]:
     ]
 
 
-def _print_table(entries: list[dict[str, Any]]) -> None:
-    """Few columns with several lines each, to fit into 80 characters."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 1, 0))
-    for heading in ("Name and parameters", "Sends, by which collectives", "Biased", "Memory"):
-        table.add_column(heading, overflow="fold")
+def _print_list(entries: list[dict[str, Any]]) -> None:
+    """One line or a few of each, to fit into 80 characters."""
+    console = make_console()
+    table = make_table("name", "parameters", "sends", "by", "biased")
     for entry in entries:
-        name, _, _, sends, collective, biased, memory, reference = _cells(entry)
-        first = Text("\n".join([name, *_parameters(entry)]), "cyan")
-        first.stylize("bold", 0, len(name))
-        second = Text("\n".join(filter(None, [sends, f"by {collective}", *reference.split("; ")])))
-        second.stylize("dim", len(sends) + 1)
-        table.add_row(first, second, biased.replace("; ", "\n"), memory)
-    Console().print(table)
+        biased = "yes" if entry["biased"] else "no"
+        parameters = ", ".join(_parameters(entry))
+        collectives = entry["collective"].replace(", ", "\n")
+        table.add_row(Text(entry["name"], "bold cyan"), parameters, entry["sends"], collectives, biased)
+    print_table(console, table)
+    console.print("All about one, with an example: hvdcomp compressors NAME", soft_wrap=True)
+
+
+def _print_one(entry: dict[str, Any]) -> None:
+    console = make_console()
+    console.print(Text.assemble((entry["name"], "bold cyan"), f": {entry['summary']}"))
+    about = {
+        "example": "\n".join(entry["examples"]),
+        "sends": entry["sends"],
+        "by": entry["collective"],
+        "biased": _biased(entry),
+        "memory": entry["memory"],
+        "level": entry["level"] or "none: nothing for a policy to change",
+        "reference": entry["reference"].replace("; ", "\n"),
+    }
+    table = make_table("", "")
+    for key, value in about.items():
+        if value:
+            table.add_row(Text(key, "dim"), value)
+    print_table(console, table)
+    if entry["parameters"]:
+        table = make_table("parameter", "type", "default", "meaning; what is allowed")
+        for parameter in entry["parameters"]:
+            default = "must be given" if parameter["required"] else str(parameter["default"])
+            text = "\n".join(filter(None, [parameter["meaning"], parameter["allowed"]]))
+            table.add_row(Text(parameter["name"], "bold"), parameter["type"], default, text)
+        print_table(console, table)
 
 
 def _write_into(path: Path, table: str) -> None:
@@ -154,5 +224,8 @@ def _write_into(path: Path, table: str) -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise click.ClickException(f"{path} has no place for the table; put these two lines there:\n{BEGIN}\n{END}")
-    path.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
+    try:
+        replace_text(path, f"{before}{BEGIN}\n{table}{END}{after}")
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote the table of compressors into {path}.", err=True)

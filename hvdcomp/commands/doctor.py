@@ -12,6 +12,7 @@ from rich.table import Table
 from hvdcomp.doctor.checks import Problem, find_problems
 from hvdcomp.doctor.facts import Facts
 from hvdcomp.doctor.gather import gather, start_horovod
+from hvdcomp.terminal import make_console
 
 
 @click.command("doctor")
@@ -23,8 +24,8 @@ def command(context: click.Context, as_json: bool) -> None:
     Under a launcher (horovodrun -np 2 hvdcomp doctor) it also compares the launcher's size with Horovod's. Exit
     status 1 means that something found stops training.
     """
-    console = Console(highlight=False)
-    with Console(stderr=True).status("Looking at the environment"):
+    console = make_console()
+    with make_console(stderr=True).status("Looking at the environment"):
         facts = gather()
         facts = replace(facts, started=start_horovod(facts))
     problems = find_problems(facts)
@@ -82,8 +83,8 @@ def _print(console: Console, facts: Facts, problems: list[Problem]) -> None:
     console.print(table)
     console.print()
     for problem in problems:
-        console.print(f"{'PROBLEM' if problem.stops else 'Note'}: {problem.what}", markup=False, soft_wrap=True)
-        console.print(f"  -> {problem.remedy}", markup=False, soft_wrap=True)
+        console.print(f"{'PROBLEM' if problem.stops else 'Note'}: {problem.what}", soft_wrap=True)
+        console.print(f"  -> {problem.remedy}", soft_wrap=True)
     if not problems:
         console.print("No problem found.")
     elif not any(problem.stops for problem in problems):

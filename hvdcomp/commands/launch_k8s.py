@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, checked, environment_option
@@ -22,6 +20,7 @@ from hvdcomp.launch.k8s.follow import follow
 from hvdcomp.launch.k8s.manifest import ROLE_LABEL, render
 from hvdcomp.launch.k8s.settings import KubernetesSettings, check_job_name, check_namespace
 from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
+from hvdcomp.terminal import make_console, make_table, print_table
 
 INTERRUPTED = 130
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -159,12 +158,10 @@ def status(name: str, namespace: str | None, context: str | None, as_json: bool)
         return
     click.echo(f"MPIJob {cluster.namespace}/{name}: {state.phase}{': ' if state.detail else ''}{state.detail}")
     if rows:
-        table = Table()
-        for heading in rows[0]:
-            table.add_column(heading, overflow="fold")
+        table = make_table(*rows[0])
         for row in rows:
             table.add_row(*(Text(str(value)) for value in row.values()))
-        Console().print(table)
+        print_table(make_console(), table)
 
 
 def _row(pod: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
-from rich.table import Table
 
 from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, checked, environment_option
 from hvdcomp.errors import ConfigurationError
@@ -21,6 +19,7 @@ from hvdcomp.launch.slurm.client import JobState, SchedulerError, UnknownJobErro
 from hvdcomp.launch.slurm.follow import Follower
 from hvdcomp.launch.slurm.script import batch_script, log_name
 from hvdcomp.launch.slurm.settings import SlurmJob
+from hvdcomp.terminal import make_console, make_table, print_table
 
 _INTERRUPTED = 130  # what a shell says of Ctrl-C
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -145,12 +144,13 @@ def status(job_id: int | None) -> None:
         jobs = client.my_jobs() if job_id is None else [client.state_of(job_id)]
     except SchedulerError as error:
         raise NotLaunchedError(str(error)) from None
-    table = Table()
-    for heading in ("job", "name", "state", "why", "nodes", "starts", "exit code"):
-        table.add_column(heading)
+    if not jobs:
+        click.echo("Slurm knows no job of yours.")
+        return
+    table = make_table("job", "name", "state", "why", "nodes", "starts", "exit code")
     for job in jobs:
         table.add_row(*_row(job))
-    Console(highlight=False).print(table if jobs else "Slurm knows no job of yours.")
+    print_table(make_console(), table)
 
 
 @slurm.command(context_settings=_CONTEXT)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from hvdcomp.decision_log import DecisionLogError
 from hvdcomp.replay import ABSENT, Difference, Replay, replay
+from hvdcomp.terminal import make_console
 
 DIFFERS = 1
 """Exit status if a decision differs."""
@@ -34,7 +34,7 @@ def command(ctx: click.Context, log: Path, as_json: bool) -> None:
     first that is not, and 2 if the file cannot be replayed.
     """
     try:
-        with Console(stderr=True).status(Text(f"Replaying {log} ...")):
+        with make_console(stderr=True).status(Text(f"Replaying {log} ...")):
             done = replay(log)
     except DecisionLogError as error:
         raise CannotReplay(str(error)) from None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.report.runs import RunError, find_runs
 from hvdcomp.report.table import Section, cells, make_sections, policy_line
+from hvdcomp.terminal import make_console, make_table, print_table
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -37,7 +36,7 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
     Each RUN is the folder of one run of `hvdcomp train`, or a folder that is searched for such folders. Runs
     that differ only in their seed are shown by their mean and spread. A run may still be going.
     """
-    console = Console()
+    console = make_console()
     try:
         found, notes = find_runs(runs)
         sections = make_sections(found, baseline)
@@ -46,7 +45,7 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
     for note in notes:
         click.echo(f"note: {note}", err=True)
     for section in sections:
-        console.print(_terminal_table(section, wide=console.width >= 100))
+        print_table(console, _terminal_table(section, wide=console.width >= 100), section.title)
     try:
         from hvdcomp.report.page import write_report
     except ModuleNotFoundError as error:
@@ -57,21 +56,18 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
         with console.status(f"Drawing {len(found)} runs ..."):
             page = write_report(output, sections)
     except OSError as error:
-        raise click.ClickException(f"the report cannot be written: {error}") from None
-    console.print(Text(f"Wrote {page} with report.json, report.csv and the figures as PNG and SVG."))
+        place = output if error.filename is None else error.filename
+        raise click.ClickException(f"the report cannot be written: {error.strerror or error}: {place}") from None
+    console.print(f"Wrote {page} with report.json, report.csv and the figures as PNG and SVG.", soft_wrap=True)
     if open_page:
         click.launch(str(page))
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
     """The section's rows: spec and policy stand below the run's name, and the phases are shown if there is room."""
-    table = Table(title=Text(section.title, "bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    table.padding = (0, 1, 0, 0)
-    table.add_column("Run", overflow="fold", min_width=14)
     shown = section.headings if wide else section.headings[:-1]
-    for heading in shown[2:]:
-        lines = heading if "/" in heading else heading.replace(" ", "\n")
-        table.add_column(Text(lines), justify="right", no_wrap=True)
+    numbers = [heading if "/" in heading else heading.replace(" ", "\n") for heading in shown[2:]]
+    table = make_table("Run", *numbers, numbers=numbers)
     for row in section.rows:
         name, spec, *texts = cells(row)[: len(shown)]
         first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")

@@ -15,9 +15,8 @@ import numpy as np
 
 from hvdcomp.perfmodel.advice import Adviser
 from hvdcomp.perfmodel.predict import Setting
+from hvdcomp.rates import GBPS, parse_gbps
 
-GBPS = 1.25e8
-"""Bytes per second of one gigabit per second."""
 _POINTS = 200
 
 
@@ -65,6 +64,8 @@ class Sweep:
 def parse_axis(text: str) -> tuple[str, np.ndarray]:
     """The axis and values of a text such as `bandwidth=0.1..100` (evenly on a logarithmic scale) or `batch=16,32,64`.
 
+    Bandwidths may have a unit: `bandwidth=100mbit..10gbit`.
+
     Raises:
         ValueError: for an unknown axis or something that is no range of positive numbers.
     """
@@ -73,7 +74,8 @@ def parse_axis(text: str) -> tuple[str, np.ndarray]:
         raise ValueError(f"{text!r} does not name what to vary; write one of: {', '.join(AXES)}, as in bandwidth=1..30")
     low, dots, high = rest.partition("..")
     try:
-        numbers = [float(low), float(high)] if dots else sorted({float(part) for part in rest.split(",")})
+        number = parse_gbps if name == "bandwidth" else float
+        numbers = [number(low), number(high)] if dots else sorted({number(part) for part in rest.split(",")})
     except ValueError:
         numbers = []
     if len(numbers) < 2 or not numbers[0] > 0 or not numbers[0] < numbers[-1] or not np.all(np.isfinite(numbers)):

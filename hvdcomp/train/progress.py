@@ -9,7 +9,6 @@ import time
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,8 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import environment
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -31,7 +30,7 @@ class Reporter:
     def __init__(self, steps: int, epochs: int, *, visible: bool, progress: bool) -> None:
         # mpirun gives each rank a terminal, whatever it then does with what is written there.
         terminal = False if environment.launched() else None
-        self._console = Console(quiet=not visible, highlight=False, soft_wrap=True, force_terminal=terminal)
+        self._console = make_console(quiet=not visible, soft_wrap=True, force_terminal=terminal)
         self._visible = visible and progress
         self._steps = steps
         self._epochs = epochs
@@ -62,7 +61,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         """A line that is shown with --no-progress too."""
-        self._console.print(text, markup=False)
+        self._console.print(text)
 
     def step(self, step: int, epoch: int, loss: float, ms: float) -> None:
         """`step` counts batches of the starting size: where batches grow, there are fewer steps."""
@@ -83,13 +82,13 @@ class Reporter:
 
     def _line(self, text: str) -> None:
         self._last_line = time.monotonic()
-        self._console.print(text, markup=False)
+        self._console.print(text)
 
     def summary(self, summary: dict[str, Any], output: str | None) -> None:
         """The table at the end."""
         metric = "accuracy" if "accuracy" in summary else "perplexity"
         best = f"best_{metric}"
-        table = Table(title=f"{summary['model']} on {summary['data']}: {summary['status']}", show_header=False)
+        table = make_table("", "")
         rows = [
             ("compression", summary["spec"]),
             ("ranks", f"{summary['world_size']} ({summary['controller']})"),
@@ -110,7 +109,7 @@ class Reporter:
             rows.append(("written to", output))
         for name, value in rows:
             table.add_row(name, value)
-        self._console.print(table)
+        print_table(self._console, table, f"{summary['model']} on {summary['data']}: {summary['status']}")
 
 
 def _quality(metric: str, value: float | None) -> str:
