@@ -109,7 +109,7 @@ class TensorFlowLearner(Learner):
         try:
             self._checkpoint().write(str(folder / prefix))
         except tf.errors.OpError as error:
-            raise OSError(error.message) from None
+            raise OSError(error.message.rpartition("}} ")[2]) from None  # without the place in TensorFlow's graph
         return list(folder.glob(f"{prefix}.*"))
 
     def restore(self, folder: Path) -> None:
