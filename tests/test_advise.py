@@ -309,13 +309,18 @@ def test_errors(tmp_path: Path) -> None:
     unknown = error(*PRESET, "--compressor", "natural")
     assert "no encode time of 'natural' for resnet50; it has: powersgd:rank=4" in unknown
     assert "unknown compressor 'foo'" in error(*PRESET, "--compressor", "foo")
-    assert "does not say which batch size" in error("--model", "bert-base", "--batch", "8")
     assert "belong to --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
     assert "growth belongs to a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
     assert "nan is not a bandwidth; write a number of Gb/s above 0, or a rate such as 100mbit" in error(
         *PRESET, "--bandwidth", "nan"
     )
     assert "'1gbt' is not a rate" in error(*PRESET, "--bandwidth", "1gbt")
+    no_batch = tmp_path / "no-batch.json"
+    content = json.loads((DOCS.parent / "hvdcomp/perfmodel/presets/v100-p3.8xlarge.json").read_text())
+    del content["models"]["bert-base"]["batch_size"]
+    no_batch.write_text(json.dumps(content))
+    batch = ("--model", "bert-base", "--batch", "8")
+    assert "does not say which batch size" in error("--calibration", no_batch, *batch)
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{")
     assert "is not JSON" in error("--calibration", wrong)
