@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from hvdcomp.spec import parse_compressor, parse_policy
+from hvdcomp.train.data import load_data
+from hvdcomp.train.settings import Settings
 
-FILE = Path(__file__).parents[1] / "benchmarks" / "policies.py"
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def benchmark_file() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_policies", FILE)
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def benchmark_file() -> ModuleType:
+    return load("policies")
 
 
 def write_run(settings: Any, **figures: Any) -> None:
@@ -100,3 +108,50 @@ def test_an_expectation_is_met_or_not(
     assert f"| {floats:,.0f} | {floats / 1e6:.0%} |" in page
     assert ("1 of 2 diverged" in page) == (status == "diverged")
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 5
+
+
+def test_the_page_is_what_its_csv_says(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    """And the published one is up to date with the program."""
+    for ending in (".md", ".csv"):
+        shutil.copy(ROOT / "docs" / f"policies-measured{ending}", tmp_path)
+    page = tmp_path / "policies-measured.md"
+    published = page.read_text()
+    page.unlink()
+    result = CliRunner().invoke(benchmark_file.main, ["--page-only", "--table", str(page)])
+    assert result.exit_code == 0, result.output
+    assert page.read_text() == published
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "floats", "verdict"),
+    [
+        (0.95, 4e5, "| as in the paper |"),
+        (0.94, 4e5, "sends less, as in the paper; **accuracy reversed** |"),
+        (0.95, 2e6, "**sends more: reversed**; accuracy as in the paper |"),
+        (0.94, 2e6, "**reversed**: sends more, and is worse |"),
+    ],
+)
+def test_what_comes_out_the_other_way_round_is_called_reversed(
+    benchmark_file: ModuleType, tmp_path: Path, accuracy: float, floats: float, verdict: str
+) -> None:
+    experiment = benchmark_file.EXPERIMENTS["cnn"]
+    figures = {"accordion": (accuracy, floats), "adaqs": (0.945, 1e6)}
+    for row in experiment.rows:
+        if row.group == "powersgd" and row.name in figures:
+            settings = experiment.settings(row, 0, benchmark_file.folder_of(tmp_path / "runs", "cnn", row, 0))
+            mean, sent = figures[row.name]
+            write_run(settings, accuracy=mean, floats_sent=sent, bytes_sent=4 * sent)
+    benchmark_file.write_tables(tmp_path / "runs", tmp_path / "table.md", 1)
+    (line,) = [line for line in (tmp_path / "table.md").read_text().splitlines() if "figure 7" in line]
+    assert line.endswith(verdict)
+
+
+def test_the_residual_makes_gravacs_gain_small_and_its_published_code_leaves_it_out() -> None:
+    pytest.importorskip("torch")
+    gains = load("gravac_gain")
+    settings = Settings(model="cnn", data="digits", batch_size=16, epochs=1, samples=320).resolved()
+    found = gains.measure(load_data(settings), settings, 10.0)
+    assert found.text < 0.8 * found.alone
+    assert found.code > 1
+    assert found.residual > 0.2
+    assert gains.ratio_of(10.0) == 0.05

@@ -1,0 +1,126 @@
+"""GraVAC's compression gain with the gradient's residual in the denominator, and without it.
+
+    python benchmarks/gravac_gain.py                  # no Horovod; half a minute on one core
+
+Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of what is sent, C(g + r), by that of g + r,
+the gradient with what error feedback kept back. The code that they published divides by the energy of g alone. This
+trains the cnn on the digits with TopK and error feedback at fixed compression factors, as one rank would, and prints
+both gains, and beside them what the same factor keeps of g where there is no residual.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import SparseVector, TensorInfo
+from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import TopK
+from hvdcomp.engine import Engine
+from hvdcomp.statistics import densified
+from hvdcomp.train.data import DataSet, epoch_shard, load_data
+from hvdcomp.train.models import build_model
+from hvdcomp.train.settings import Settings
+
+BYTES_OF_A_PAIR = 8  # a float32 value and its index
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Medians over the steps of the second half of a training.
+
+    Attributes:
+        alone: ||C(g)||^2 / ||g||^2, what the factor keeps of a gradient without residual.
+        text: ||C(g + r)||^2 / ||g + r||^2, the gain of the paper's text, by which hvdcomp's GraVAC decides.
+        code: ||C(g + r)||^2 / ||g||^2, with the energy of the gradient alone below.
+        residual: ||r||^2 / ||g||^2.
+    """
+
+    alone: float
+    text: float
+    code: float
+    residual: float
+
+
+def ratio_of(factor: float) -> float:
+    """The share of elements that takes 1 / factor of the dense bytes."""
+    return 4 / BYTES_OF_A_PAIR / factor
+
+
+def measure(data: DataSet, settings: Settings, factor: float) -> Gains:
+    """Trains as one rank with TopK at this compression factor, and looks at each step's energies."""
+    assert settings.batch_size is not None
+    torch.manual_seed(settings.seed)
+    model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+    named = dict(model.named_parameters())
+    compressor = TopK(ratio_of(factor))
+    tensors = [TensorInfo(name, tuple(one.shape)) for name, one in named.items()]
+    engine = Engine(LoopbackCommunicator(1), tensors, compressor)
+    compressed = {name for name, chosen in engine.plan.items() if chosen == compressor}
+    xs: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
+
+    def witness(xp: ModuleType, sent: Mapping[str, tuple[Tensor, Tensor | SparseVector]]) -> None:
+        for name in compressed:
+            x, c = sent[name]
+            xs[name], kept[name] = x.clone(), densified(xp, x, c)
+
+    engine.witness = witness
+    steps = []
+    for epoch in range(1, settings.epochs + 1):
+        for samples in epoch_shard(len(data.train_x), 1, 0, settings.batch_size, settings.seed, epoch):
+            inputs = torch.from_numpy(data.model_input(data.train_x[samples]))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), torch.from_numpy(data.train_y[samples])).backward()
+            gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
+            own = {name: gradients[name].clone() for name in compressed}
+            xp = arrays_for(next(iter(own.values())))
+            alone = {name: densified(xp, g, engine.preview(xp, name, g, compressor)) for name, g in own.items()}
+            engine.begin()
+            for name, mean in engine.step(gradients).items():
+                named[name].grad = mean
+            optimizer.step()
+            raw = energy(own)
+            residual = {name: xs[name] - own[name] for name in compressed}
+            steps.append((energy(alone) / raw, energy(kept) / energy(xs), energy(kept) / raw, energy(residual) / raw))
+    later = steps[len(steps) // 2 :]
+    return Gains(*(statistics.median(column) for column in zip(*later, strict=True)))
+
+
+def energy(tensors: Mapping[str, Tensor]) -> float:
+    """The sum of all squares."""
+    return float(sum(tensor.double().square().sum() for tensor in tensors.values()))
+
+
+@click.command()
+@click.option("--factor", "factors", multiple=True, type=float, default=(10.0, 100.0, 1000.0), show_default=True)
+@click.option("--batch-size", "batches", multiple=True, type=int, default=(16, 256), show_default=True)
+@click.option("--steps", type=click.IntRange(2), default=180, show_default=True, help="Of each training, at least.")
+@click.option("--seed", default=0, show_default=True)
+def main(factors: tuple[float, ...], batches: tuple[int, ...], steps: int, seed: int) -> None:
+    """Prints GraVAC's gain by both formulas, at each batch size and compression factor."""
+    table = Table("batch", "factor", "kept of g", "gain, text", "gain, code", "|r|² / |g|²")
+    for batch in batches:
+        settings = Settings(model="cnn", data="digits", batch_size=batch, seed=seed).resolved()
+        data = load_data(settings)
+        epochs = -(-steps // (len(data.train_x) // batch))
+        settings = Settings(model="cnn", data="digits", batch_size=batch, seed=seed, epochs=epochs).resolved()
+        for factor in factors:
+            found = measure(data, settings, factor)
+            shown = (f"{one:.2f}" for one in (found.alone, found.text, found.code, found.residual))
+            table.add_row(str(batch), f"{factor:g}", *shown)
+    Console(width=80).print(table)
+
+
+if __name__ == "__main__":
+    main()
