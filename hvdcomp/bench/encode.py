@@ -21,6 +21,12 @@ from hvdcomp.engine import Engine
 from hvdcomp.spec import parse_compressor
 
 PEER = "torch powerSGD_hook, rank 4"
+MOST_SPREAD = 0.15
+"""By how much the copy may differ between methods for them to be compared: it is the same work in every row."""
+
+
+class UnsteadyError(Exception):
+    """The machine was not equally fast for all methods; the message says by how much, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,19 @@ def _measure(request: Request) -> Measurement:
     copies = [gradient.clone() for gradient in gradients.values()]
     del copies
     start_memory = _peak_memory(request.device)
-    run()  # the first step makes the state
+    for _ in range(2):  # the first step makes the state
+        run()
+    peak_memory = _peak_memory(request.device) - start_memory
+    # Into memory that is there: what fresh memory costs depends on what the method freed before.
+    targets = [gradient.clone() for gradient in gradients.values()]
+
+    def copy() -> None:
+        for target, gradient in zip(targets, gradients.values(), strict=True):
+            target.copy_(gradient)
+
     steps, copies_s = [], []
     for _ in range(request.repeats):
-        copies_s.append(_timed(lambda: [gradient.clone() for gradient in gradients.values()], request.device))
+        copies_s.append(_timed(copy, request.device))
         steps.append(_timed(run, request.device))
     last = engine.ledger.last if engine is not None else None
     return Measurement(
@@ -90,7 +105,7 @@ def _measure(request: Request) -> Measurement:
         ratio=statistics.median(step / copy for step, copy in zip(steps, copies_s, strict=True)),
         encode_ms=None if last is None or last.encode_seconds is None else 1000 * last.encode_seconds,
         decode_ms=None if last is None or last.decode_seconds is None else 1000 * last.decode_seconds,
-        peak_mb=(_peak_memory(request.device) - start_memory) / 2**20,
+        peak_mb=peak_memory / 2**20,
         bytes_sent=None if last is None else last.bytes_sent,
         compression_factor=None if last is None else last.dense_bytes / last.bytes_sent,
     )
@@ -164,6 +179,23 @@ def _peak_memory(device: str) -> int:
     import torch
 
     return torch.cuda.max_memory_allocated()
+
+
+def check_steady(measurements: Sequence[Measurement]) -> None:
+    """Sees that all methods were measured on an equally fast machine, by the copy that took turns with each.
+
+    Raises:
+        UnsteadyError: if the slowest copy took more than `MOST_SPREAD` longer than the fastest.
+    """
+    fast, slow = (pick(measurements, key=lambda one: one.copy_ms) for pick in (min, max))
+    spread = slow.copy_ms / fast.copy_ms - 1
+    if spread > MOST_SPREAD:
+        raise UnsteadyError(
+            f"one copy of the same gradients took {fast.copy_ms:.1f} ms beside {fast.method} and {slow.copy_ms:.1f} ms "
+            f"beside {slow.method}: {spread:.0%} more, where {MOST_SPREAD:.0%} is allowed. The machine was not equally "
+            "fast for all methods, so their rows cannot be compared. End what else runs on it, or take another "
+            "machine, and measure again with more --repeats"
+        )
 
 
 def as_json(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
