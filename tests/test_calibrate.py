@@ -125,6 +125,26 @@ def test_steps_that_are_timed_hold_no_numbers_that_make_a_processor_slow() -> No
     assert torch.count_nonzero(torch.full((4,), 1e-38) * 0.1) == 4
 
 
+def test_a_model_is_timed_on_the_shape_of_its_data() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdcomp.bench.workload import build
+    from hvdcomp.train.settings import SetupError
+
+    try:
+        digits, images = (build(name, 2, 0, 0) for name in ("mlp@digits", "mlp"))
+        assert [next(iter(one.tensors())).shape[1] for one in (digits, images)] == [64, 3 * 32 * 32]
+        assert digits.loss().ndim == 0
+        for wrong, message in (
+            ("mlp@mnist", "one of cifar10, cifar100, digits"),
+            ("lstm@digits", "an image model"),
+            ("cnm@digits", "the model 'cnm' is not known"),
+        ):
+            with pytest.raises(SetupError, match=message):
+                build(wrong, 2, 0, 0)
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_extra_time_is_never_negative() -> None:
     assert extra_per_byte([10, 20], [1.5, 2.0], [1.0, 1.0]) == pytest.approx(0.05)
     assert extra_per_byte([10, 20], [0.5, 0.5], [1.0, 1.0]) == 0

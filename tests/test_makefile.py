@@ -100,9 +100,13 @@ def test_the_demo_compares_every_run_and_trains_in_both_frameworks() -> None:
     (compressions,) = re.findall(r"for compression in ([^;]+);", recipe)
     trained = [f"runs/demo/{spec.partition(':')[0]}" for spec in compressions.split()]
     (in_tensorflow,) = re.findall(r"hvdcomp train --framework tensorflow .*--output (\S+)", recipe)
-    (reported,) = re.findall(r"hvdcomp report (.+) --output", recipe)
+    (reported,) = re.findall(r"hvdcomp report (.+) --turns", recipe)
     assert reported.split() == [*trained, in_tensorflow]
     assert len(set(reported.split())) == len(reported.split())
+    # And the steps of every method are timed in turns, in a file that the report is given.
+    (timed, written) = re.findall(r"compare_worker\.py (.+) --output (\S+)", recipe)[0]
+    assert [f"--compressor {spec}" in timed for spec in compressions.split()] == [False, False, True, True]
+    assert f"--turns {written} " in recipe
 
 
 class Suite:
@@ -177,3 +181,18 @@ def test_some_parts_can_be_chosen_and_a_seed_repeated(suite: Suite) -> None:
     assert seeds[0] != seeds[1]
     assert suite.run("all", "ranks", "rank")[0] == 2
     assert suite.run("some")[0] == 2
+
+
+def test_a_quiet_command_speaks_only_if_it_fails(tmp_path: Path) -> None:
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        words = [str(ROOT / "scripts" / "quietly"), "sh", "-c", script]
+        env = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, env=env)
+
+    done = run("echo one; echo two >&2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    failed = run("echo one; echo two >&2; exit 3")
+    assert failed.returncode == 3
+    assert failed.stderr.splitlines()[:2] == ["one", "two"]
+    assert "ended with status 3" in failed.stderr
+    assert not list(tmp_path.iterdir())

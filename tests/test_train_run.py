@@ -139,7 +139,8 @@ def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
         for epoch in (1, 2, 3):
             assert done.stdout.count(f"epoch {epoch}/3  train loss") == 1, "rank 0 alone reports"
         summary = _check_files(folder, steps=132, epochs=3)
-        assert (summary["world_size"], summary["controller"]) == (2, controller)
+        assert "tracing" not in done.stdout
+        assert (summary["world_size"], summary["ranks_per_host"], summary["controller"]) == (2, 2, controller)
         assert summary["note"] is None
         assert summary["parameters"] == 151_306
         assert summary["dense_bytes"] == 132 * 4 * 151_306

@@ -341,7 +341,9 @@ def test_language_model_with_mpi(tmp_path: Path) -> None:
     done = _ranks("mpi", "--framework", "tensorflow", *options, "--compression", "powersgd:rank=2",
                   "--output", str(tmp_path))  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+    assert done.stdout.count("tracing the graph") == 1, "rank 0 says why nothing comes for a while"
     summary = _summary(tmp_path)
+    assert summary["ranks_per_host"] == 2
     assert (summary["identical"], summary["controller"]) == (True, "mpi")
     perplexities = [line["perplexity"] for line in _lines(tmp_path / "epochs.jsonl")]
     assert perplexities[-1] < 0.8 * perplexities[0]

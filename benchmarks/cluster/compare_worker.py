@@ -1,9 +1,11 @@
-"""Calibrates and measures steps, on every rank of a run: what `hvdcomp bench steps` starts on its clusters.
+"""Calibrates and measures steps, on every rank of a run: what `hvdcomp bench steps` starts on its clusters, and
+`make demo` on two ranks of one machine.
 
 The steps that are compared with the prediction take turns with those that the calibration times: machines are not
 equally fast from one minute to the next, and what is compared should be of the same minutes.
 
-Rank 0 writes lines that begin with "PROGRESS ", and one JSON file with the calibration and the measured steps.
+Rank 0 writes lines that begin with "PROGRESS " (not with --quiet), and one JSON file with the calibration and the
+measured steps.
 """
 
 from __future__ import annotations
@@ -39,8 +41,19 @@ _LONGEST = 3  # times the seconds of a calibration, after which these turns end 
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
 @click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
+@click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after them.")
+@click.option("--quiet", is_flag=True, help="No lines of progress.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds: float, output: Path) -> None:
+def main(
+    model: str,
+    specs: tuple[str, ...],
+    batch_size: int,
+    seed: int,
+    seconds: float,
+    with_auto: bool,
+    quiet: bool,
+    output: Path,
+) -> None:
     """Calibrates and measures, and writes what was found."""
     from hvdcomp.bench.calibrate import calibrate
     from hvdcomp.train import environment
@@ -50,7 +63,7 @@ def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds
     environment.use_threads(ranks.local_size)
 
     def show(what: str) -> None:
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not quiet:
             print(f"{PROGRESS}{what}", flush=True)
 
     others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
@@ -66,13 +79,12 @@ def main(model: str, specs: tuple[str, ...], batch_size: int, seed: int, seconds
         beside=turns.round,
     )
     steps = {training.times.method: training.times.as_json() for training in others}
-    file = output.with_name(f"{output.stem}.calibration.json")
-    if ranks.rank == 0:
-        save(made.calibration, file)
     best = _fastest(others, specs)
-    log = output.with_suffix(".jsonl")
-    if best:
-        auto = AutoTraining(best, file, log, model, batch_size, seed)
+    if best and with_auto:
+        file = output.with_name(f"{output.stem}.calibration.json")
+        if ranks.rank == 0:
+            save(made.calibration, file)
+        auto = AutoTraining(best, file, output.with_suffix(".jsonl"), model, batch_size, seed)
         steps[AUTO] = _measure_auto(auto, others, seconds, lambda what: show(f"auto, {what}"))
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import statistics
 from collections.abc import Sequence
@@ -198,7 +197,7 @@ def errors(rows: Sequence[Row]) -> tuple[float, Row]:
 
 
 def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
-    """Writes STEM.json, .csv, .md and .png; returns their places.
+    """Writes STEM.json, .csv, .md and .png, and STEM-speed.png; returns their places.
 
     Args:
         details: what else belongs into the JSON: options, calibrations, all step times.
@@ -206,15 +205,20 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     Raises:
         OSError: one cannot be written. Whoever is interrupted, or fills the disk, still has the files of before.
     """
+    from hvdcomp.bench.compare_plot import draw_errors, draw_speed
+
     files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
     tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
     data = {name: [asdict(one) for one in table] for name, table in tables.items()} | details
-    contents = (
+    contents = [
         json.dumps(data).encode() + b"\n",  # step times and tensors: nothing that is read line by line
         csv_of([asdict(row) for row in rows]),
         markdown(rows, details).encode(),
-        _drawn(rows),
-    )
+        draw_errors(rows),
+    ]
+    if tables["gains"]:
+        files.append(folder / f"{stem}-speed.png")
+        contents.append(draw_speed(gains(rows)))
     replace_files(dict(zip(files, contents, strict=True)))
     return files
 
@@ -330,40 +334,3 @@ def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
 def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     every = [headings, ["---"] * len(headings), *rows]
     return [f"| {' | '.join(row)} |" for row in every]
-
-
-def _drawn(rows: Sequence[Row]) -> bytes:
-    """A PNG of measured against predicted: on the diagonal they are equal."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    markers = dict(zip(dict.fromkeys((row.hosts, row.rate) for row in rows), "o^sDvP*X<>", strict=False))
-    methods = list(dict.fromkeys(row.method for row in rows))
-    for number, method in enumerate(methods):
-        for place, marker in markers.items():
-            here = [row for row in rows if row.method == method and (row.hosts, row.rate) == place]
-            axes.plot(
-                [row.measured_ms for row in here],
-                [row.predicted_ms for row in here],
-                marker,
-                color=f"C{number}",
-                markersize=5,
-                label=method if place == next(iter(markers)) else None,
-            )
-    for (hosts, rate), marker in markers.items():
-        axes.plot([], [], marker, color="0.5", label=f"{hosts} hosts, {rate}")
-    ends = [min(row.measured_ms for row in rows) / 1.5, max(row.measured_ms for row in rows) * 1.5]
-    axes.plot(ends, ends, color="0.3", linewidth=1)
-    axes.fill_between(ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="0.9", label="25%")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured time of a step (ms)")
-    axes.set_ylabel("predicted time of a step (ms)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    return image.getvalue()

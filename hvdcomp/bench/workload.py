@@ -14,7 +14,7 @@ from hvdcomp.collectives import TensorInfo
 from hvdcomp.train.models import build_model
 from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
 
-_CHANNELS, _SIZE, _CLASSES = 3, 32, 10  # images as CIFAR-10 has them
+_IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, size, classes
 _TOKENS, _LENGTH = 100, 64  # characters of a text
 _TURN_S, _MOST_STEPS = 0.25, 8
 
@@ -65,9 +65,10 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     From then on the process takes numbers that are too small to be normal as zero.
 
     Args:
-        model: one of `hvdcomp.train.settings.MODELS`, or "package.module:function". The function is called with the
-            batch size and returns the model and a function without arguments that returns its loss on a batch. It is
-            called several times, and each time has to make a new model.
+        model: one of `hvdcomp.train.settings.MODELS`, for images as CIFAR-10 has them; "model@data" for random images
+            of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
+            called with the batch size and returns the model and a function without arguments that returns its loss on
+            a batch. It is called several times, and each time has to make a new model.
         batch_size: of one rank.
         seed: of weights and data.
         rank: of this process.
@@ -81,20 +82,26 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     torch.manual_seed(seed)
     if ":" in model:
         return _own(model, batch_size)
-    if model not in MODELS:
+    name, at, data = model.partition("@")
+    if name not in MODELS:
         raise SetupError(
-            f"the model {model!r} is not known; there are: {', '.join(MODELS)}, or write package.module:function for "
+            f"the model {name!r} is not known; there are: {', '.join(MODELS)}, or write package.module:function for "
             "one of your own"
         )
-    text = model in TEXT_MODELS
-    network = build_model(model, channels=_CHANNELS, size=_SIZE, classes=_TOKENS if text else _CLASSES)
+    text = name in TEXT_MODELS
+    if at and (text or data not in _IMAGES):
+        raise SetupError(
+            f"{model!r}: after @ stands the data whose shape an image model is timed on, one of {', '.join(_IMAGES)}"
+        )
+    channels, size, classes = _IMAGES[data or "cifar10"]
+    network = build_model(name, channels=channels, size=size, classes=_TOKENS if text else classes)
     own = torch.Generator().manual_seed(seed + 1 + rank)
     if text:
         inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
         labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=own)
     else:
-        inputs = torch.randn((batch_size, _CHANNELS, _SIZE, _SIZE), generator=own)
-        labels = torch.randint(_CLASSES, (batch_size,), generator=own)
+        inputs = torch.randn((batch_size, channels, size, size), generator=own)
+        labels = torch.randint(classes, (batch_size,), generator=own)
     return Workload(network, lambda: cross_entropy(network(inputs).flatten(0, -2), labels))
 
 

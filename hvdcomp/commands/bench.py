@@ -121,12 +121,13 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("docs"),
     show_default=True,
-    help="Folder for steps-measured.json, .csv, .md and .png.",
+    help="Folder for steps-measured.json, .csv, .md and .png, and steps-measured-speed.png.",
 )
 @click.option(
     "--resume",
     is_flag=True,
-    help="Keep the settings that the same command measured before it was interrupted or failed, and measure the rest.",
+    help="Keep the settings that the same command measured before it was interrupted or failed, and measure the rest. "
+    "If nothing is left, tables and pictures are made again from what is there, for which no root is needed.",
 )
 def steps(
     hosts: tuple[str, ...],
@@ -153,10 +154,11 @@ def steps(
         unknown = [model for model in models if ":" not in model and model not in TRAINED]
         if unknown:
             raise click.UsageError(f"--model {unknown[0]} is not known; there are: {', '.join(TRAINED)}")
-        runs.check(numbers, rates)
         wanted = runs.Options(models, compressors, **options)
         details = {"command": _steps_command(numbers, rates, wanted, output), **runs.environment_facts()}
         results = runs.earlier(output / f"{_STEPS}.json", details["command"]) if resume else []
+        if len(results) < len(numbers) * len(rates) * len(models):
+            runs.check(numbers, rates)
     except ImportError as error:
         raise click.ClickException(f"the plot needs {error.name}: pip install 'hvdcomp[plot]'") from None
     except ValueError as error:
@@ -183,6 +185,8 @@ def steps(
         except (runs.StepsError, OSError) as error:
             again = "\nWhat was measured before is kept: go on with --resume." if results else ""
             raise click.ClickException(f"{str(error).rstrip()}{again}") from None
+    if resume:
+        write(output, _STEPS, rows, {**details, "runs": results})
     table = make_table(*HEADINGS, numbers=[heading for heading in HEADINGS if heading not in ("model", "method")])
     for row in rows:
         table.add_row(*cells(row))

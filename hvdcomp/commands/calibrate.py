@@ -42,8 +42,9 @@ _START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
     multiple=True,
     default=("resnet20",),
     show_default=True,
-    metavar="NAME|MODULE:FUNCTION",
-    help=f"Repeat. One of {', '.join(MODELS)}; or a function of your own that is given the batch size and returns "
+    metavar="NAME|NAME@DATA|MODULE:FUNCTION",
+    help=f"Repeat. One of {', '.join(MODELS)}, on random images as CIFAR-10 has them, or of other data, as "
+    "cnn@digits; or a function of your own that is given the batch size and returns "
     "(torch.nn.Module, function without arguments that returns the loss of a batch).",
 )
 @click.option(

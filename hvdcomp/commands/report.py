@@ -29,8 +29,18 @@ from hvdcomp.terminal import make_console, make_table, print_table
     help='Run name or spec to compare speed with, instead of the run with spec "none". Only runs of the same '
     "model, data, number of ranks and batch size are compared.",
 )
+@click.option(
+    "--turns",
+    "turns_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Steps that were measured in turns, as benchmarks/cluster/compare_worker.py writes them: shown instead of "
+    "the trainings' own, with predictions for slower networks.",
+)
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser afterwards.")
-def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_page: bool) -> None:
+def command(
+    runs: tuple[Path, ...], output: Path, baseline: str | None, turns_file: Path | None, open_page: bool
+) -> None:
     """Make a table and a web page from training runs.
 
     Each RUN is the folder of one run of `hvdcomp train`, or a folder that is searched for such folders. Runs
@@ -39,13 +49,20 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
     console = make_console()
     try:
         found, notes = find_runs(runs)
-        sections = make_sections(found, baseline)
+        turns = None
+        if turns_file is not None:
+            from hvdcomp.report.turns import load_turns
+
+            turns = load_turns(turns_file)
+        sections = make_sections(found, baseline, turns)
     except (RunError, OSError) as error:
         raise click.ClickException(str(error)) from None
     for note in notes:
         click.echo(f"note: {note}", err=True)
     for section in sections:
         print_table(console, _terminal_table(section, wide=console.width >= 100), section.title)
+        for note in section.notes():
+            console.print(Text(note))
     try:
         from hvdcomp.report.page import write_report
     except ModuleNotFoundError as error:
@@ -65,11 +82,14 @@ def command(runs: tuple[Path, ...], output: Path, baseline: str | None, open_pag
 
 def _terminal_table(section: Section, wide: bool) -> Table:
     """The section's rows: spec and policy stand below the run's name, and the phases are shown if there is room."""
-    shown = section.headings if wide else section.headings[:-1]
-    numbers = [heading if "/" in heading else heading.replace(" ", "\n") for heading in shown[2:]]
+    narrow = ("Ranks", section.headings[-1]) if section.in_turns else section.headings[-1:]
+    places = [place for place, heading in enumerate(section.headings) if wide or heading not in narrow]
+    shown = [section.headings[place] for place in places[2:]]
+    numbers = [heading if "/" in heading else heading.replace(" ", "\n") for heading in shown]
     table = make_table("Run", *numbers, numbers=numbers)
     for row in section.rows:
-        name, spec, *texts = cells(row)[: len(shown)]
+        every = cells(row, section.in_turns)
+        name, spec, *texts = (every[place] for place in places)
         first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")
         if row["kind"] != "seed" and row["spec"] is not None:
             first.append(f"\n{spec}", "cyan")

@@ -36,6 +36,8 @@ def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
             "Time of one step, after the first epoch: median, quartiles and the span of 90% of the steps; on "
             "the right, the medians of its phases where they were measured"
         )
+        if section.in_turns:
+            caption += ". Of each training by itself, one after the other: not to be compared"
         yield "time", caption, _draw_times(section)
 
 

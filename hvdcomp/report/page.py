@@ -58,7 +58,8 @@ def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str,
     return {
         "title": section.title,
         "headings": section.headings,
-        "rows": [(cells(row), policy_line(row), row) for row in section.rows],
+        "rows": [(cells(row, section.in_turns), policy_line(row), row) for row in section.rows],
+        "notes": section.notes(),
         "figures": figures,
         "details": details,
     }
@@ -89,4 +90,23 @@ def _details(run: Run) -> dict[str, Any]:
     nested = {key: value for key, value in run.summary.items() if isinstance(value, dict)}
     plain = {key: value for key, value in run.summary.items() if key not in nested}
     plain = {"folder": run.folder, "status": run.status, "steps recorded": run.steps["step"].size, **plain}
-    return {"name": run.name, "tables": {"run": plain, **nested}}
+    tables = {"run": plain, **nested}
+    return {
+        "name": run.name,
+        "tables": {name: {key: as_text(value) for key, value in table.items()} for name, table in tables.items()},
+    }
+
+
+def as_text(value: Any) -> str:
+    """A value for the page: six digits of a number, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(as_text, value)) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {as_text(item)}" for key, item in value.items()) or "-"
+    return str(value)

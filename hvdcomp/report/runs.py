@@ -24,7 +24,9 @@ METRICS = ("accuracy", "perplexity")
 PHASES = ("encode", "communicate", "decode")
 _HINT = "remove it to have the run read as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
-_NUMBERS = (*METRICS, "ms_per_step", "bytes_sent_per_step", "compression_factor", "world_size", "seed")
+_NUMBERS = (
+    *METRICS, "ms_per_step", "bytes_sent_per_step", "compression_factor", "world_size", "ranks_per_host", "seed",
+)  # fmt: skip
 # Options that say where and with which seed a run went; what was run is told by the others and by the spec.
 _LONGEST = 60  # characters of a value in a message
 _NOT_COMPARED = {"compression", "data_dir", "output", "overwrite", "progress", "seed", "tensorboard"}
@@ -131,6 +133,11 @@ class Run:
             return reported
         dense, sent = mean(self.steps["dense_bytes"]), mean(self.steps["bytes_sent"])
         return dense / sent if dense and sent else None
+
+    @property
+    def shares_one_machine(self) -> bool:
+        """Whether it is known that several ranks were all on one machine."""
+        return (self.count("ranks_per_host") or 0) == (self.count("world_size") or 0) > 1
 
     @property
     def identical(self) -> bool | None:

@@ -11,7 +11,9 @@ import numpy as np
 from rich import filesize
 
 from hvdcomp.report.runs import PHASES, Run, RunError, printable
+from hvdcomp.report.turns import RATES, Turns
 
+_NO_BREAK = "\u00a0"  # space within a line of a heading
 _WORK_OPTIONS = ("framework", "batch_size", "backward_passes_per_step", "sequence_length", "image_size")
 _AVERAGED = ("quality", "ms_per_step", "bytes_sent_per_step", "compression_factor", "speed_vs_baseline")
 
@@ -23,6 +25,22 @@ class Group:
     runs: list[Run]
     label: str = ""
     baseline_ms: float | None = None
+    turns: Turns | None = None
+
+    @property
+    def turns_ms(self) -> float | None:
+        """Median of a step that was measured in turns with the other methods, or None."""
+        return None if self.turns is None or self.spec is None else self.turns.ms.get(self.spec)
+
+    @property
+    def compared_ms(self) -> float | None:
+        """The time of a step that is compared with that of another group."""
+        return self.ms_per_step if self.turns_ms is None else self.turns_ms
+
+    def columns(self) -> dict[str, float | None]:
+        """What is known of a step in turns and on other networks."""
+        predicted = {} if self.turns is None or self.spec is None else self.turns.predicted_ms.get(self.spec, {})
+        return {"turns_ms": self.turns_ms, **{f"predicted_ms_{rate}": predicted.get(rate) for rate in RATES}}
 
     @property
     def setting(self) -> tuple[str | None, ...]:
@@ -56,9 +74,9 @@ class Group:
     def rows(self) -> list[dict[str, Any]]:
         """One row for the group, of numbers rather than texts; and one for each run if it has several."""
         if len(self.runs) == 1:
-            return [_row("run", self.runs[0].name, self.runs, self.baseline_ms)]
-        average = _row("mean", f"mean of {len(self.runs)} runs", self.runs, self.baseline_ms)
-        return [average, *(_row("seed", run.name, [run], self.baseline_ms) for run in self.runs)]
+            return [_row("run", self.runs[0].name, self.runs, self)]
+        average = _row("mean", f"mean of {len(self.runs)} runs", self.runs, self)
+        return [average, *(_row("seed", run.name, [run], self) for run in self.runs)]
 
 
 @dataclass(eq=False)
@@ -89,18 +107,49 @@ class Section:
     @property
     def headings(self) -> list[str]:
         quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
-        return ["Run", "Spec", "Ranks", quality, "ms per step", "Sent per step", "CF",
+        rates = ", ".join(rate.replace(" ", _NO_BREAK) for rate in RATES.values())
+        predicted = [f"Predicted ms{_NO_BREAK}at {rates}"] if self.in_turns else []
+        return ["Run", "Spec", "Ranks", quality, "ms per step", *predicted, "Sent per step", "CF",
                 f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether there are steps that were measured in turns."""
+        return any(group.turns_ms is not None for group in self.groups)
 
-def make_sections(runs: Iterable[Run], baseline: str | None = None) -> list[Section]:
+    def notes(self) -> list[str]:
+        """What has to be said of the table for its times to be read rightly."""
+        notes = []
+        sizes = {run.count("world_size") for run in self.runs if run.summary}
+        if self.runs and all(run.shares_one_machine for run in self.runs if run.summary) and sizes:
+            ranks = " or ".join(str(size) for size in sorted(size for size in sizes if size))
+            notes.append(
+                f"The {ranks} ranks of a run share one machine: they take its cores from each other, and what they "
+                "exchange passes through its memory. Compression has little to gain here, and may be slower."
+            )
+        if self.in_turns:
+            turns = next(group.turns for group in self.groups if group.turns is not None)
+            notes.append(
+                "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "
+                "fell on all alike; medians. With an asterisk: of its own training alone, not to be compared."
+            )
+            notes.append(
+                f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of "
+                f"{' or '.join(RATES.values())} between them, by the performance model, which was calibrated in the "
+                f"same minutes. Repeated measurements differed by {turns.noise:.0%}; smaller differences mean nothing."
+            )
+        return notes
+
+
+def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns | None = None) -> list[Section]:
     """Group the runs, find each group's baseline and sort them into sections.
 
     Args:
         baseline: name or spec of the run that the others' speed is compared with; the spec "none" by default.
+        turns: steps of these runs that were measured in turns, and then count for their speed.
 
     Raises:
-        RunError: no run is called `baseline`.
+        RunError: no run is called `baseline`, or `turns` are of none of the runs.
     """
     grouped: dict[Any, Group] = {}
     for run in runs:
@@ -110,6 +159,8 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None) -> list[Sect
         grouped.setdefault(same if run.summary else run.folder, Group([])).runs.append(run)
     groups = list(grouped.values())
     _set_labels(groups)
+    if turns is not None:
+        _set_turns(groups, turns)
     _set_baselines(groups, baseline)
     sections: dict[Any, Section] = {}
     for group in groups:
@@ -136,6 +187,17 @@ def _set_labels(groups: list[Group]) -> None:
             group.label += " (" + ", ".join(f"{key}={own[key]}" for key in telling) + ")"
 
 
+def _set_turns(groups: list[Group], turns: Turns) -> None:
+    for group in groups:
+        if turns.fits(group.setting, group.runs[0].compared_options):
+            group.turns = turns
+    if not any(group.turns_ms is not None for group in groups):
+        raise RunError(
+            f"the steps measured in turns are of {turns.model} on {turns.data}, {turns.world_size} ranks and batches "
+            f"of {turns.batch_size}, with {', '.join(turns.ms)}, and none of the runs is"
+        )
+
+
 def _set_baselines(groups: list[Group], wanted: str | None) -> None:
     def answers(group: Group) -> bool:
         if wanted is None:
@@ -148,11 +210,11 @@ def _set_baselines(groups: list[Group], wanted: str | None) -> None:
     for group in groups:
         if group.runs[0].summary:
             same_work = (other for other in groups if answers(other) and other.work == group.work)
-            group.baseline_ms = next((other.ms_per_step for other in same_work), None)
+            group.baseline_ms = next((other.compared_ms for other in same_work), None)
 
 
-def _row(kind: str, name: str, runs: list[Run], baseline_ms: float | None) -> dict[str, Any]:
-    """The numbers of `runs`; `kind` is "run", or "mean" of several or "seed" for one of these."""
+def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
+    """The numbers of `runs`, of a group; `kind` is "run", or "mean" of several or "seed" for one of these."""
     first = runs[0]
 
     def agreed(get: Callable[[Run], Any]) -> Any:
@@ -174,25 +236,31 @@ def _row(kind: str, name: str, runs: list[Run], baseline_ms: float | None) -> di
         "metric": Group(runs).metric,
     }
     for key in _AVERAGED:
-        values = [value for run in runs if (value := _value(run, key, baseline_ms)) is not None]
+        values = [value for run in runs if (value := _value(run, key, group)) is not None]
         row[key] = float(np.mean(values)) if values else None
         row[f"{key}_min"], row[f"{key}_max"] = (min(values), max(values)) if values else (None, None)
     checks = [run.identical for run in runs]
     row["identical"] = False if False in checks else None if None in checks else True
     for phase in PHASES:
         row[f"{phase}_ms"] = Group(runs).phase(phase)
+    row.update(group.columns() if kind != "seed" else dict.fromkeys(group.columns()))
     row["folder"] = agreed(lambda run: printable(run.folder))
     return row
 
 
-def _value(run: Run, key: str, baseline_ms: float | None) -> float | None:
+def _value(run: Run, key: str, group: Group) -> float | None:
     if key == "speed_vs_baseline":
-        return baseline_ms / run.ms_per_step if baseline_ms and run.ms_per_step else None
+        ms = run.ms_per_step if group.turns_ms is None else group.turns_ms
+        return group.baseline_ms / ms if group.baseline_ms and ms else None
     return getattr(run, key)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """The texts of one row in the order of `Section.headings`; a dash where nothing is known."""
+def cells(row: dict[str, Any], in_turns: bool = False) -> list[str]:
+    """The texts of one row in the order of `Section.headings`; a dash where nothing is known.
+
+    Args:
+        in_turns: of the section: times of single trainings are then marked.
+    """
 
     def number(key: str, show: Callable[[float], str]) -> str:
         if row[key] is None:
@@ -204,12 +272,18 @@ def cells(row: dict[str, Any]) -> list[str]:
         return "-" if value is None else show(value)
 
     phases = [plain(row[f"{phase}_ms"], _short) for phase in PHASES]
+    times = [number("ms_per_step", _short)]
+    if in_turns:
+        alone = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
+        times = [alone if row["turns_ms"] is None else _short(row["turns_ms"])]
+        predicted = [plain(row[f"predicted_ms_{rate}"], _short) for rate in RATES]
+        times.append("-" if row["turns_ms"] is None else " / ".join(predicted))
     return [
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
         plain(row["spec"]),
         plain(row["world_size"]),
         number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
-        number("ms_per_step", _short),
+        *times,
         number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))),
         number("compression_factor", lambda v: f"{_short(v)}x"),
         plain(row["speed_vs_baseline"], lambda v: f"{v:.2f}x"),

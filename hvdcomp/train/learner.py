@@ -34,6 +34,9 @@ class Learner(ABC):
         SetupError: the model does not suit the data.
     """
 
+    first_step: str | None = None
+    """What to tell before the first step, where that takes much longer than the others."""
+
     @abstractmethod
     def __init__(self, settings: Settings, data: DataSet, rank: int) -> None: ...
 

@@ -63,6 +63,11 @@ class Reporter:
         """A line that is shown with --no-progress too."""
         self._console.print(text)
 
+    def note(self, text: str) -> None:
+        """A line that is left out with --no-progress."""
+        if self._visible:
+            self._line(text)
+
     def step(self, step: int, epoch: int, loss: float, ms: float) -> None:
         """`step` counts batches of the starting size: where batches grow, there are fewer steps."""
         if self._bar is not None:

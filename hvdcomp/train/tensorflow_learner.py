@@ -39,6 +39,8 @@ class TensorFlowLearner(Learner):
     normalization layers see the difference.
     """
 
+    first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
+
     def __init__(self, settings: Settings, data: DataSet, rank: int) -> None:
         self._settings = settings
         self._rank = rank

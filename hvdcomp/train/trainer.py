@@ -159,6 +159,7 @@ class _Run:
         self._finite = True  # on this rank
         self._times: list[float] = []  # ms of each step
         self._epochs: list[dict[str, Any]] = []
+        self._stepped = False  # in this process
         self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
         self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
         self._start = self._epoch_start = time.perf_counter()
@@ -288,6 +289,9 @@ class _Run:
 
     def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
         """One optimizer step on these samples of this rank."""
+        if not self._stepped and self._learner.first_step is not None:
+            self._reporter.note(self._learner.first_step)
+        self._stepped = True
         start = time.perf_counter()
         loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
         milliseconds = 1000 * (time.perf_counter() - start)
@@ -373,6 +377,7 @@ class _Run:
             "epochs": len(self._epochs),
             "resumed_at": self._resumed_at,
             "world_size": self._ranks.size,
+            "ranks_per_host": self._ranks.local_size,
             "controller": self._ranks.controller,
             "seconds": time.perf_counter() - self._start,
             "ms_per_step": median,

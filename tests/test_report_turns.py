@@ -1,0 +1,123 @@
+"""`hvdcomp report --turns`: steps that were measured in turns, and what is predicted for slower networks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from hvdcomp.collectives import TensorInfo
+from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
+from hvdcomp.report.page import as_text
+from hvdcomp.report.runs import find_runs
+from hvdcomp.report.table import cells, make_sections
+from hvdcomp.report.turns import load_turns
+from tests.test_report import report, write_run
+
+MS = {"compute": 60.0, "none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0}
+
+
+def write_turns(file: Path, model: str = "mlp@digits", **changes: Any) -> Path:
+    """Steps of write_run's model: 4 MB, between four ranks with links of 1 Gb/s, repeatable within 10 percent."""
+    encode = {"topk:ratio=0.01": EncodeTime(0.02)}
+    compute = Compute(0.05, 0.01, encode=encode, ready=((1.0, 1.0),), batch_size=32)
+    facts = ModelFacts((TensorInfo("w", (1000, 1000)),), compute, 1e9)
+    cost = CollectiveCost("ring", 0.0, 1.25e8)
+    calibration = Calibration("made up", Network(cost, cost), {model: facts}, {"ranks": "4"}, noise=0.1)
+    steps = {method: {"median_ms": ms} for method, ms in MS.items()}
+    content = {"calibration": as_json(calibration), "steps": steps, "alone": "compute", "auto": "auto", **changes}
+    file.write_text(json.dumps(content))
+    return file
+
+
+def write_runs(folder: Path) -> None:
+    """Trainings whose own times say the opposite of those in turns."""
+    common = {"framework": "torch", "backward_passes_per_step": 1, "policy": None}
+    write_run(folder / "dense", ms=10.0, ranks_per_host=4, options={"batch_size": 32, **common})
+    write_run(
+        folder / "topk", "topk:ratio=0.01", factor=50, ms=30.0, ranks_per_host=4, options={"batch_size": 32, **common}
+    )
+    tensorflow = {**common, "batch_size": 32, "framework": "tensorflow"}
+    write_run(folder / "tensorflow", "topk:ratio=0.01", ms=25.0, ranks_per_host=4, options=tensorflow)
+
+
+def test_steps_in_turns_count_and_predictions_stand_beside_them(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs")
+    turns = load_turns(write_turns(tmp_path / "turns.json"))
+    (section,) = make_sections(find_runs([tmp_path / "runs"])[0], turns=turns)
+    rows = {row["run"]: row for row in section.rows}
+    assert [rows[name]["turns_ms"] for name in ("dense", "topk", "tensorflow")] == [120.0, 40.0, None]
+    assert rows["topk"]["ms_per_step"] == 30.0
+    assert rows["topk"]["speed_vs_baseline"] == 3.0
+    assert rows["tensorflow"]["speed_vs_baseline"] is None
+    # A ring of four: 1.5 times 4 MB over each link, and thrice what is gathered.
+    assert rows["dense"]["predicted_ms_1gbit"] == pytest.approx(60 + 48)
+    assert rows["dense"]["predicted_ms_100mbit"] == pytest.approx(60 + 480)
+    gathered = 10_000 * (4 + 2)  # values, and indices of two bytes
+    assert rows["topk"]["predicted_ms_100mbit"] == pytest.approx(60 + 20 + 3 * gathered / 1.25e4, rel=0.01)
+    shown = {name: dict(zip(section.headings, cells(row, True), strict=True)) for name, row in rows.items()}
+    (predicted,) = [heading for heading in section.headings if heading.startswith("Predicted")]
+    assert [shown[name]["ms per step"] for name in ("dense", "topk", "tensorflow")] == ["120", "40.0", "25.0*"]
+    assert [shown[name][predicted] for name in ("dense", "tensorflow")] == ["540 / 108", "-"]
+
+
+def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs")
+    alone = report(tmp_path / "runs", "--output", tmp_path / "alone")
+    assert "Predicted" not in alone.output
+    turns = write_turns(tmp_path / "turns.json")
+    result = report(tmp_path / "runs", "--turns", turns, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out" / "report.html").read_text()
+    for text in (" ".join(result.output.split()), " ".join(page.split())):
+        assert "The 4 ranks of a run share one machine" in text
+        assert "Predicted, not measured: a step of 4 such ranks with a link of 100 Mb/s or 1 Gb/s" in text
+        assert "differed by 10%" in text
+        assert "540 / 108" in text
+        assert "25.0*" in text
+    assert "The 4 ranks of a run share one machine" in " ".join(alone.output.split())
+    (tmp_path / "apart").mkdir()
+    write_run(tmp_path / "apart" / "dense", ranks_per_host=2)
+    assert "share one machine" not in report(tmp_path / "apart", "--output", tmp_path / "out2").output
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "mlp"}, "measure it as mlp@digits"),
+        ({"model": "cnn@digits"}, "none of the runs is"),
+        ({"steps": {}}, "none of the runs is"),
+        ({"calibration": {}}, "holds no steps measured in turns"),
+        ({"steps": {"none": {"median_ms": None}}}, "holds no steps measured in turns"),
+        ({"steps": {"none": {"median_ms": -1}}}, "a time that cannot be"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_runs(tmp_path / "runs")
+    result = report(tmp_path / "runs", "--turns", write_turns(tmp_path / "turns.json", **changes))
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs")
+    result = report(tmp_path / "runs", "--turns", tmp_path / "none.json")
+    assert result.exit_code == 1
+    assert "none.json" in result.output
+
+
+def test_the_page_shows_no_raw_values(tmp_path: Path) -> None:
+    options = {"gamma": 0.1 + 0.2, "memory": None, "milestones": [], "nesterov": True, "batch_size": 32}
+    write_run(tmp_path / "run", options=options, note=None, loss=1 / 3)
+    result = report(tmp_path / "run", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out" / "report.html").read_text()
+    for raw in ("0.30000000000000004", "0.3333333333333333", "None", "True", "[]"):
+        assert raw not in page
+    assert "<code>0.3</code>" in page
+    assert as_text({"a": [1.5, None], "b": {}}) == "a 1.5, -, b -"
