@@ -45,10 +45,14 @@ def refuse_description(given: Any) -> Callable[..., None]:
     """A function that says what to write in place of `compression=given`."""
 
     def refuse(*_: Any) -> None:
-        is_class = isinstance(given, type)
+        if isinstance(given, type):
+            what = given.__name__
+            instead = f".from_spec({getattr(given, 'examples', ('topk:ratio=0.01',))[0]!r})"
+        else:
+            what = repr(given)
+            instead = f"(hvdcomp.{given!r})"
         raise ConfigurationError(
-            f"compression=hvdcomp.{given.__name__ if is_class else repr(given)} is not what Horovod can call; write "
-            f"compression=hvdcomp.Compression(hvdcomp.{'TopK(ratio=0.01)' if is_class else repr(given)})"
+            f"compression=hvdcomp.{what} is not what Horovod can call; write compression=hvdcomp.Compression{instead}"
         )
 
     return refuse

@@ -252,8 +252,8 @@ def case_names_from_a_function() -> None:
 def case_a_description_in_place_of_a_compression() -> None:
     for given, words in (
         (hvdcomp.TopK(0.01), "compression=hvdcomp.Compression(hvdcomp.TopK(ratio=0.01"),
-        (hvdcomp.PowerSGD, "compression=hvdcomp.Compression(hvdcomp."),
-        (hvdcomp.Compression, "compression=hvdcomp.Compression(hvdcomp."),
+        (hvdcomp.PowerSGD, "compression=hvdcomp.Compression.from_spec('powersgd:rank="),
+        (hvdcomp.Compression, "compression=hvdcomp.Compression.from_spec('topk:ratio=0.01')"),
     ):
         model = small_model()
         optimizer = distribute(model, given)
