@@ -26,6 +26,7 @@ def test_keras_fit_learns_and_compresses_harder_in_the_end() -> None:
     assert factors[-1] > 1.5 * factors[0]
 
 
+@pytest.mark.thorough
 def test_tensorflow_tape_goes_on_where_it_was(tmp_path: Path) -> None:
     losses = []
     for _ in range(2):

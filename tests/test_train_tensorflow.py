@@ -24,8 +24,6 @@ from hvdcomp.train import environment  # noqa: E402
 from hvdcomp.train.models import build_model  # noqa: E402
 from hvdcomp.train.settings import MODELS, SetupError  # noqa: E402
 
-pytestmark = pytest.mark.alone
-
 _COMMAND = str(Path(sys.executable).parent / "hvdcomp")
 
 # -- models
@@ -191,6 +189,7 @@ def _both(tmp_path: Path, *options: str) -> tuple[Path, Path]:
     return folders
 
 
+@pytest.mark.alone
 def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
     torch_folder, folder = _both(tmp_path, "--compression", "topk:ratio=0.01", "--epochs", "3")
     ours, theirs = _summary(torch_folder), _summary(folder)
@@ -203,6 +202,7 @@ def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
     assert columns[0] == columns[1]
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_a_policy_of_levels(tmp_path: Path) -> None:
     policy = "accordion:low=4,high=1,interval=1"
@@ -242,6 +242,7 @@ print("traced again", Learner.counts[-1] - Learner.counts[0], flush=True)
 """
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_a_policy_makes_the_batch_larger_without_another_trace(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -313,6 +314,7 @@ def test_a_step_does_what_it_does_in_torch(tmp_path: Path, model: str, steps: in
     assert found["tensorflow"][-1] == pytest.approx(right, abs=5)
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
     """Two ranks of two passes of 8 see what one process with a batch of 32 sees, and learn the same."""
@@ -329,12 +331,14 @@ def test_ranks_and_backward_passes_make_one_batch(tmp_path: Path) -> None:
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-3)
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_batch_norm_on_two_ranks(tmp_path: Path) -> None:
     model = ["--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "256", "--epochs", "2"]
     _both(tmp_path, *model, "--batch-size", "16", "--backward-passes-per-step", "2")
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_language_model_with_mpi(tmp_path: Path) -> None:
     options = ["--model", "lstm", "--data", "stdlib-text", "--text-size", "40000", "--epochs", "3"]
@@ -349,6 +353,7 @@ def test_language_model_with_mpi(tmp_path: Path) -> None:
     assert perplexities[-1] < 0.8 * perplexities[0]
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_what_a_step_refuses_is_said_in_one_line(tmp_path: Path) -> None:
     options = ["--compression", "topk:ratio=0.01", "--memory", "momentum_correction", "--output", str(tmp_path)]
@@ -359,6 +364,7 @@ def test_what_a_step_refuses_is_said_in_one_line(tmp_path: Path) -> None:
     assert _summary(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_divergence_ends_the_run(tmp_path: Path) -> None:
     done = _ranks("mpi", "--framework", "tensorflow", "--model", "mlp", "--lr", "1e20", "--output", str(tmp_path))
@@ -415,6 +421,7 @@ def test_what_is_missing_is_named_with_its_remedy(missing: str) -> None:
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_seed_gives_the_same_weights(tmp_path: Path) -> None:
     digests = []
     for run, seed in enumerate(("3", "3", "4")):
