@@ -174,6 +174,7 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
         ("steps.jsonl", {"loss": "0.5"}, 'steps.jsonl, line 2 is not a record of a run: "0.5" is not a number'),
         ("steps.jsonl", {"ms": 10**400}, "is too large a number"),
         ("steps.jsonl", [1, 2], "line 2 is not a record of a run: [1, 2]"),
+        ("steps.jsonl", {"step": 1e308}, "1e+308 is not the number of a step"),
         ("epochs.jsonl", {"accuracy": {}}, "line 2 is not a record of a run: {} is not a number"),
     ],
 )

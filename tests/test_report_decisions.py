@@ -270,6 +270,8 @@ def test_half_a_last_line_is_left_out(tmp_path):
         (2, '"kind": "levels"', '"kind": "volumes"', "line 2.*volumes"),
         (2, '"fc1.weight": 4', '"fc1.weight": "much"', "line 2.*much"),
         (1, '{"kind": "start"', '\n{"kind": "start"', "line 1"),
+        (2, '"fc1.weight": 4', f'"fc1.weight": {10**400}', "line 2.*OverflowError"),
+        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: no run has a step of this number"),
     ],
 )
 def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new, said):

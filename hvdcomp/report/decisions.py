@@ -17,6 +17,7 @@ from hvdcomp.decision_log import DecisionLogError, Start, read_decisions, with_n
 from hvdcomp.policies.decisions import MultiLevel
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
+MOST_STEPS = 2**53  # whole numbers up to here are told apart in an array of numbers
 _TABLES = ("levels", "factors", "gains", "throughput", "chosen", "predicted", "measured")
 
 
@@ -83,12 +84,14 @@ def load_decisions(path: Path) -> Decisions | None:
         else:
             made += 1
         first = line.step if isinstance(line, Start) else line.from_step
+        if not (0 <= first <= MOST_STEPS and 0 <= line.step <= MOST_STEPS):
+            raise DecisionLogError(f"{path}, line {line.line}: no run has a step of this number")
         while steps and steps[-1] >= first:
             steps.pop()
             rows.pop()
         try:
             rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DecisionLogError(
                 f"{path}, line {line.line}: its decision and state are not as hvdcomp writes them: {error!r}"
             ) from None
@@ -114,7 +117,7 @@ def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[s
     """The numbers of one line, by the names of the attributes of `Decisions`.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: if something is not there or is no number.
+        LookupError, TypeError, ValueError, AttributeError, OverflowError: if something is not there or is no number.
     """
     row: dict[str, Any] = {}
     kind = decision["kind"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.decision_log import DecisionLogError
-from hvdcomp.report.decisions import Decisions, load_decisions
+from hvdcomp.report.decisions import MOST_STEPS, Decisions, load_decisions
 
 RUN_FILES = ("steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
@@ -289,8 +289,16 @@ def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
         if not isinstance(record, dict):
             raise RunError(f"{path}, line {number} is not a record of a run: {shortened(record)}")
         try:
-            records.append([as_number(record.get(field)) for field in fields])
+            records.append([_field(record, field) for field in fields])
         except (TypeError, ValueError) as error:
             raise RunError(f"{path}, line {number} is not a record of a run: {error}") from None
     table = np.array(records, dtype=float).reshape(len(records), len(tuple(fields)))
     return dict(zip(fields, table.T, strict=True))
+
+
+def _field(record: dict[str, Any], field: str) -> float:
+    """Raises TypeError or ValueError if a field of a record is not what it can be."""
+    value = as_number(record.get(field))
+    if field in ("step", "epoch") and not (np.isnan(value) or 0 <= value <= MOST_STEPS):
+        raise ValueError(f"{shortened(record[field])} is not the number of a {field}")
+    return value
