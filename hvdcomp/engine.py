@@ -26,7 +26,7 @@ from hvdcomp.collectives import (
 )
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, Level, NoCompression
-from hvdcomp.finiteness import flag_of, flag_request, poison_of
+from hvdcomp.finiteness import flag_of, flag_of_outcomes, flag_request, poison_of
 from hvdcomp.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.ledger import Cost, Ledger, StepCost
 from hvdcomp.memory import Memory, NoMemory
@@ -61,6 +61,7 @@ class _Task:
     compressor: Compressor = field(default_factory=NoCompression)
     generator: Exchange = field(init=False)
     outcome: Outcome | None = None
+    result: Array | None = None  # the outcome's mean, like the gradient
 
 
 class Engine:
@@ -183,7 +184,8 @@ class Engine:
         for state in self.states.values():
             first = 0 if momentum else len(state.memory) - 1  # the residual is the last of a memory's arrays
             state.memory = tuple(
-                array * factor if place >= first else array for place, array in enumerate(state.memory)
+                arrays_for(array).finite_or_zero(array * factor) if place >= first else array
+                for place, array in enumerate(state.memory)
             )
 
     @property
@@ -194,9 +196,10 @@ class Engine:
     def step(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
         """Exchanges the gradients of one step.
 
-        If any gradient of any rank holds an inf or NaN, or overflows when its residual is added or when it is cast
-        to half precision, every rank gets results that hold a NaN in each tensor (so that a loss scaler skips the
-        step everywhere), and all residuals and compressor states stay as they were.
+        If any gradient of any rank holds an inf or NaN, or overflows when its residual is added, when it is cast to
+        half precision or when what the ranks sent is put together, every rank gets results that hold a NaN in each
+        tensor (so that a loss scaler skips the step everywhere), and all residuals and compressor states stay as they
+        were.
 
         Args:
             gradients: by name; the same names on all ranks. They are not changed.
@@ -329,8 +332,8 @@ class Engine:
         """Steps all generators to their end.
 
         Returns:
-            The element that is NaN if what any rank would send is not finite, the marks around each round of
-            collectives, and the bytes that belong to no tensor.
+            The element that is NaN if what any rank would send, or what came of it, is not finite, the marks around
+            each round of collectives, and the bytes that belong to no tensor.
         """
         like = tasks[0].gradient
         overhead = self.bytes_per_tensor * len(tasks)
@@ -353,7 +356,7 @@ class Engine:
                 (task, self._advance(xp, task, answer))
                 for (task, _), answer in zip(waiting, answers, strict=True)
             ]
-        return poison, rounds, overhead
+        return poison + flag_of_outcomes(xp, [(task.result, task.outcome.state) for task in tasks if task.outcome is not None]), rounds, overhead
 
     def _advance(self, xp: ModuleType, task: _Task, answer: Any) -> Request | None:
         start = xp.mark(task.gradient)
@@ -362,6 +365,7 @@ class Engine:
             task.cost.bytes_sent += request_bytes(xp, request)
         except StopIteration as stop:
             task.outcome = stop.value
+            task.result = xp.like_original(stop.value.mean, task.gradient)
             request = None
         task.marks.append((start, xp.mark(task.gradient)))
         return request
@@ -370,7 +374,7 @@ class Engine:
         outcome = task.outcome
         assert outcome is not None
         start = xp.mark(task.gradient)
-        result = xp.spoil(xp.like_original(outcome.mean, task.gradient), poison)
+        result = xp.spoil(task.result, poison)
         memory_state = task.memory.update(xp, task.x, outcome.sent, task.memory_state)
         state = self.states[task.name]
         state.memory = _select(xp, poison, memory_state, task.before.memory)

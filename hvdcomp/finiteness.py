@@ -1,7 +1,8 @@
-"""How all ranks learn, in the first round of a step, that what one of them would send is not finite.
+"""How all ranks learn that a step is not to count, because something in it is not finite.
 
 Each rank makes a flag, an element that is 0, or NaN if what it would send holds an inf or NaN. The flags travel with
-the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's "poison".
+the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's "poison". What the ranks
+make of the exchange is the same on all of them, so that each by itself sees there what the others see, and adds it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> 
         and xp.dtype_name(x) != "float16"
     ]
     return xp.poison([x for x, _ in waiting] + casts)
+
+
+def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]]) -> Array:
+    """The same flag on all ranks, float32 (1,): whether what a compressor made of the exchange is not finite.
+
+    Sums overflow within a method, or over the ranks, although all that was put in is finite.
+
+    Args:
+        outcomes: of each tensor the result, and the compressor's state for the next step.
+    """
+    return xp.poison([array for result, state in outcomes for array in (result, *state)])
 
 
 def flag_request(xp: ModuleType, requests: Sequence[Request], flag: Array) -> Request:

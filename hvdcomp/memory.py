@@ -165,10 +165,14 @@ class NoMemory(Memory):
 
 
 def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
-    """x - C(x); may reuse the storage of `x`."""
+    """x - C(x); may reuse the storage of `x`.
+
+    An element that overflows becomes zero: its rest is lost, but an infinity would spoil all steps that follow. That
+    happens only where C(x) is dense, because what a sparse one sends of an element is between zero and the element.
+    """
     if isinstance(sent, SparseVector):
         return xp.reshape(xp.add_at(xp.flatten(x), sent.indices, -sent.values), x.shape)
-    return x - sent
+    return xp.finite_or_zero(x - sent)
 
 
 MEMORIES: dict[str, type[Memory]] = {kind.name: kind for kind in (ErrorFeedback, MomentumCorrection, NoMemory)}

@@ -86,7 +86,7 @@ class Magnitudes:
     @property
     def mean(self) -> Any:
         """Mean magnitude."""
-        return sum(float(np.sum(magnitude)) for _, magnitude in self._chunks()) / self._x.shape[0]
+        return sum(_sum(magnitude) for _, magnitude in self._chunks()) / self._x.shape[0]
 
     @property
     def largest(self) -> Any:
@@ -110,7 +110,7 @@ class Magnitudes:
             with np.errstate(invalid="ignore"):
                 excess = np.subtract(magnitude, threshold, out=magnitude)
             count += int(np.count_nonzero(excess >= 0))
-            whole += float(np.sum(np.maximum(excess, 0, out=excess)))
+            whole += _sum(np.maximum(excess, 0, out=excess))
         return whole / max(count, 1)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
@@ -146,6 +146,13 @@ class Magnitudes:
 
     def _placed(self, indices: np.ndarray) -> Array:
         return self._place(indices.astype(np.int32 if self._x.shape[0] < 2**31 else np.int64))
+
+
+def _sum(x: np.ndarray) -> float:
+    """The sum of a vector; in float64, which is slower, where it overflows otherwise."""
+    with np.errstate(over="ignore"):
+        total = float(np.sum(x))
+    return total if math.isfinite(total) else float(np.sum(x, dtype=np.float64))
 
 
 def _at(indices: np.ndarray | None, places: np.ndarray) -> np.ndarray:

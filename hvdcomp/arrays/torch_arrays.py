@@ -5,6 +5,7 @@ The docstrings of `numpy_arrays` hold for the functions of the same name.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -173,12 +174,16 @@ def column_norms(x: Array) -> Array:
     return torch.linalg.vector_norm(x, dim=0, keepdim=True)
 
 
+def column_peaks(x: Array) -> Array:
+    return torch.linalg.vector_norm(x, float("inf"), dim=0, keepdim=True)
+
+
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     return torch.where(x > threshold, x.reciprocal(), 0.0)
 
 
 def finite_or_zero(x: Array) -> Array:
-    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.nan_to_num_(x, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def eigenvectors(x: Array) -> Array:
@@ -260,11 +265,12 @@ def poison(arrays: Sequence[Array]) -> Array:
     filled = [x for x in arrays if x.numel()]
     if not filled:
         return torch.zeros(1, device=arrays[0].device)
+    # A sum is finite only if every element is, and is the fastest to be had on the host. It may also overflow.
+    if all(x.device.type == "cpu" and math.isfinite(x.sum().item()) for x in filled):
+        return torch.zeros(1)
     # The largest magnitude is inf or NaN exactly where an element is; x - x is then NaN, otherwise 0.
-    on_cpu = filled[0].device.type == "cpu"
-    largest = [largest_magnitude(x) for x in filled] if on_cpu else torch._foreach_norm(filled, float("inf"))
-    spread = torch.stack([(norm - norm).float().to(filled[0].device) for norm in largest])
-    return spread.sum().reshape(1)
+    largest = torch.stack([norm.to(filled[0].device) for norm in torch._foreach_norm(filled, float("inf"))])
+    return (largest - largest).sum().float().reshape(1)
 
 
 def select(poison: Array, x: Array, y: Array) -> Array:
@@ -274,7 +280,7 @@ def select(poison: Array, x: Array, y: Array) -> Array:
 
 
 def spoil(x: Array, poison: Array) -> Array:
-    if x.numel():
+    if x.numel() and (poison.is_cuda or poison.item() != 0):
         x[(0,) * x.dim()].add_(poison[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
     return x
 

@@ -53,7 +53,7 @@ class ATOMO(Compressor):
         tall = matrix.shape[0] > matrix.shape[1]
         short, long = atoms(xp, xp.transpose(matrix) if tall else matrix)
         offset = rank_generator(context, "atomo").random()
-        sigma = xp.flatten(xp.column_norms(xp.transpose(long)))
+        sigma = xp.flatten(xp.row_norms(long))
         chosen, weights = sampled_triplets(xp, sigma, min(self.rank, sigma.shape[0]), offset)
         short = xp.take(short, chosen)
         long = xp.take(long, chosen) * xp.reshape(xp.astype(weights, xp.dtype_name(long)), (-1, 1))

@@ -25,6 +25,9 @@ from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.errors import SpecError
 from hvdcomp.randomness import shared_generator
 
+# A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
+_SMALLEST = 2.0**-110
+
 # A column that loses all but this share of its norm to the columns before it was a combination of them; what is
 # left is rounding error, whose direction means nothing.
 _DEPENDENT = 1e-5
@@ -195,25 +198,27 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
 
 
 def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
-    """The new columns, but the old one where the new one is zero.
+    """The new columns, but the old one where `orthogonalize` would take the new one for zero.
 
     A zero gradient empties columns, and from zeros the power iteration would never start again.
     """
-    return xp.where(xp.column_norms(new) > 0, new, old)
+    peaks = xp.column_peaks(new)
+    return xp.where((peaks > _SMALLEST) & (peaks < 1 / _SMALLEST), new, old)
 
 
 def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     """Orthonormal columns spanning those of `matrix`, by modified Gram-Schmidt, in fresh storage.
 
-    A column that is zero, or depends on the columns before it, becomes zero instead of noise or NaN.
+    A column that is (nearly) zero, or depends on the columns before it, becomes zero instead of noise or NaN; so does
+    one whose norm overflows.
     """
-    tolerance = _DEPENDENT * xp.column_norms(matrix)
-    done = []
-    rest = matrix
-    for column in range(matrix.shape[1]):
-        first, rest = rest[:, :1], rest[:, 1:]
-        unit = first * xp.reciprocal_or_zero(xp.column_norms(first), tolerance[:, column : column + 1])
-        done.append(unit)
-        if column + 1 < matrix.shape[1]:
-            rest = rest - xp.matmul(unit, xp.matmul(xp.transpose(unit), rest))
+    # Of length 1 first, by norms that are added up in float64: no square overflows or vanishes after that.
+    norms = xp.reshape(xp.row_norms(xp.transpose(matrix)), (1, -1))
+    rest = matrix * xp.reciprocal_or_zero(norms, _SMALLEST)
+    done = [rest[:, :1]]
+    for _ in range(matrix.shape[1] - 1):
+        unit, rest = done[-1], rest[:, 1:]
+        rest = rest - xp.matmul(unit, xp.matmul(xp.transpose(unit), rest))
+        first = rest[:, :1]
+        done.append(first * xp.reciprocal_or_zero(xp.column_norms(first), _DEPENDENT))
     return xp.concatenate_columns(done)

@@ -129,8 +129,9 @@ class OneBit(Compressor):
         positive = matrix > 0
         above = xp.row_counts(positive)
         below = columns - above
-        upper = xp.row_sums(xp.clip(matrix, 0, float("inf"))) * xp.reciprocal_or_zero(above, 0)
-        lower = xp.row_sums(xp.clip(matrix, float("-inf"), 0)) * xp.reciprocal_or_zero(below, 0)
+        # Divided before they are added up, so that no sum overflows.
+        upper = xp.row_sums(xp.clip(matrix, 0, float("inf")) * xp.reciprocal_or_zero(above, 0))
+        lower = xp.row_sums(xp.clip(matrix, float("-inf"), 0) * xp.reciprocal_or_zero(below, 0))
         bits = pack(xp, xp.astype(xp.flatten(positive), "uint8"), 1)
         ranks = yield AllGather((bits, representable(xp, upper, x), representable(xp, lower, x)))
 
@@ -163,7 +164,8 @@ class EFSignSGD(Compressor):
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
-        magnitude = xp.flatten(xp.row_sums(xp.reshape(xp.absolute(vector), (1, size)))) * (1 / size)
+        # Divided before they are added up, so that the sum does not overflow.
+        magnitude = xp.flatten(xp.row_sums(xp.reshape(xp.scale(xp.absolute(vector), 1 / size), (1, size))))
         bits = pack(xp, xp.astype(vector >= 0, "uint8"), 1)
         ranks = yield AllGather((bits, representable(xp, magnitude, x)))
 

@@ -15,6 +15,7 @@ from hvdcomp.errors import SpecError
 
 _VALUES = ("same", "fp16")
 LARGEST_HALF = 65504.0
+_LARGEST_COMMON = 65280.0  # of the numbers that both float16 and bfloat16 hold; 65504 is 65536 in bfloat16
 _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
 
 
@@ -68,7 +69,11 @@ def level_for(compression_factor: float, size: int, bytes_of_value: int) -> floa
 
 def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST_HALF) -> Array:
     """The values as they travel. Those beyond half precision become the largest there is: the rest is not sent."""
-    return values if how == "same" else xp.astype(xp.clip(values, -bound, bound), "float16")
+    if how == "same":
+        return values
+    if xp.dtype_name(values) == "bfloat16":
+        bound = min(bound, _LARGEST_COMMON)
+    return xp.astype(xp.clip(values, -bound, bound), "float16")
 
 
 def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
