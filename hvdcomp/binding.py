@@ -26,6 +26,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import Auto, LevelSchedule, Policy
 from hvdcomp.policies.base import Survey
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.waste import WasteWarning
 
 if TYPE_CHECKING:
     from hvdcomp.compression import Compression
@@ -82,6 +83,7 @@ class Binding(ABC):
             bytes_per_tensor=PRESENCE_BYTES,
             ledger=compression.ledger,
         )
+        self._waste = WasteWarning(self.engine)
         self._log_error: str | None = None
         self._calibration_error: str | None = None
         self.coordinator = self._make_coordinator()
@@ -167,6 +169,7 @@ class Binding(ABC):
             self.coordinator.begin_step(self.learning_rates)
             self._require_same_batch_size()
         self.engine.begin()
+        self._waste.look()
         self._refused = self.reason_to_refuse()
         digest = self.engine.digest
         if self._refused is not None:  # it disagrees with the ranks that do not refuse, so that all of them learn why

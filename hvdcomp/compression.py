@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdcomp.compressors import Compressor, Level
 from hvdcomp.compressors.base import refuse_description
+from hvdcomp.contraction import check_policy, require_bounded_residuals
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.ledger import Ledger
 from hvdcomp.memory import Memory
@@ -97,7 +98,8 @@ class Compression:
     Raises:
         ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
             second are those of Keras 3, with which Horovod does not work.
-        SpecError: for a compressor or memory that is none.
+        SpecError: for a compressor or memory that is none, or if the two would let residuals grow without end (error
+            feedback of unbiased methods of high variance).
     """
 
     def __init__(
@@ -127,7 +129,8 @@ class Compression:
         if policy is not None:
             if not isinstance(policy, LevelSchedule | Policy):
                 raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
-            policy.check(steps_per_epoch, compressor)
+            check_policy(policy, steps_per_epoch, compressor, memory)
+        require_bounded_residuals(compressor, memory)
         self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
@@ -184,11 +187,12 @@ class Compression:
         To be called on every rank between the same two steps.
 
         Raises:
-            SpecError: if the compressor has no level, or not this one, or if a policy sets the levels.
+            SpecError: if the compressor has no level, or not this one, if residuals would grow without end at it, or
+                if a policy sets the levels.
         """
         if self.settings.policy is not None:
             raise SpecError(f"the policy {self.settings.policy} sets the levels; leave them to it, or give no policy")
-        self.settings.compressor.at_level(level)
+        require_bounded_residuals(self.settings.compressor.at_level(level), self.settings.memory)
         self._level = level
         if self._binding is not None:
             self._binding.engine.set_level(level)

@@ -356,7 +356,8 @@ class Engine:
                 (task, self._advance(xp, task, answer))
                 for (task, _), answer in zip(waiting, answers, strict=True)
             ]
-        return poison + flag_of_outcomes(xp, [(task.result, task.outcome.state) for task in tasks if task.outcome is not None]), rounds, overhead
+        kept = [(task.result, task.outcome.state) for task in tasks if task.outcome is not None]
+        return poison + flag_of_outcomes(xp, kept), rounds, overhead
 
     def _advance(self, xp: ModuleType, task: _Task, answer: Any) -> Request | None:
         start = xp.mark(task.gradient)

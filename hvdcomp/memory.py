@@ -27,10 +27,12 @@ class Memory(Described):
         name: the memory's name in a spec string.
         is_momentum: whether it does the momentum of the training itself. It is then used for every tensor, also for
             those that are sent dense, and the optimizer must have none.
+        keeps: the share of what one step did not send that the next one adds.
     """
 
     name: ClassVar[str]
     is_momentum: ClassVar[bool] = False
+    keeps: ClassVar[float] = 1.0
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
         """What all gradients of a step are to be multiplied with before `compensate`, as a scalar array; or None.
@@ -70,6 +72,11 @@ class ErrorFeedback(Memory):
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
             raise SpecError(f"error_feedback: decay={self.decay} is not allowed; it must be above 0 and at most 1")
+
+    @property
+    def keeps(self) -> float:  # type: ignore[override]
+        """The decay."""
+        return self.decay
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
         return state or (xp.zeros(gradient.shape, like=gradient),)
@@ -153,6 +160,7 @@ class NoMemory(Memory):
 
     name: ClassVar[str] = "none"
     examples: ClassVar[tuple[str, ...]] = ("none",)
+    keeps: ClassVar[float] = 0.0
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
         return ()

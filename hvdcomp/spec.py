@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
-from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize
+from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, require_nested
 from hvdcomp.described import Described, after_name
 from hvdcomp.errors import SpecError
 from hvdcomp.memory import MEMORIES, Memory
@@ -37,6 +38,9 @@ def parse_compressor(spec: str) -> Compressor:
         return _router(json.loads(spec, object_pairs_hook=tuple))
     except json.JSONDecodeError as error:
         raise SpecError(f"{spec!r} is not a JSON object: {error}") from None
+    except RecursionError:  # in the JSON decoder, which is deeper than any router may be
+        require_nested(sys.getrecursionlimit())
+        raise
 
 
 def parse_memory(spec: str) -> Memory:
@@ -59,29 +63,33 @@ def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
     return _parse(spec, POLICIES, "policy")
 
 
-def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
+def _router(rules: tuple[tuple[str, Any], ...], depth: int = 1) -> Compressor:
     """The router of some rules: names before the first condition, and all that follows it in the router below it."""
+    require_nested(depth)
     patterns = []
     for place, (key, value) in enumerate(rules):
         condition = CONDITION.fullmatch(key.strip())
         if condition is None:
-            patterns.append((key, _routed(value)))
+            patterns.append((key, _routed(value, depth)))
             continue
         rest = rules[place + 1 :]
         if not rest:
             raise SpecError(f'no rule follows {key!r}; end with one for all other tensors, such as "*": "none"')
-        otherwise = _routed(rest[0][1]) if len(rest) == 1 and rest[0][0] == ANY else _router(rest)
+        inner = depth + bool(patterns)
+        otherwise = _routed(rest[0][1], inner) if len(rest) == 1 and rest[0][0] == ANY else _router(rest, inner + 1)
         kind = {"numel": BySize, "ndim": ByDimensions}[condition[1]]
-        router = kind(int(condition[2]), _routed(value), otherwise)
+        threshold = _convert(condition[2], int, key)
+        router = kind(threshold, _routed(value, inner), otherwise)
         return ByName([*patterns, (ANY, router)]) if patterns else router
     return ByName(patterns)
 
 
-def _routed(value: Any) -> Compressor:
+def _routed(value: Any, depth: int) -> Compressor:
+    """The compressor of a rule of a router that is the `depth`-th from the outermost."""
     if isinstance(value, str):
         return parse_compressor(value)
     if isinstance(value, tuple):
-        return _router(value)
+        return _router(value, depth + 1)
     raise SpecError(f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object of such")
 
 

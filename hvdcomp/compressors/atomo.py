@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -9,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvdcomp.collectives import AllGather, Array, Context, Exchange, Outcome, TensorInfo, dtype_bytes
-from hvdcomp.compressors.base import Compressor, Level, require_at_least_one
+from hvdcomp.compressors.base import Compressor, Level, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank import as_matrix, matrix_shape, rank_for
 from hvdcomp.randomness import rank_generator
@@ -43,10 +44,11 @@ class ATOMO(Compressor):
     level_name: ClassVar[str | None] = "rank"
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "rank pairs of vectors u (rows) and v (columns), scaled by sigma / p"
+    variance: ClassVar[float] = math.inf  # min(rows, columns) / rank - 1 if singular values are equal
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
 
     def __post_init__(self) -> None:
-        require_at_least_one(self.name, rank=self.rank)
+        require_count(self.name, rank=self.rank)
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         matrix = as_matrix(xp, x)

@@ -19,6 +19,11 @@ from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
 
 Level = float | int
 
+# No tensor has more rows, columns or elements than this, so that more of anything has no meaning.
+LARGEST_COUNT = 2**31 - 1
+# Of what a method repeats in every step: more brings nothing, and a slip of the pen would never end.
+MOST_ROUNDS = 100
+
 
 class Payload(NamedTuple):
     """What one rank hands to one collective for one tensor.
@@ -72,6 +77,9 @@ class Compressor(Described):
         biased: whether the mean of the result over the method's random choices differs from the gradient. Biased
             methods use error feedback unless told otherwise. A cast's rounding does not count.
         lossless: whether the receivers get the gradient itself.
+        variance: a bound of E|x - C(x)|^2 / |x|^2, for any tensor, of unbiased methods whose error can be larger than
+            x itself. 0 of all others: biased methods leave out a part of x, and the error of `terngrad`, `globalqsgd`
+            and `natural` is in no element larger than the largest of x.
         sent_is_own: whether C(x) follows from this rank's x alone. Where the ranks work on each other's parts it does
             not, and an exchange does not show how much of x this rank by itself would have kept.
         nested: whether compressing harder what was compressed before gives what compressing x itself as hard gives.
@@ -86,6 +94,7 @@ class Compressor(Described):
     sends: ClassVar[str]
     biased: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
+    variance: ClassVar[float] = 0.0
     sent_is_own: ClassVar[bool] = True
     nested: ClassVar[bool] = False
     reference: ClassVar[str] = ""
@@ -192,8 +201,10 @@ def require_ratio(method: str, ratio: object) -> None:
         )
 
 
-def require_at_least_one(method: str, **values: object) -> None:
-    """Raises SpecError unless every value is a whole number of at least 1."""
+def require_count(method: str, most: int = LARGEST_COUNT, **values: object) -> None:
+    """Raises SpecError unless every value is a whole number of at least 1 and at most `most`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SpecError(f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise SpecError(
+                f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1 and at most {most}"
+            )

@@ -20,7 +20,7 @@ from hvdcomp.collectives import (
     dtype_bytes,
     number_of_elements,
 )
-from hvdcomp.compressors.base import Compressor, Level, Payload, require_at_least_one
+from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, Level, Payload, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.errors import SpecError
 from hvdcomp.randomness import shared_generator
@@ -51,7 +51,7 @@ class PowerSGD(Compressor):
     Attributes:
         rank: number of columns of P and Q; no more than rows or columns.
         min_rate: a tensor is sent dense unless it takes fewer floats than rows columns / min_rate to send P and Q.
-        iterations: power iterations a step; each takes two allreduces and sends both factors.
+        iterations: power iterations a step, at most 100; each takes two allreduces and sends both factors.
         alternating: one factor a step. Takes iterations=1.
     """
 
@@ -74,9 +74,12 @@ class PowerSGD(Compressor):
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:
-        require_at_least_one(self.name, rank=self.rank, iterations=self.iterations)
-        if not self.min_rate > 0:
-            raise SpecError(f"powersgd: min_rate={self.min_rate} is not allowed; it must be positive (1 is usual)")
+        require_count(self.name, rank=self.rank)
+        require_count(self.name, MOST_ROUNDS, iterations=self.iterations)
+        if not 0 < self.min_rate < math.inf:
+            raise SpecError(
+                f"powersgd: min_rate={self.min_rate} is not allowed; it must be positive and finite (1 is usual)"
+            )
         if not isinstance(self.alternating, bool):
             raise SpecError(f"powersgd: alternating={self.alternating} is not allowed; it is true or false")
         if self.alternating and self.iterations > 1:

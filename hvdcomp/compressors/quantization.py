@@ -19,7 +19,7 @@ from hvdcomp.collectives import (
     Exchange,
     number_of_elements,
 )
-from hvdcomp.compressors.base import Compressor, Level, Payload, require_at_least_one
+from hvdcomp.compressors.base import Compressor, Level, Payload, require_count
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.randomness import random_words, rank_generator, uniform
@@ -52,13 +52,23 @@ class QSGD(Compressor):
 
     def __post_init__(self) -> None:
         require_bits(self.name, self.bits, 1, 8)
-        require_at_least_one(self.name, bucket=self.bucket)
+        require_count(self.name, bucket=self.bucket)
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        """bucket / (4 s**2): an element between two multiples of norm / s has at most a variance of a quarter of it."""
+        return self.bucket / self._steps**2
+
+    @property
+    def _steps(self) -> int:
+        """2 s, from the lowest code to the highest."""
+        return max(1, 2**self.bits - 2)
 
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         bucket = min(self.bucket, size)
-        steps = max(1, 2**self.bits - 2)  # from the lowest code to the highest
+        steps = self._steps
         lowest = steps // 2
         buckets = xp.reshape(pad(xp, vector, bucket), (-1, bucket))
         norms = xp.row_norms(buckets)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
-from hvdcomp.compressors.base import Compressor, Level, Payload, require_at_least_one
+from hvdcomp.compressors.base import Compressor, Level, Payload, require_count
 from hvdcomp.errors import SpecError
 
+MOST_NESTED = 32  # routers in each other: what is asked of the outermost is asked of all
 ANY = "*"  # the pattern that matches every name
 CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # what stands in a pattern's place for the other routers
 
@@ -54,6 +55,16 @@ class Router(Compressor):
             SpecError: for a tensor that no rule covers.
         """
         return self.choose(tensor).route(tensor)
+
+    @property
+    def depth(self) -> int:
+        """How many routers are in each other, this one included."""
+        return 1 + max(choice.depth if isinstance(choice, Router) else 0 for choice in self.choices)
+
+    def leaves(self) -> Iterator[Compressor]:
+        """The compressors that are no routers, of this one and those in it."""
+        for choice in self.choices:
+            yield from choice.leaves() if isinstance(choice, Router) else (choice,)
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
@@ -205,7 +216,7 @@ class BySize(Router):
     condition: ClassVar[str] = "numel"
 
     def __post_init__(self) -> None:
-        require_at_least_one(self.name, threshold=self.threshold)
+        require_count(self.name, threshold=self.threshold)
         _require_compressor(self.name, "small", self.small)
         _require_compressor(self.name, "large", self.large)
 
@@ -241,7 +252,7 @@ class ByDimensions(Router):
     condition: ClassVar[str] = "ndim"
 
     def __post_init__(self) -> None:
-        require_at_least_one(self.name, threshold=self.threshold)
+        require_count(self.name, threshold=self.threshold)
         _require_compressor(self.name, "fewer", self.fewer)
         _require_compressor(self.name, "others", self.others)
 
@@ -262,3 +273,14 @@ class ByDimensions(Router):
 def _require_compressor(method: str, place: str, choice: object) -> None:
     if not isinstance(choice, Compressor):
         raise SpecError(f"{method}: {choice!r} for {place!r} is not a compressor; give one, such as TopK(ratio=0.01)")
+    if isinstance(choice, Router):
+        require_nested(choice.depth + 1)
+
+
+def require_nested(depth: int) -> None:
+    """Raises SpecError if so many routers in each other are too many."""
+    if depth > MOST_NESTED:
+        raise SpecError(
+            f"more than {MOST_NESTED} routers are nested in each other, which is not allowed; each numel<N or ndim<N "
+            "holds all rules after it, so have fewer of them, and put patterns of names side by side in one object"
+        )

@@ -132,6 +132,11 @@ class RandomK(Compressor):
         """Biased unless scaled by d / k."""
         return not self.unbiased
 
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        """d / k - 1 if scaled by d / k."""
+        return 1 / self.ratio - 1 if self.unbiased else 0.0
+
     def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
         vector = xp.flatten(x)
         size = vector.shape[0]

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.collectives import Array
-from hvdcomp.compressors.base import require_at_least_one
+from hvdcomp.compressors.base import MOST_ROUNDS, require_count
 from hvdcomp.compressors.sparsification import Sparsifier
 from hvdcomp.memory import Memory, MomentumCorrection
 
@@ -77,7 +77,7 @@ class MSTopK(Sparsifier):
     element left out is larger than one taken by more than the distance of the two thresholds.
 
     Attributes:
-        rounds: of the search.
+        rounds: of the search, at most 100.
     """
 
     rounds: int = _ROUNDS
@@ -88,7 +88,7 @@ class MSTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_one(self.name, rounds=self.rounds)
+        require_count(self.name, MOST_ROUNDS, rounds=self.rounds)
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         magnitudes = xp.magnitudes(vector, k + 1)
@@ -185,7 +185,8 @@ class SIDCo(Sparsifier):
     of the largest as are missing. What is sent is always the true value of an element, each at most once.
 
     Attributes:
-        stages: of the estimate; 1 aims at `ratio` at once. The paper adapts their number; here it is fixed.
+        stages: of the estimate, at most 100; 1 aims at `ratio` at once. The paper adapts their number; here it is
+            fixed.
     """
 
     stages: int = 2
@@ -196,7 +197,7 @@ class SIDCo(Sparsifier):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least_one(self.name, stages=self.stages)
+        require_count(self.name, MOST_ROUNDS, stages=self.stages)
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         most = min(_ROOM * k, vector.shape[0])

@@ -8,7 +8,7 @@ no clock and no file, and knows no tensors: numbers in, a decision out, so that 
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -384,7 +384,8 @@ def number_keys(table: Mapping[Any, Any]) -> dict[float, Any]:
 
 def is_number(value: object) -> bool:
     """Whether a setting is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    # Not math.isfinite, which fails on whole numbers beyond the largest float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -1,0 +1,57 @@
+"""Says, once, that compression sends more than it saves."""
+
+from __future__ import annotations
+
+import warnings
+
+from hvdcomp.compressors import NoCompression
+from hvdcomp.engine import Engine, Plan
+
+_NOTICEABLE = 0.01  # of the bytes of all tensors, uncompressed; below it are a few small tensors
+_NAMED = 3
+
+
+class WasteWarning:
+    """Warns on rank 0, the first time that a plan sends tensors in noticeably more bytes than uncompressed.
+
+    Bytes are those that a rank sends. What gathers also receives more with every rank.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen: Plan | None = None
+        self._done = engine.communicator.rank != 0
+
+    def look(self) -> None:
+        """To be called when a step begins; costs nothing unless the plan has changed."""
+        plan = self._engine.plan
+        if self._done or plan is self._seen:
+            return
+        self._seen = plan
+        said = what_is_wasted(self._engine, plan)
+        if said is not None:
+            self._done = True
+            warnings.warn(said, stacklevel=2)
+
+
+def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
+    """Which tensors a plan sends in more bytes than uncompressed, and what to do; None if that does not matter."""
+    dense = NoCompression()
+    total = more = less = 0
+    larger = []
+    for name, compressor in plan.items():
+        tensor = engine.tensors[name]
+        plain = dense.payload_bytes(tensor.shape, dtype=tensor.dtype)
+        sent = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
+        total += plain
+        if sent > plain:
+            larger.append(f"{name} {tensor.shape} with {compressor}")
+            more, less = more + sent, less + plain
+    if more - less <= _NOTICEABLE * total:
+        return None
+    named = ", ".join(larger[:_NAMED]) + (f" and {len(larger) - _NAMED} more" if len(larger) > _NAMED else "")
+    return (
+        f"compression sends {len(larger)} of {len(plan)} tensors in more bytes than they have: {more} in place of "
+        f"{less} a step ({named}). Compress them harder (a lower level), or send them uncompressed: raise min_numel or "
+        'min_ndim, or give them "none" by a rule'
+    )
