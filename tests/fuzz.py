@@ -1,0 +1,226 @@
+"""Random cases: any method with any settings, on any ranks, tensors, element types and magnitudes.
+
+A case follows from a seed and its number alone, so that one that fails can be run again by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdcomp import ByDimensions, ByName, BySize, Compressor, ErrorFeedback, MomentumCorrection, NoMemory, SpecError
+from hvdcomp.arrays import arrays_for
+from hvdcomp.collectives import Array, TensorInfo
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors.low_rank import PowerSGD, matrix_shape
+from hvdcomp.compressors.routing import Router
+from hvdcomp.engine import Engine
+from hvdcomp.memory import Memory
+from hvdcomp.policies import DENSE
+from tests.harness import DTYPES, INSTALLED, as_numpy, bits, dtype_of, make, states_of
+
+_SHAPES = [(), (1,), (0,), (7,), (33,), (1, 1), (0, 3), (1, 9), (6, 1), (5, 7), (16, 16), (64, 3), (2, 3, 2, 2), (40, 30)]
+_LARGE = [(70_001,), (257, 300)]  # beyond 65536 elements indices travel in blocks
+_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 3.4028e38}
+
+# How to draw a setting, by its name. A compressor with another one has to be told here.
+_SETTINGS: dict[str, Callable[[random.Random], Any]] = {
+    "ratio": lambda rng: rng.choice([1.0, 0.5, 10 ** rng.uniform(-4, 0)]),
+    "values": lambda rng: rng.choice(["same", "fp16"]),
+    "rank": lambda rng: rng.randint(1, 6),
+    "bits": lambda rng: rng.randint(1, 16),
+    "bucket": lambda rng: rng.choice([1, 3, 16, 512, 4096]),
+    "rounds": lambda rng: rng.randint(1, 30),
+    "stages": lambda rng: rng.randint(1, 5),
+    "iterations": lambda rng: rng.randint(1, 3),
+    "min_rate": lambda rng: rng.choice([0.5, 1.0, 2.0]),
+    "clip": lambda rng: rng.choice([0.0, 0.5, 2.5, 1e30, math.inf]),
+    "momentum": lambda rng: rng.choice([0.0, 0.9, rng.random()]),
+    "zeros": lambda rng: rng.choice(["rows", "elements"]),
+    **dict.fromkeys(("unbiased", "alternating", "per_row", "nesterov"), lambda rng: rng.random() < 0.5),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of a few steps.
+
+    Attributes:
+        changes: of each step, what is set before it: a level, `DENSE`, None for the compressor's own, or "as before".
+        rescaled: of each step, by what the loss scale changes before it.
+        spoilt: the step in which the last rank's first gradient holds this value, if any.
+    """
+
+    backend: str
+    dtype: str
+    ranks: int
+    tensors: tuple[TensorInfo, ...]
+    compressor: Compressor
+    memory: Memory | None
+    changes: tuple[Any, ...]
+    rescaled: tuple[float, ...]
+    spoilt: tuple[int, float] | None
+    smallest: int  # the engine's min_numel
+    seed: str
+
+
+def draw_case(seed: int, number: int) -> Case:
+    """The case of a number."""
+    rng = random.Random(f"{seed}:{number}")
+    backend = rng.choices(INSTALLED, [{"numpy": 50, "torch": 48}.get(each, 2) for each in INSTALLED])[0]
+    dtype = rng.choice(DTYPES[backend])
+    ranks = rng.randint(1, 5)
+    shapes = [rng.choice(_LARGE if rng.random() < 0.01 else _SHAPES) for _ in range(rng.randint(1, 3))]
+    steps = rng.randint(1, 5)
+    compressor = draw_compressor(rng, ranks)
+    momentum = MomentumCorrection(rng.random(), rng.random() < 0.5, rng.choice([0.0, 1.0]), rng.random() < 0.5)
+    return Case(
+        backend=backend,
+        dtype=dtype,
+        ranks=ranks,
+        tensors=tuple(TensorInfo(f"t{place}", shape, dtype) for place, shape in enumerate(shapes)),
+        compressor=compressor,
+        memory=rng.choice([None, None, ErrorFeedback(), ErrorFeedback(rng.uniform(0.1, 1)), momentum, NoMemory()]),
+        changes=tuple(draw_change(rng, compressor, ranks) for _ in range(steps)),
+        rescaled=tuple(rng.choice([1.0] * 17 + [0.5, 2.0, 65536.0]) for _ in range(steps)),
+        spoilt=(rng.randrange(steps), rng.choice([math.inf, -math.inf, math.nan])) if rng.random() < 0.05 else None,
+        smallest=rng.choice([0, 0, 0, 16]),
+        seed=f"{seed}:{number}",
+    )
+
+
+def draw_compressor(rng: random.Random, ranks: int, depth: int = 0) -> Compressor:
+    """Any compressor with any settings that it allows; now and then a router."""
+    if depth < 2 and rng.random() < 0.08:
+        first, second = (draw_compressor(rng, ranks, depth + 1) for _ in range(2))
+        kind = rng.randrange(3)
+        if kind == 0:
+            return ByName({rng.choice(["t0", "*1", "t?"]): first, "*": second})
+        return BySize(rng.choice([1, 8, 300]), first, second) if kind == 1 else ByDimensions(2, first, second)
+    kind = rng.choice(list(COMPRESSORS.values()))
+    while True:
+        settings = {
+            field.name: _SETTINGS[field.name](rng)
+            for field in dataclasses.fields(kind)
+            if field.default is dataclasses.MISSING or rng.random() < 0.6
+        }
+        try:
+            compressor = kind(**settings)
+        except SpecError:  # settings that do not go together
+            continue
+        least = compressor.least_level(ranks)
+        return compressor if least is None else compressor.at_level(max(least, compressor.level or 0))
+
+
+def draw_change(rng: random.Random, compressor: Compressor, ranks: int) -> Any:
+    """What is set before a step."""
+    kind = rng.random()
+    if kind < 0.6:
+        return "as before"
+    if kind < 0.7:
+        return DENSE
+    if kind < 0.75 or compressor.level is None or isinstance(compressor, Router):
+        return None
+    level = compressor.level_for(10 ** rng.uniform(0, 3), rng.choice([(40, 30), (7, 3), (1000, 500)]))
+    least = compressor.least_level(ranks)
+    return level if level is None or least is None else max(level, least)
+
+
+def gradient_of(case: Case, tensor: TensorInfo, rank: int, step: int) -> Array:
+    """Any gradient: of any magnitude, from subnormal numbers to the largest, evenly or unevenly spread."""
+    rng = random.Random(f"{case.seed}:{tensor.name}:{rank}:{step}")
+    normal = np.random.default_rng(rng.getrandbits(32)).standard_normal(tensor.shape)
+    # Magnitudes are a matter of the step, or of the rank too.
+    shared = random.Random(f"{case.seed}:{tensor.name}:{step}")
+    scale = 10 ** rng.choice([shared, rng]).uniform(-46, 39) if shared.random() < 0.5 else 1.0
+    kind = rng.randrange(8)
+    if kind == 0:
+        normal = np.zeros(tensor.shape)
+    elif kind == 1:
+        normal = np.full(tensor.shape, rng.choice([-1.0, 1.0]))
+    elif kind == 2:
+        normal = normal * (np.abs(normal) > 2)
+    elif kind == 3:
+        normal = normal * 10.0 ** (8 * np.abs(normal))
+    largest = _LARGEST[case.dtype]
+    values = np.clip(normal * scale, -largest, largest)
+    if case.spoilt is not None and case.spoilt[0] == step and rank == case.ranks - 1 and tensor is case.tensors[0]:
+        values = np.full(tensor.shape, case.spoilt[1])
+    return make(case.backend, values, case.dtype)
+
+
+def run_case(case: Case) -> None:
+    """Runs a case and fails if it is not as it must be."""
+
+    def work(communicator: InProcessCommunicator) -> list[Any]:
+        with np.errstate(all="ignore"):
+            return _run_rank(case, communicator)
+
+    first, *others = run_ranks(case.ranks, work)
+    for rank, other in enumerate(others, start=1):
+        assert other == first, f"rank {rank} differs from rank 0"
+
+
+def _run_rank(case: Case, communicator: InProcessCommunicator) -> list[Any]:
+    """What must be the same on all ranks: bits of results and warm starts, and whether a step counts."""
+    engine = Engine(
+        communicator, case.tensors, case.compressor, case.memory, seed=3, min_numel=case.smallest, min_ndim=0
+    )
+    shared: list[Any] = []
+    for step, (change, factor) in enumerate(zip(case.changes, case.rescaled, strict=True)):
+        if change != "as before":
+            engine.set_level(change)
+        if factor != 1:
+            engine.scale_residuals(factor)
+        engine.begin()
+        before = states_of(engine)
+        gradients = {tensor.name: gradient_of(case, tensor, communicator.rank, step) for tensor in case.tensors}
+        results = engine.step(gradients)
+        counts = arrays_for(results["t0"]).is_zero(engine.poison)
+        _check_results(gradients, results, counts)
+        # A warm start is fitted to another level whether or not the step then counts.
+        _check_states(engine, None if counts or change != "as before" else before)
+        _check_bytes(engine, step)
+        shared.append((counts, {name: bits(result) for name, result in results.items()}))
+        shared.append({name: [bits(array) for array in state.compressor] for name, state in engine.states.items()})
+    return shared
+
+
+def _check_results(gradients: Mapping[str, Array], results: Mapping[str, Array], counts: bool) -> None:
+    for name, result in results.items():
+        values = as_numpy(result)
+        assert values.shape == tuple(gradients[name].shape)
+        assert dtype_of(result) == dtype_of(gradients[name])
+        assert np.isfinite(values).all() if counts else np.isnan(values).any() or not values.size, f"{name}: {values}"
+
+
+def _check_states(engine: Engine, before: Mapping[str, tuple[bytes, ...]] | None) -> None:
+    """`before`: what was kept, if it must still be so; but what was empty is made anew in any case."""
+    for name, state in engine.states.items():
+        for array in (*state.memory, *state.compressor):
+            assert np.isfinite(as_numpy(array)).all(), f"{name}: not finite in what is kept: {as_numpy(array)}"
+    if before is not None:
+        after = states_of(engine)
+        changed = [name for name, kept in before.items() if kept != after[name] and len(kept) == len(after[name])]
+        assert not changed, f"a step that does not count has changed what is kept of {changed}"
+
+
+def _check_bytes(engine: Engine, step: int) -> None:
+    cost = engine.ledger.last
+    assert cost is not None
+    for name, tensor in engine.tensors.items():
+        compressor = engine.plan[name]
+        promised = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
+        if isinstance(compressor, PowerSGD) and compressor.alternating:
+            side = matrix_shape(tensor.shape)[step % 2]
+            promised = 2 * promised * side // sum(matrix_shape(tensor.shape))
+        assert cost.tensors[name].bytes_sent == promised, f"{name}: {cost.tensors[name].bytes_sent}, not {promised}"
+    rest = cost.bytes_sent - sum(each.bytes_sent for each in cost.tensors.values())
+    assert 0 <= rest <= 8 + 7 * 3, rest  # the flag, and padding of each round's allgather

@@ -1,0 +1,46 @@
+"""Random cases: no exception, the same on all ranks, nothing kept that is not finite, bytes as promised.
+
+A seed of one's own, or one case alone: HVDCOMP_FUZZ=7 or HVDCOMP_FUZZ=7:123 in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+
+import pytest
+
+from tests.fuzz import draw_case, run_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def failures(seed: int, numbers: range) -> list[str]:
+    """What went wrong, and how to see it again."""
+    found = []
+    for number in numbers:
+        case = draw_case(seed, number)
+        try:
+            run_case(case)
+        except Exception:
+            again = f"HVDCOMP_FUZZ={seed}:{number} pytest tests/test_fuzz.py -k many"
+            found.append(f"{again}\n{case}\n{traceback.format_exc()}")
+    return found
+
+
+def test_some_cases() -> None:
+    assert not failures(1, range(200))
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+def test_many_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    """10,000 cases that were never tried before."""
+    given, _, number = os.environ.get("HVDCOMP_FUZZ", "").partition(":")
+    seed = int(given) if given else random.SystemRandom().randrange(10**6)
+    numbers = range(int(number), int(number) + 1) if number else range(10_000)
+    with capsys.disabled():
+        print(f"\nrandom cases of seed {seed} (HVDCOMP_FUZZ={seed} runs the same)")
+    found = failures(seed, numbers)
+    assert not found, f"{len(found)} of {len(numbers)} cases failed\n" + "\n".join(found[:5])
