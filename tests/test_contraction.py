@@ -1,0 +1,113 @@
+"""Error feedback on methods that are no contraction: refused with the reason, on whatever way the pair comes about."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp import ByName, Compression, ErrorFeedback, NoMemory, SpecError
+from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.contraction import check_policy, require_bounded_residuals
+from hvdcomp.engine import Engine
+from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
+from tests.harness import infos
+
+EXPLODES = [
+    "randomk:ratio=0.1,unbiased=true", "randomk:ratio=0.45,unbiased=true", "qsgd:bits=1", "qsgd:bits=2", "qsgd:bits=3",
+    "qsgd:bits=4", "qsgd:bits=5,bucket=4096", "atomo:rank=4",
+]  # fmt: skip
+STAYS = [
+    "randomk:ratio=0.1", "randomk:ratio=0.55,unbiased=true", "qsgd:bits=5", "qsgd:bits=4,bucket=64", "qsgd:bits=8",
+    "terngrad", "terngrad:clip=0", "natural", "globalqsgd:bits=2", "globalqsgd:bits=8",
+]  # fmt: skip
+
+
+def refuses(spec: str, memory: str | None = "error_feedback") -> bool:
+    try:
+        require_bounded_residuals(parse_compressor(spec), memory and parse_memory(memory))
+    except SpecError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("spec", EXPLODES + STAYS)
+def test_what_is_refused_is_what_explodes(spec: str) -> None:
+    """Unit normal gradients, 200 steps; all that is allowed stays within some tens of a gradient."""
+    engine = Engine(LoopbackCommunicator(), infos({"w": (64, 64)}), parse_compressor(spec), ErrorFeedback())
+    rng = np.random.default_rng(0)
+    norm = 0.0
+    for _ in range(200):
+        engine.step({"w": rng.standard_normal((64, 64), np.float32)})
+        norm = math.sqrt(np.mean(np.square(engine.states["w"].memory[0], dtype=float)))
+        if norm > 1e4:
+            break
+    assert (norm > 1e4) == (spec in EXPLODES), norm
+    assert refuses(spec) == (spec in EXPLODES)
+
+
+def compression(spec: str, **options: Any) -> Compression:
+    return Compression.from_spec(spec, named_parameters=[("w", None)], **options)
+
+
+def test_the_refusal_names_the_pair_the_number_and_the_way_out() -> None:
+    with pytest.raises(SpecError) as raised:
+        compression("qsgd:bits=2", memory="error_feedback")
+    for text in ("qsgd:bits=2", "memory=error_feedback", "128 times the energy", "Leave memory at its default"):
+        assert text in str(raised.value)
+    assert compression("qsgd:bits=2").settings.memory is None
+
+
+def test_less_is_fed_back_with_a_decay() -> None:
+    assert refuses("randomk:ratio=0.45,unbiased=true")
+    assert not refuses("randomk:ratio=0.45,unbiased=true", "error_feedback:decay=0.9")  # 1.22 * 0.81
+    assert not refuses("atomo:rank=1", "none")
+    assert refuses("atomo:rank=1", "momentum_correction")
+
+
+def test_routed_compressors_and_a_momentum_that_is_for_all() -> None:
+    mixed = '{"embed.*": "topk:ratio=0.01", "numel<100": "none", "*": "qsgd:bits=2"}'
+    assert refuses(mixed)
+    assert not refuses(mixed, None)  # a residual for topk's alone
+    assert refuses('{"embed.*": "dgc:ratio=0.01", "*": "qsgd:bits=2"}', None)
+    with pytest.raises(SpecError, match="randomk"):
+        Compression(
+            ByName({"*": parse_compressor("randomk:ratio=0.1,unbiased=true")}),
+            named_parameters=[("w", None)], memory=ErrorFeedback(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("policy", "allowed"),
+    [
+        ("accordion:low=8,high=5", True),
+        ("accordion:low=8,high=4", False),
+        ("warmup:levels=2|4,steps=10", False),
+        ("warmup:start=4,steps=10", False),
+        ("warmup:dense_steps=10", True),
+        ("constant:level=3", False),
+        ("auto:calibration=x", True),
+        ("adaqs:start=20,floor=2,fall=0.5", False),
+        ("gravac", False),
+        ("accordion:auto", False),
+    ],
+)
+def test_levels_that_a_policy_may_set(policy: str, allowed: bool) -> None:
+    chosen, compressor = parse_policy(policy), parse_compressor("qsgd:bits=8")
+    check_policy(chosen, 10, compressor, None)
+    check_policy(chosen, 10, compressor, NoMemory())
+    if allowed:
+        check_policy(chosen, 10, compressor, ErrorFeedback())
+    else:
+        with pytest.raises(SpecError, match="residuals would grow without end"):
+            check_policy(chosen, 10, compressor, ErrorFeedback())
+
+
+def test_levels_that_are_set_by_hand() -> None:
+    how = compression("qsgd:bits=8", memory="error_feedback")
+    how.set_level(6)
+    with pytest.raises(SpecError, match="qsgd:bits=3 does not go with memory=error_feedback"):
+        how.set_level(3)
+    assert how.level == 6
