@@ -68,7 +68,7 @@ def test_means_of_magnitudes_whose_sum_overflows(backend: str, spec: str) -> Non
         np.testing.assert_allclose(as_numpy(result["w"]), values, rtol=1e-4)
 
 
-@pytest.mark.parametrize("exponent", [-44, -40, -38, -30, -20, 0, 18, 30, 36])
+@pytest.mark.parametrize("exponent", [-44, -38, -23, -22, -21, 0, 18, 30, 36])
 @every_backend
 def test_powersgd_at_any_magnitude(backend: str, exponent: int) -> None:
     """A matrix of rank one arrives, whatever its magnitude, unless it is too small, and leaves a good warm start."""

@@ -182,3 +182,39 @@ def case_learning_rate_schedule() -> None:
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05 / 4
     assert_same_everywhere(weights(model))
+
+
+def case_a_mean_that_overflows_is_skipped_everywhere_and_leaves_no_trace() -> None:
+    """All gradients are finite; half-precision sums over the ranks are not."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3)).half()
+    how = compression("topk:ratio=0.1", model)
+    optimizer = distribute(model, how)
+
+    def exchange(bias: float) -> bool:
+        """A step whose gradients are all finite; returns whether the results are."""
+        optimizer.zero_grad()
+        weight = torch.randn(64, 64, generator=own_generator()).half()
+        ((model[0].weight * weight).sum() + (model[1].bias * bias).sum()).backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        return all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert exchange(1.0)
+    kept = how._binding.engine.states["0.weight"].memory[0].clone()
+    assert kept.any()
+    assert not exchange(60000.0)
+    assert torch.equal(kept, how._binding.engine.states["0.weight"].memory[0])
+
+
+def case_compression_that_saves_nothing_is_said_once_by_rank_0() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.99", model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, steps=3)
+    texts = [str(warning.message) for warning in caught if "more bytes than they have" in str(warning.message)]
+    assert len(texts) == (1 if hvd.rank() == 0 else 0), texts
