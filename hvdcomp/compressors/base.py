@@ -19,8 +19,8 @@ from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
 
 Level = float | int
 
-# No tensor has more rows, columns or elements than this, so that more of anything has no meaning.
-LARGEST_COUNT = 2**31 - 1
+# No index reaches further, so that more rows, columns or elements than this have no meaning.
+LARGEST_COUNT = 2**63 - 1
 # Of what a method repeats in every step: more brings nothing, and a slip of the pen would never end.
 MOST_ROUNDS = 100
 

@@ -76,10 +76,8 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         require_count(self.name, rank=self.rank)
         require_count(self.name, MOST_ROUNDS, iterations=self.iterations)
-        if not 0 < self.min_rate < math.inf:
-            raise SpecError(
-                f"powersgd: min_rate={self.min_rate} is not allowed; it must be positive and finite (1 is usual)"
-            )
+        if not self.min_rate > 0:
+            raise SpecError(f"powersgd: min_rate={self.min_rate} is not allowed; it must be positive (1 is usual)")
         if not isinstance(self.alternating, bool):
             raise SpecError(f"powersgd: alternating={self.alternating} is not allowed; it is true or false")
         if self.alternating and self.iterations > 1:
