@@ -24,13 +24,14 @@ from hvdcomp.compressors.routing import Router
 from hvdcomp.engine import Engine
 from hvdcomp.memory import Memory
 from hvdcomp.policies import DENSE
+from hvdcomp.spec import parse_compressor
 from tests.harness import DTYPES, INSTALLED, as_numpy, bits, dtype_of, make, states_of
 
 _SHAPES = [(), (1,), (0,), (7,), (33,), (1, 1), (0, 3), (1, 9), (6, 1), (5, 7), (16, 16), (40, 30), (2, 3, 2, 2)]
 _LARGE = [(70_001,), (257, 300)]  # beyond 65536 elements indices travel in blocks
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 3.4028e38}
 
-# How to draw a setting, by its name. A compressor with another one has to be told here.
+# How to draw a setting, by its name; of another one the values in the class's examples are tried.
 _SETTINGS: dict[str, Callable[[random.Random], Any]] = {
     "ratio": lambda rng: rng.choice([1.0, 0.5, 10 ** rng.uniform(-4, 0)]),
     "values": lambda rng: rng.choice(["same", "fp16"]),
@@ -59,7 +60,6 @@ class Case:
     """
 
     backend: str
-    dtype: str
     ranks: int
     tensors: tuple[TensorInfo, ...]
     compressor: Compressor
@@ -67,7 +67,7 @@ class Case:
     changes: tuple[Any, ...]
     rescaled: tuple[float, ...]
     spoilt: tuple[int, float] | None
-    smallest: int  # the engine's min_numel
+    smallest: tuple[int, int]  # the engine's min_numel and min_ndim
     seed: str
 
 
@@ -75,25 +75,34 @@ def draw_case(seed: int, number: int) -> Case:
     """The case of a number."""
     rng = random.Random(f"{seed}:{number}")
     backend = rng.choices(INSTALLED, [{"numpy": 50, "torch": 48}.get(each, 2) for each in INSTALLED])[0]
-    dtype = rng.choice(DTYPES[backend])
     ranks = rng.randint(1, 5)
-    shapes = [rng.choice(_LARGE if rng.random() < 0.01 else _SHAPES) for _ in range(rng.randint(1, 3))]
+    tensors = tuple(
+        TensorInfo(f"t{place}", draw_shape(rng), rng.choice(DTYPES[backend])) for place in range(rng.randint(1, 3))
+    )
     steps = rng.randint(1, 5)
     compressor = draw_compressor(rng, ranks)
     momentum = MomentumCorrection(rng.random(), rng.random() < 0.5, rng.choice([0.0, 1.0]), rng.random() < 0.5)
     return Case(
         backend=backend,
-        dtype=dtype,
         ranks=ranks,
-        tensors=tuple(TensorInfo(f"t{place}", shape, dtype) for place, shape in enumerate(shapes)),
+        tensors=tensors,
         compressor=compressor,
         memory=rng.choice([None, None, ErrorFeedback(), ErrorFeedback(rng.uniform(0.1, 1)), momentum, NoMemory()]),
         changes=tuple(draw_change(rng, compressor, ranks) for _ in range(steps)),
         rescaled=tuple(rng.choice([1.0] * 17 + [0.5, 2.0, 65536.0]) for _ in range(steps)),
         spoilt=(rng.randrange(steps), rng.choice([math.inf, -math.inf, math.nan])) if rng.random() < 0.05 else None,
-        smallest=rng.choice([0, 0, 0, 16]),
+        smallest=rng.choice([(0, 0), (0, 0), (16, 2), (1024, 2)]),
         seed=f"{seed}:{number}",
     )
+
+
+def draw_shape(rng: random.Random) -> tuple[int, ...]:
+    kind = rng.random()
+    if kind < 0.5:
+        return rng.choice(_SHAPES)
+    if kind < 0.99:
+        return tuple(rng.choice([1, 2, 3, 7, 16, 29]) for _ in range(rng.randint(0, 3)))
+    return rng.choice(_LARGE)
 
 
 def draw_compressor(rng: random.Random, ranks: int, depth: int = 0) -> Compressor:
@@ -107,7 +116,7 @@ def draw_compressor(rng: random.Random, ranks: int, depth: int = 0) -> Compresso
     kind = rng.choice(list(COMPRESSORS.values()))
     while True:
         settings = {
-            field.name: _SETTINGS[field.name](rng)
+            field.name: draw_setting(rng, kind, field.name)
             for field in dataclasses.fields(kind)
             if field.default is dataclasses.MISSING or rng.random() < 0.6
         }
@@ -117,6 +126,12 @@ def draw_compressor(rng: random.Random, ranks: int, depth: int = 0) -> Compresso
             continue
         least = compressor.least_level(ranks)
         return compressor if least is None else compressor.at_level(max(least, compressor.level or 0))
+
+
+def draw_setting(rng: random.Random, kind: type[Compressor], name: str) -> Any:
+    if name in _SETTINGS:
+        return _SETTINGS[name](rng)
+    return getattr(parse_compressor(rng.choice(kind.examples)), name)
 
 
 def draw_change(rng: random.Random, compressor: Compressor, ranks: int) -> Any:
@@ -149,11 +164,11 @@ def gradient_of(case: Case, tensor: TensorInfo, rank: int, step: int) -> Array:
         normal = normal * (np.abs(normal) > 2)
     elif kind == 3:
         normal = normal * 10.0 ** (8 * np.abs(normal))
-    largest = _LARGEST[case.dtype]
+    largest = _LARGEST[tensor.dtype]
     values = np.clip(normal * scale, -largest, largest)
     if case.spoilt is not None and case.spoilt[0] == step and rank == case.ranks - 1 and tensor is case.tensors[0]:
         values = np.full(tensor.shape, case.spoilt[1])
-    return make(case.backend, values, case.dtype)
+    return make(case.backend, values, tensor.dtype)
 
 
 def run_case(case: Case) -> None:
@@ -170,9 +185,7 @@ def run_case(case: Case) -> None:
 
 def _run_rank(case: Case, communicator: InProcessCommunicator) -> list[Any]:
     """What must be the same on all ranks: bits of results and warm starts, and whether a step counts."""
-    engine = Engine(
-        communicator, case.tensors, case.compressor, case.memory, seed=3, min_numel=case.smallest, min_ndim=0
-    )
+    engine = Engine(communicator, case.tensors, case.compressor, case.memory, 3, *case.smallest)
     shared: list[Any] = []
     for step, (change, factor) in enumerate(zip(case.changes, case.rescaled, strict=True)):
         if change != "as before":
