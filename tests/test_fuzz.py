@@ -35,9 +35,10 @@ def test_some_cases() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(3600)
-def test_many_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    """10,000 cases that were never tried before."""
+def test_many_cases(capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config) -> None:
+    """10,000 cases that were never tried before, unless by a seed that was given."""
     given, _, number = os.environ.get("HVDCOMP_FUZZ", "").partition(":")
+    given = given or pytestconfig.getoption("--hypothesis-seed", None)
     seed = int(given) if given else random.SystemRandom().randrange(10**6)
     numbers = range(int(number), int(number) + 1) if number else range(10_000)
     with capsys.disabled():
