@@ -1,4 +1,4 @@
-"""The TensorFlow and Keras cases of `tests.multirank`, on 2 and 4 real ranks, with MPI and with Gloo."""
+"""The TensorFlow and Keras cases of `tests.multirank`, on 2 to 4 real ranks, with MPI and with Gloo."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _MODULES = {
     "cases_tensorflow_precision": ((2, "gloo"), (2, "mpi")),
     "cases_tensorflow_refused": EACH_ONCE,
     "cases_tensorflow_policies": EACH_ONCE,
+    "cases_tensorflow_process_sets": ((3, "gloo"),),
     "cases_keras": ((2, "gloo"), (2, "mpi")),
     "cases_keras_callback": ((2, "gloo"),),
 }

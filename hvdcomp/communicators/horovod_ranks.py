@@ -14,13 +14,21 @@ class HorovodRanks:
     Args:
         hvd: Horovod's module for the framework, such as horovod.torch.
         process_set: of Horovod.
+
+    Attributes:
+        included: whether this process is one of them.
+        rank: this process's place among them; -1 outside of the process set.
+        size: how many they are; 1 outside of the process set, where there is nobody to exchange with.
     """
 
     def __init__(self, hvd: Any, process_set: Any) -> None:
         self._hvd = hvd
         self._process_set = process_set
-        self.rank: int = process_set.rank()
-        self.size: int = process_set.size()
+        self.included = bool(process_set.included())
+        self.rank, self.size = self._rank_and_size()
+
+    def _rank_and_size(self) -> tuple[int, int]:
+        return (self._process_set.rank(), self._process_set.size()) if self.included else (-1, 1)
 
     @property
     def has_mpi(self) -> bool:
@@ -32,7 +40,7 @@ class HorovodRanks:
     @property
     def is_stale(self) -> bool:
         """Whether Horovod was started anew with other ranks."""
-        return (self._process_set.rank(), self._process_set.size()) != (self.rank, self.size)
+        return self._rank_and_size() != (self.rank, self.size)
 
     @property
     def root(self) -> int:

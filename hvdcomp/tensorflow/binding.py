@@ -109,7 +109,10 @@ class TensorFlowBinding(Binding):
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
-        if self.communicator.size == 1:  # Horovod exchanges nothing, but makes this branch of the graph all the same
+        # With one rank, and outside of the process set, Horovod exchanges nothing, but traces this branch all the same.
+        if self.communicator.size == 1:
+            if not self.communicator.included:
+                self._check(gradients_call(tensor))
             return tensor, _Ticket(None, tensor.dtype)
         if self._traced is None or (position := self._traced.position(tensor)) is None:
             self._traced = self._trace(gradients_call(tensor))
