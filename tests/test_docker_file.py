@@ -63,6 +63,14 @@ def _requirements(extra: str) -> list[str]:
     return [re.split(r"[^\w-]", requirement)[0] for requirement in project["optional-dependencies"][extra]]
 
 
+def test_the_gpu_image_has_a_pytorch_with_code_for_v100() -> None:
+    """2.15 has no build for CUDA 12.6, the last one with that code."""
+    torch = re.search(r"^torch==(\d+)\.(\d+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert torch is not None
+    assert (int(torch[1]), int(torch[2])) < (2, 15)
+    assert GPU["TORCH_BUILD"] == "cu126"
+
+
 def test_the_doctor_advises_the_cudnn_that_is_pinned() -> None:
     """The one version that is also in a message: hvdcomp has no constraints.txt where it is installed."""
     advised = re.search(r"nvidia-cudnn-cu12==([\d.]+)", Path(checks.__file__).read_text())

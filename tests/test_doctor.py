@@ -14,7 +14,7 @@ from hvdcomp.doctor import checks
 from hvdcomp.doctor.checks import find_problems, runs_on
 from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Started, TensorFlow, Torch
 from hvdcomp.doctor.gather import ask_python
-from hvdcomp.horovod_build.environment import Mpi
+from hvdcomp.horovod_build.environment import CudaToolkit, Mpi
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", inside=True)
 OPEN_MPI_5 = dataclasses.replace(OPEN_MPI, version="5.0.6")
@@ -31,6 +31,8 @@ HEALTHY = Facts(
     mpi4py_library="Open MPI v4.1.8, package: Open MPI",
     variables={"OPAL_PREFIX": "/env"},
 )
+TOOLKIT = CudaToolkit("/cuda/bin/nvcc", "13.0", "13.0")
+FOR_CUDA = Torch("2.13.0+cu126", cuda="12.6")
 V100 = Gpu("Tesla V100-SXM2-16GB", "7.0", "580.10")
 LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
 GLOO_ONLY = {"torch": HorovodBinding(gloo=True)}
@@ -47,7 +49,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("facts", "what", "remedy", "stops"),
     [
-        (changed(torch=None, tensorflow=None), "Neither PyTorch nor TensorFlow", "pip install torch", True),
+        (changed(torch=None, tensorflow=None), "Neither PyTorch nor TensorFlow", "pip install 'hvdcomp[torch]'", True),
         (changed(torch=Torch("2.13.0", error="libcudart.so: cannot open")), "libcudart.so", "Reinstall PyTorch", True),
         (changed(horovod=None, bindings={}), "Horovod is not installed", "hvdcomp build-horovod", True),
         (
@@ -112,6 +114,25 @@ def test_a_healthy_environment_has_no_problem() -> None:
             "nvidia-cudnn-cu12==9.10.2.21",
             True,
         ),
+        (
+            changed(bindings={"torch": BUILT, "tensorflow": dataclasses.replace(BUILT, keras_callbacks=False)}),
+            "callbacks for metrics and learning rates ask Keras 3",
+            "hvdcomp build-horovod",
+            False,
+        ),
+        (changed(torch=FOR_CUDA, toolkit=TOOLKIT), "is 13.0, torch's CUDA is 12.6", "toolkit of CUDA 12.6", False),
+        (
+            changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", None)),
+            "without cudart",
+            "point CUDA_HOME to it",
+            False,
+        ),
+        (
+            changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.6", "12.4")),
+            "nvcc (/cuda/bin/nvcc) is 12.6, its cudart 12.4",
+            "point CUDA_HOME to it",
+            False,
+        ),
         (changed(packages={**HEALTHY.packages, "setuptools": "82.0.0"}), "setuptools 82", "setuptools<81", False),
         (changed(packages={**HEALTHY.packages, "cmake": "4.1.0"}), "cmake 4.1.0", "cmake<4", False),
     ],
@@ -127,6 +148,9 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
     "facts",
     [
         changed(variables=LAUNCHED, started=Started(size=4, rank=1), root=True),
+        changed(toolkit=TOOLKIT),  # torch is for CPU
+        changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", "12.4")),
+        changed(bindings={"torch": BUILT, "tensorflow": dataclasses.replace(BUILT, keras_callbacks=True)}),
         changed(bindings=GLOO_ONLY, mpi=None),
         changed(bindings=GLOO_ONLY, variables={}, mpi4py_library="MPICH Version: 4.2"),
         changed(
@@ -201,6 +225,7 @@ def test_the_command_reports_and_sets_the_exit_status(
     text = CliRunner().invoke(doctor.command, [])
     assert text.exit_code == status, text.output
     assert "2.13.0+cpu (CPU build)" in text.stdout
+    assert "CUDA toolkit" in text.stdout
     program = CliRunner().invoke(doctor.command, ["--json"])
     assert program.exit_code == status
     report = json.loads(program.stdout)

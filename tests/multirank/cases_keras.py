@@ -247,25 +247,66 @@ def case_horovods_callbacks() -> None:
     model = keras_model(seed=hvd.rank())  # the ranks begin with different weights
     assert not np.array_equal(*gathered(weights(model.trainable_variables))[:2])
     how = compression("topk:ratio=0.05", model.trainable_variables)
-    steps, rate = 5, 0.01 * hvd.size()
+    steps, rate, size = 5, 0.01 * hvd.size(), hvd.size()
     model.compile(hvd_keras.DistributedOptimizer(sgd(rate), compression=how), cross_entropy(), jit_compile=False)
+    rates, losses = [], []
+
+    class Before(tf_keras.callbacks.Callback):
+        """Notes each step's learning rate, and this rank's own losses."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            rates.append(float(self.model.optimizer.learning_rate))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            losses.append(logs["loss"])
+
+    # Momentum is a number in new optimizers, so that it cannot be corrected.
+    options = {"momentum_correction": False}
+    callbacks = hvd_keras.callbacks
     history = model.fit(
         data(steps),
         epochs=4,
         verbose=0,
         callbacks=[
-            hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0),
-            # Horovod's callbacks of metrics and of the learning rate ask Keras 3, and fail with any compression.
-            tf_keras.callbacks.LearningRateScheduler(lambda epoch: rate * (0.5, 1.0, 1.0, 0.1)[epoch]),
+            callbacks.BroadcastGlobalVariablesCallback(0),
+            Before(),
+            callbacks.MetricAverageCallback(),
+            callbacks.LearningRateWarmupCallback(rate, warmup_epochs=2, **options),
+            callbacks.LearningRateScheduleCallback(rate, lambda epoch: 0.1 ** (epoch - 2), start_epoch=2, **options),
             PolicyCallback(how),
         ],
     ).history
     # Horovod's broadcast comes after the first batch, whose means were the same everywhere but not the weights.
     assert_same_everywhere(weights(model.trainable_variables))
+    everyone = gathered(np.array(losses))
+    assert not np.array_equal(everyone[0], everyone[1])
+    np.testing.assert_allclose(history["loss"], everyone.mean(0), rtol=1e-5)
     assert history["loss"][-1] < history["loss"][0]
-    np.testing.assert_allclose(float(model.optimizer.learning_rate), 0.1 * rate, rtol=1e-5)
+    epochs = np.arange(1, 2 * steps + 1) / steps
+    expected = [*(rate / size * (epochs * (size - 1) / 2 + 1)), *[rate] * steps, *[0.1 * rate] * steps]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)
     assert how.ledger.steps == 4 * steps
     assert history["compression_factor"][-1] > 2
+
+
+def case_momentum_is_corrected_where_it_can_be() -> None:
+    def warm_up(optimizer: Any) -> list[float]:
+        model = keras_model()
+        how = compression("topk:ratio=0.05", model.trainable_variables)
+        model.compile(hvd_keras.DistributedOptimizer(optimizer, compression=how), cross_entropy(), jit_compile=False)
+        seen: list[float] = []
+        note = tf_keras.callbacks.LambdaCallback(
+            on_batch_begin=lambda batch, logs: seen.append(float(tf_keras.backend.get_value(model.optimizer.momentum)))
+        )
+        warm = hvd_keras.callbacks.LearningRateWarmupCallback(0.05, warmup_epochs=1)
+        model.fit(data(3), verbose=0, callbacks=[warm, note])
+        return seen
+
+    assert warm_up(tf_keras.optimizers.SGD(0.05, jit_compile=False)) == [0.0, 0.0, 0.0]
+    rises = warm_up(tf_keras.optimizers.legacy.SGD(0.05, momentum=0.9))
+    assert rises[1] > 0.9, rises
+    message = raised(ValueError, lambda: warm_up(sgd(0.05, momentum=0.9)))
+    assert "momentum_correction=False" in message, message
 
 
 def case_a_schedule_of_learning_rates() -> None:
