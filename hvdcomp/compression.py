@@ -131,6 +131,10 @@ class Compression:
                 raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
             check_policy(policy, steps_per_epoch, compressor, memory)
         require_bounded_residuals(compressor, memory)
+        if named_parameters is None and "tensorflow" in sys.modules:
+            from hvdcomp.tensorflow.caller import refuse_to_be_traced
+
+            refuse_to_be_traced()
         self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
@@ -286,7 +290,7 @@ class Compression:
                     "with PyTorch (horovod.torch, named_parameters=...) and TensorFlow (horovod.tensorflow, "
                     f"variables=...){f', and was made for {self._framework}' if self._framework else ''}"
                 )
-            self._binding = self._bind(self._optimizer)
+            self._binding = self._bind(self._optimizer, tensor)
         return self._binding.compress(tensor)
 
     @_HorovodMethod
@@ -294,7 +298,7 @@ class Compression:
         """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
-    def _bind(self, optimizer: Any) -> Any:
+    def _bind(self, optimizer: Any, tensor: Any = None) -> Any:
         arguments = (self, self._parameters, self._process_set, self._grad_scaler, optimizer)
         binding: Any
         if self._framework == "torch":
@@ -304,7 +308,7 @@ class Compression:
         else:
             from hvdcomp.tensorflow.binding import TensorFlowBinding
 
-            binding = TensorFlowBinding(*arguments)
+            binding = TensorFlowBinding(*arguments, tensor)
         if self._restored is not None:
             binding.load_state_dict(self._restored)
         if self._level is not None:
@@ -335,7 +339,8 @@ def _framework_of(named_parameters: Any, variables: Any, optimizer: Any) -> str 
 def _parameters_of(named_parameters: Any, variables: Any) -> Any:
     """What a binding is given: parameters by name, a function, or None."""
     for given in (named_parameters, variables):
-        if hasattr(given, "named_parameters") or hasattr(given, "trainable_variables"):  # a model, which can be called
+        # A model, which can be called. One of Keras that is not built fails when it is asked for its variables.
+        if hasattr(type(given), "named_parameters") or hasattr(type(given), "trainable_variables"):
             raise ConfigurationError(
                 f"hvdcomp.Compression was given the model {type(given).__name__} itself; give it "
                 "named_parameters=model.named_parameters() or variables=model.trainable_variables"
@@ -343,24 +348,7 @@ def _parameters_of(named_parameters: Any, variables: Any) -> Any:
         if callable(given):
             return given
     if variables is not None:
-        return _by_name(variables)
+        from hvdcomp.tensorflow.names import by_name
+
+        return by_name(variables)
     return None if named_parameters is None else unique(named_parameters)
-
-
-def _by_name(variables: Iterable[Any]) -> dict[str, Any]:
-    """TensorFlow's variables by name."""
-    from hvdcomp.tensorflow.names import stable_names
-
-    variables = list(variables)
-    for variable in variables:
-        if not hasattr(variable, "ref"):
-            raise ConfigurationError(
-                f"{type(variable).__module__}.{type(variable).__qualname__} in variables is no tf.Variable. Horovod "
-                "does not distribute models of Keras 3: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, "
-                "with tf_keras installed, or build the model with tf_keras"
-            )
-    named = dict(zip(stable_names([variable.name for variable in variables]), variables, strict=True))
-    if not named:
-        raise ConfigurationError("variables is empty: build the model first, so that it has its variables")
-    return named
-

@@ -23,6 +23,7 @@ _MODULES = {
     "cases_tensorflow_refused": EACH_ONCE,
     "cases_tensorflow_policies": EACH_ONCE,
     "cases_tensorflow_process_sets": ((3, "gloo"),),
+    "cases_tensorflow_variables": ((2, "gloo"),),
     "cases_keras": ((2, "gloo"), (2, "mpi")),
     "cases_keras_callback": ((2, "gloo"),),
 }

@@ -43,7 +43,7 @@ def test_names_do_not_depend_on_what_was_made_before() -> None:
 
 def test_no_variables_are_refused() -> None:
     for nothing in ([], iter(()), tf_keras.layers.Dense(3).trainable_variables):
-        with pytest.raises(ConfigurationError, match="variables is empty: build the model first"):
+        with pytest.raises(ConfigurationError, match=r"variables is empty.*variables=lambda: model"):
             compression(nothing)
 
 
@@ -70,6 +70,45 @@ def test_parameters_and_variables_exclude_each_other() -> None:
         hvdcomp.Compression.from_spec("topk:ratio=0.1", variables=tf_keras.Sequential())
     with pytest.raises(ConfigurationError, match="optimizer= is for TensorFlow"):
         hvdcomp.Compression.from_spec("none", named_parameters=[("a", given[0])], optimizer=tf_keras.optimizers.SGD())
+
+
+def test_variables_may_come_later() -> None:
+    for later in (None, lambda: pytest.fail("too early")):
+        assert compression(later).state_dict() == {}
+
+
+def test_a_state_that_would_need_variables_too_early_says_so() -> None:
+    state = {"shared": {}, "own": {}}
+    optimizer = tf_keras.optimizers.SGD(0.1)
+    with pytest.raises(ConfigurationError, match=r"variables=model\.trainable_variables"):
+        compression(None, optimizer=optimizer).load_state_dict(state, optimizer=optimizer)
+    with pytest.raises(ConfigurationError, match="variables is empty"):
+        compression(lambda: []).load_state_dict(state)
+
+
+def test_one_made_at_each_trace_is_refused() -> None:
+    given = variables("a")
+    for made in (lambda: compression(given), lambda: hvdcomp.Compression(hvdcomp.TopK(0.1))):
+        with pytest.raises(ConfigurationError, match="Make it once, outside"):
+            tf.function(made)()
+        with pytest.raises(ConfigurationError, match="Make it once, outside"):
+            tf.function(made, autograph=False)()
+
+
+def test_one_made_beside_a_trace_is_not_refused() -> None:
+    kept = []
+
+    @tf.function
+    def step() -> Any:
+        if not kept:
+            with tf.init_scope():
+                kept.append(compression(variables("a")))
+        return tf.constant(1.0)
+
+    step()
+    with tf.Graph().as_default():  # TensorFlow 1: a graph that is made once
+        kept.append(compression(None))
+    assert len(kept) == 2
 
 
 # The scaled learning rate, beside a plain statement of SGD with momentum and of Adam.

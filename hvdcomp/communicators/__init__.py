@@ -35,6 +35,10 @@ class HorovodCommunicator(Communicator, Protocol):
     """A communicator over Horovod, which knows a little more than how to communicate."""
 
     @property
+    def included(self) -> bool:
+        """Whether this process is one of the ranks; if not, it is the only one that it knows of, with rank -1."""
+
+    @property
     def has_mpi(self) -> bool:
         """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
 

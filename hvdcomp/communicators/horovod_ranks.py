@@ -24,7 +24,7 @@ class HorovodRanks:
     def __init__(self, hvd: Any, process_set: Any) -> None:
         self._hvd = hvd
         self._process_set = process_set
-        self.included = bool(process_set.included())
+        self.included: bool = process_set.included()
         self.rank, self.size = self._rank_and_size()
 
     def _rank_and_size(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ cast, and no policy may change that, Horovod carries the cast gradients itself, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
+from hvdcomp.tensorflow.names import by_name
 from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
 
 if TYPE_CHECKING:
@@ -74,10 +75,14 @@ class TensorFlowBinding(Binding):
 
     Args:
         compression: whose settings, ledger and identity are used.
-        variables: by name.
+        variables: by name, or a function that returns them; None for those of the list that `tensor` is in.
         process_set: of the tape or optimizer; None for all ranks.
         grad_scaler: the Keras LossScaleOptimizer in use, or None to take the one that is calling.
         optimizer: the Keras optimizer, or None to take the one that is calling.
+        tensor: the gradient that is to be compressed; None before the first step.
+
+    Raises:
+        ConfigurationError: if there are no variables, or they cannot be known yet.
     """
 
     overlaps_with_policy = False
@@ -85,12 +90,14 @@ class TensorFlowBinding(Binding):
     def __init__(
         self,
         compression: Compression,
-        variables: Mapping[str, tf.Variable],
+        variables: Mapping[str, tf.Variable] | Callable[[], Iterable[tf.Variable]] | None,
         process_set: Any,
         grad_scaler: Any,
         optimizer: Any,
+        tensor: tf.Tensor | None = None,
     ) -> None:
-        self._variables = dict(variables)
+        self._were_given = variables is not None
+        self._variables = _known_variables(variables, tensor)
         self._names = {variable.ref(): name for name, variable in self._variables.items()}
         self._process_set = process_set
         self._grad_scaler = grad_scaler
@@ -179,12 +186,15 @@ class TensorFlowBinding(Binding):
 
     def _name(self, variable: tf.Variable) -> str:
         name = self._names.get(variable.ref())
-        if name is None:
-            raise ConfigurationError(
-                f"a gradient of {variable.name!r} arrived, which is not in the variables of hvdcomp.Compression; give "
-                "it all that are trained: variables=model.trainable_variables"
-            )
-        return name
+        if name is not None:
+            return name
+        known = "variables of hvdcomp.Compression"
+        if not self._were_given:
+            known = f"{len(self._variables)} variables that hvdcomp.Compression took from the first list of gradients"
+        raise ConfigurationError(
+            f"a gradient of {variable.name!r} arrived, which is not in the {known}; give it all that are trained: "
+            "variables=model.trainable_variables, those of several models added up"
+        )
 
     def _check(self, call: GradientsCall) -> None:
         if call.op not in (hvd.Average, hvd.Sum):
@@ -257,6 +267,10 @@ class TensorFlowBinding(Binding):
     def copy(self, array: tf.Tensor) -> tf.Tensor:
         return array  # nothing can change it
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with tf.init_scope():  # the first step may be being traced
+            super().load_state_dict(state)
+
     def place(self, array: Any, name: str) -> tf.Tensor:
         with tf.device(self._variables[name].device):
             return tf.identity(array)
@@ -273,6 +287,19 @@ class TensorFlowBinding(Binding):
 def _checksum(values: np.ndarray) -> int:
     """The sum of the elements' bit patterns, taken as whole numbers."""
     return int(np.ascontiguousarray(values).view(f"u{values.itemsize}").sum(dtype=np.uint64))
+
+
+def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.Variable]:
+    if isinstance(variables, Mapping):
+        return dict(variables)
+    if variables is not None:
+        return by_name(variables())
+    if tensor is None:
+        raise ConfigurationError(
+            "which variables are trained is not known before the first step: give them to hvdcomp.Compression, "
+            "variables=model.trainable_variables"
+        )
+    return by_name(gradients_call(tensor).variables)
 
 
 def _graph_of_call() -> Any:

@@ -89,6 +89,16 @@ def refuse_keras_3_caller() -> None:
             refuse_keras_3(frame.f_locals.get("optimizer"))
 
 
+def refuse_to_be_traced() -> None:
+    """Raises ConfigurationError while TensorFlow traces a function, which happens more than once."""
+    if tf.inside_function() and not tf.executing_eagerly():  # which it does in tf.init_scope
+        raise ConfigurationError(
+            "hvdcomp.Compression was made while TensorFlow traces a function: each trace would make another one, "
+            "which knows nothing of what the last one had left to send. Make it once, outside of the tf.function, "
+            "and give that one to Horovod inside"
+        )
+
+
 def is_optimizer(candidate: Any) -> bool:
     """Whether it is an optimizer: one of Keras, or of TensorFlow 1."""
     return hasattr(type(candidate), "apply_gradients")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvdcomp.errors import ConfigurationError
 
 
 def stable_names(names: Sequence[str]) -> list[str]:
@@ -33,3 +36,25 @@ def stable_names(names: Sequence[str]) -> list[str]:
             unique = f"{plain}#{count}"
         result[unique] = None
     return list(result)
+
+
+def by_name(variables: Iterable[Any]) -> dict[str, Any]:
+    """Variables by their stable names, in the order given.
+
+    Raises:
+        ConfigurationError: if there are none, or if one is no tf.Variable, as those of Keras 3.
+    """
+    variables = list(variables)
+    for variable in variables:
+        if not hasattr(variable, "ref"):
+            raise ConfigurationError(
+                f"{type(variable).__module__}.{type(variable).__qualname__} in variables is no tf.Variable. Horovod "
+                "does not distribute models of Keras 3: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, "
+                "with tf_keras installed, or build the model with tf_keras"
+            )
+    if not variables:
+        raise ConfigurationError(
+            "variables is empty: the model has none before it is built. Leave variables= out, or give a function, "
+            "variables=lambda: model.trainable_variables, which is called when they are needed"
+        )
+    return dict(zip(stable_names([variable.name for variable in variables]), variables, strict=True))
