@@ -23,11 +23,11 @@ MS = {"compute": 60.0, "none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0}
 
 
 def write_turns(file: Path, model: str = "mlp@digits", **changes: Any) -> Path:
-    """Steps of write_run's model: 4 MB, between four ranks with links of 1 Gb/s, repeatable within 10 percent."""
+    """Steps of write_run's model: 4 MB, between four ranks of one machine, repeatable within 10 percent."""
     encode = {"topk:ratio=0.01": EncodeTime(0.02)}
     compute = Compute(0.05, 0.01, encode=encode, ready=((1.0, 1.0),), batch_size=32)
     facts = ModelFacts((TensorInfo("w", (1000, 1000)),), compute, 1e9)
-    cost = CollectiveCost("ring", 0.0, 1.25e8)
+    cost = CollectiveCost("ring", 0.0, 1e9, transfer=((1e4, 1.0), (1e6, 2.0)))  # how the machine itself is slow
     calibration = Calibration("made up", Network(cost, cost), {model: facts}, {"ranks": "4"}, noise=0.1)
     steps = {method: {"median_ms": ms} for method, ms in MS.items()}
     content = {"calibration": as_json(calibration), "steps": steps, "alone": "compute", "auto": "auto", **changes}
@@ -80,6 +80,8 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
         assert "differed by 10%" in text
         assert "540 / 108" in text
         assert "25.0*" in text
+    heading = next(line for line in result.output.splitlines() if "Predicted" in line)
+    assert heading.strip() == "Predicted", "its words stand below each other, or the table is too wide"
     assert "The 4 ranks of a run share one machine" in " ".join(alone.output.split())
     (tmp_path / "apart").mkdir()
     write_run(tmp_path / "apart" / "dense", ranks_per_host=2)

@@ -186,7 +186,10 @@ def steps(
             again = "\nWhat was measured before is kept: go on with --resume." if results else ""
             raise click.ClickException(f"{str(error).rstrip()}{again}") from None
     if resume:
-        write(output, _STEPS, rows, {**details, "runs": results})
+        try:
+            write(output, _STEPS, rows, {**details, "runs": results})
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
     table = make_table(*HEADINGS, numbers=[heading for heading in HEADINGS if heading not in ("model", "method")])
     for row in rows:
         table.add_row(*cells(row))
@@ -203,7 +206,7 @@ def steps(
     for result in results:
         if result["noisy"]:
             console.print(f"noisy, {place_of(result)}: {', '.join(result['noisy'])}", soft_wrap=True)
-    click.echo(f"wrote {_STEPS}.json, .csv, .md and .png to {output}")
+    click.echo(f"wrote {_STEPS}.json, .csv, .md, .png and {_STEPS}-speed.png to {output}")
 
 
 def _steps_command(numbers: list[int], rates: tuple[str, ...], options: Options, output: Path) -> str:

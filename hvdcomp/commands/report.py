@@ -85,7 +85,7 @@ def _terminal_table(section: Section, wide: bool) -> Table:
     narrow = ("Ranks", section.headings[-1]) if section.in_turns else section.headings[-1:]
     places = [place for place, heading in enumerate(section.headings) if wide or heading not in narrow]
     shown = [section.headings[place] for place in places[2:]]
-    numbers = [heading if "/" in heading else heading.replace(" ", "\n") for heading in shown]
+    numbers = [heading if " / " in heading else heading.replace(" ", "\n") for heading in shown]
     table = make_table("Run", *numbers, numbers=numbers)
     for row in section.rows:
         every = cells(row, section.in_turns)

@@ -131,7 +131,8 @@ class Section:
             turns = next(group.turns for group in self.groups if group.turns is not None)
             notes.append(
                 "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "
-                "fell on all alike; medians. With an asterisk: of its own training alone, not to be compared."
+                "fell on all alike; medians, and those of none and fp16 are Horovod's own. With an asterisk: of its "
+                "own training alone, not to be compared."
             )
             notes.append(
                 f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of "

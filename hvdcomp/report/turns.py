@@ -10,18 +10,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdcomp.bench.compare import STOCK_SPECS
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import Adviser, CalibrationError, Setting, from_json
+from hvdcomp.perfmodel import Adviser, Calibration, CalibrationError, Network, Setting, from_json
 from hvdcomp.report.runs import RunError
 from hvdcomp.spec import parse_compressor
 
 RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
 """Bandwidths that steps are predicted for, and how they are written."""
-_BYTES_PER_S = {"100mbit": 1.25e7, "1gbit": 1.25e8}
+_SPEEDS = {"100mbit": 1.25e7, "1gbit": 1.25e8}  # bytes/s
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def load_turns(file: Path) -> Turns:
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
         ranks = int(calibration.machine["ranks"])
         batch_size = calibration.models[name].compute.batch_size
-        adviser = Adviser(calibration, name, list(specs))
+        networks = {rate: _with_links(calibration, speed) for rate, speed in _SPEEDS.items()}
+        advisers = {rate: Adviser(there, name, list(specs)) for rate, there in networks.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SpecError, CalibrationError) as error:
         if isinstance(error, RunError):
             raise
@@ -80,10 +81,20 @@ def load_turns(file: Path) -> Turns:
     if batch_size is None or not all(math.isfinite(one) and one > 0 for one in ms.values()):
         raise RunError(f"{file}: it has no batch size, or a time that cannot be")
     predicted = {
-        spec: {
-            rate: 1e3 * float(adviser.step_s(spec, Setting(ranks, bytes_per_s=speed)))
-            for rate, speed in _BYTES_PER_S.items()
-        }
+        spec: {rate: 1e3 * float(adviser.step_s(spec, Setting(ranks))) for rate, adviser in advisers.items()}
         for spec in ms
     }
     return Turns(model, data, ranks, batch_size, ms, predicted, calibration.noise)
+
+
+def _with_links(calibration: Calibration, bytes_per_s: float) -> Calibration:
+    """The same computers with links of this bandwidth between all ranks.
+
+    The measured table of transfers goes: between ranks of one machine it tells how fast that copies, and how long a
+    rank waits for a core, which does not grow where a link is slower.
+    """
+    network = calibration.network
+    allreduce, allgather = (
+        replace(cost, bytes_per_s=bytes_per_s, transfer=()) for cost in (network.allreduce, network.allgather)
+    )
+    return replace(calibration, network=Network(allreduce, allgather))
