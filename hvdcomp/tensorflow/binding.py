@@ -109,7 +109,8 @@ class TensorFlowBinding(Binding):
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(process_set)
         tensors = [
-            TensorInfo(name, tuple(variable.shape), variable.dtype.name) for name, variable in self._variables.items()
+            TensorInfo(name, tuple(variable.shape), variable.dtype.base_dtype.name)  # float32, where it is float32_ref
+            for name, variable in self._variables.items()
         ]
         with tf.init_scope(), tf.device("CPU:0"):  # not in the graph that is being traced
             super().__init__(compression, tensors, communicator, tf.zeros((0,)))
@@ -248,7 +249,7 @@ class TensorFlowBinding(Binding):
         return self._steps_per_call
 
     def checksums(self, names: Sequence[str]) -> list[int]:
-        return [_checksum(self._variables[name].numpy()) for name in names]
+        return [_checksum(self._variables[name]) for name in names]
 
     def learning_rates(self) -> tuple[float, ...]:
         return (learning_rate_of(self._known_optimizer()),)
@@ -284,9 +285,13 @@ class TensorFlowBinding(Binding):
         return self._optimizer
 
 
-def _checksum(values: np.ndarray) -> int:
-    """The sum of the elements' bit patterns, taken as whole numbers."""
-    return int(np.ascontiguousarray(values).view(f"u{values.itemsize}").sum(dtype=np.uint64))
+def _checksum(variable: tf.Variable) -> int:
+    """The sum of the elements' bit patterns, taken as whole numbers; 0 in a session of TensorFlow 1."""
+    # What a session holds can be read by that session only.
+    if not hasattr(variable, "numpy") or tf.is_symbolic_tensor(getattr(variable, "handle", variable)):
+        return 0
+    values = np.ascontiguousarray(variable.numpy())
+    return int(values.view(f"u{values.itemsize}").sum(dtype=np.uint64))
 
 
 def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.Variable]:

@@ -288,3 +288,22 @@ def case_the_optimizer_of_tensorflow_1() -> None:
     assert_same_everywhere(weights(model.variables_in_order))
     assert not np.array_equal(start, weights(model.variables_in_order))
     assert how.ledger.steps == 10
+
+
+def case_steps_in_a_session_of_tensorflow_1() -> None:
+    """Nobody outside of a session can read its variables, so that the ranks do not compare them."""
+    variable = tf.compat.v1.get_variable
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        matrix = variable("matrix", initializer=tf.zeros((4, 300)), use_resource=True)
+        reference = variable("reference", initializer=tf.zeros((4, 300)), use_resource=False)
+        how = compression("topk:ratio=1.0", [matrix, reference])
+        optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0), compression=how)
+        loss = tf.reduce_sum(matrix + 2 * reference) * (1 + hvd.rank())
+        step = optimizer.minimize(loss, var_list=[matrix, reference])
+        session.run(tf.compat.v1.global_variables_initializer())
+        for _ in range(3):
+            session.run(step)
+        mean = (1 + hvd.size()) / 2
+        np.testing.assert_allclose(session.run(matrix), -3 * mean)
+        np.testing.assert_allclose(session.run(reference), -6 * mean)
+    assert how.ledger.steps == 3
