@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 from hvdcomp.compressors import NoCompression
@@ -31,7 +32,8 @@ class WasteWarning:
         said = what_is_wasted(self._engine, plan)
         if said is not None:
             self._done = True
-            warnings.warn(said, stacklevel=2)
+            with contextlib.suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
+                warnings.warn(said, stacklevel=2)
 
 
 def what_is_wasted(engine: Engine, plan: Plan) -> str | None:

@@ -47,7 +47,7 @@ def test_json_of_one_with_everything() -> None:
     entry = listed()["powersgd"]
     meanings = [parameter.pop("meaning") for parameter in entry["parameters"]]
     assert meanings[0] == "number of columns of P and Q; no more than rows or columns."
-    whole, switch = "it must be a whole number of at least 1", "it is true or false"
+    whole, switch = "it must be a whole number of at least 1 and ", "it is true or false"
     positive = "it must be positive (1 is usual)"
     assert entry == {
         "name": "powersgd",
@@ -55,9 +55,9 @@ def test_json_of_one_with_everything() -> None:
         "example": "powersgd:rank=4",
         "examples": list(COMPRESSORS["powersgd"].examples),
         "parameters": [
-            {"name": "rank", "type": "int", "required": True, "default": None, "allowed": whole},
+            {"name": "rank", "type": "int", "required": True, "default": None, "allowed": f"{whole}below 2**63"},
             {"name": "min_rate", "type": "float", "required": False, "default": 1.0, "allowed": positive},
-            {"name": "iterations", "type": "int", "required": False, "default": 1, "allowed": whole},
+            {"name": "iterations", "type": "int", "required": False, "default": 1, "allowed": f"{whole}at most 100"},
             {"name": "alternating", "type": "bool", "required": False, "default": False, "allowed": switch},
         ],
         "level": "rank",

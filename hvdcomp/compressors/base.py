@@ -205,6 +205,7 @@ def require_count(method: str, most: int = LARGEST_COUNT, **values: object) -> N
     """Raises SpecError unless every value is a whole number of at least 1 and at most `most`."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            upper = "below 2**63" if most == LARGEST_COUNT else f"at most {most}"
             raise SpecError(
-                f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1 and at most {most}"
+                f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1 and {upper}"
             )
