@@ -22,7 +22,7 @@ from hvdcomp.binding import Binding
 from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
 from hvdcomp.engine import Plan
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames, caller_local
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
@@ -195,7 +195,11 @@ class TorchBinding(Binding):
     def _run_engine(self, presence: int) -> None:
         """Runs the engine on what is pending; `presence` is what Horovod made of the ranks' numbers."""
         summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum
-        self.check_presence(presence if summed else presence * self.communicator.size)
+        try:
+            self.check_presence(presence if summed else presence * self.communicator.size)
+        except (ConfigurationError, RankMismatchError):
+            self._horovods.finish()
+            raise
         pending, self._pending = self._pending, {}
         self._results = self.exchange(pending)
         if summed:

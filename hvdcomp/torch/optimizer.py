@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.caller import caller_local
@@ -94,6 +96,14 @@ class HorovodOptimizer:
         caller = caller_local("self", object, lambda one: compression_of(one) is compression)
         if caller is not None and self.optimizer is not None and caller is not self.optimizer:
             raise ConfigurationError(_SHARED)
+
+    def finish(self) -> None:
+        """Waits for what Horovod still carries of a step that is given up, so that its names are free again."""
+        handles = [handle for handle, _ in getattr(self.optimizer, "_handles", {}).values()]
+        for handle in handles:
+            if isinstance(handle, int):  # else it has not been submitted, or is of a sparse gradient
+                with contextlib.suppress(ValueError, HorovodInternalError):  # waited for already, or failed
+                    hvd.synchronize(handle)
 
     def refuse_gradient(self, name: str) -> None:
         """Raises ConfigurationError for a gradient that no step of this optimizer has, or has already."""
