@@ -216,9 +216,7 @@ class Binding(ABC):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the step that has begun has to go through the engine, whatever its plan.
-
-        """
+        """Whether the step that has begun has to go through the engine, whatever its plan."""
         return self.coordinator is not None and self.coordinator.needs_engine
 
     # Settings and refusals.
