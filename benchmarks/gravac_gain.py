@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from hvdcomp.adaptation.gradient_sums import densified
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import SparseVector, TensorInfo
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import TopK
-from hvdcomp.engine import Engine
-from hvdcomp.statistics import densified
+from hvdcomp.compressors.protocol import SparseVector, TensorInfo
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.train.data import DataSet, epoch_shard, load_data
 from hvdcomp.train.models import build_model
 from hvdcomp.train.settings import Settings
@@ -35,7 +35,7 @@ BYTES_OF_A_PAIR = 8  # a float32 value and its index
 
 
 @dataclass(frozen=True)
-class Gains:
+class GravacGains:
     """Medians over the steps of the second half of a training.
 
     Attributes:
@@ -56,7 +56,7 @@ def ratio_of(factor: float) -> float:
     return 4 / BYTES_OF_A_PAIR / factor
 
 
-def measure(data: DataSet, settings: Settings, factor: float) -> Gains:
+def measure(data: DataSet, settings: Settings, factor: float) -> GravacGains:
     """Trains as one rank with TopK at this compression factor, and looks at each step's energies."""
     assert settings.batch_size is not None
     torch.manual_seed(settings.seed)
@@ -94,7 +94,7 @@ def measure(data: DataSet, settings: Settings, factor: float) -> Gains:
             residual = {name: xs[name] - own[name] for name in compressed}
             steps.append((energy(alone) / raw, energy(kept) / energy(xs), energy(kept) / raw, energy(residual) / raw))
     later = steps[len(steps) // 2 :]
-    return Gains(*(statistics.median(column) for column in zip(*later, strict=True)))
+    return GravacGains(*(statistics.median(column) for column in zip(*later, strict=True)))
 
 
 def energy(tensors: Mapping[str, Tensor]) -> float:

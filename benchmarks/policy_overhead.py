@@ -95,7 +95,7 @@ class Training:
 
 def fixed_spec(case: str, spec: str) -> str:
     """The compressor at the level at which the policy holds it."""
-    from hvdcomp.spec import parse_compressor
+    from hvdcomp.compressors.parsing import parse_compressor
 
     compressor = parse_compressor(spec)
     if case not in FIXED:
@@ -105,7 +105,7 @@ def fixed_spec(case: str, spec: str) -> str:
 
 def measure(case: str, steps: int) -> dict[str, Any]:
     """So many steps of both trainings of a case, in turns; the first tenth is not counted."""
-    from hvdcomp.robust import median_with_error
+    from hvdcomp.policies.median import median_with_error
 
     spec, policy = CASES[case]
     plain, adaptive = Training(fixed_spec(case, spec), None), Training(spec, policy)

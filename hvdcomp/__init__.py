@@ -34,8 +34,8 @@ from hvdcomp.compressors import (
     TernGrad,
     TopK,
 )
+from hvdcomp.compressors.memory import ErrorFeedback, MomentumCorrection, NoMemory
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
-from hvdcomp.memory import ErrorFeedback, MomentumCorrection, NoMemory
 from hvdcomp.policies import (
     Accordion,
     AccordionBatchSize,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
 from hvdcomp.compressors import Compressor, Level
 from hvdcomp.compressors.base import refuse_description
-from hvdcomp.contraction import check_policy, require_bounded_residuals
+from hvdcomp.compressors.contraction import require_bounded_residuals
+from hvdcomp.compressors.memory import Memory, parse_memory
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.ledger import Ledger
-from hvdcomp.memory import Memory
-from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size
-from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
+from hvdcomp.exchange.ledger import Ledger
+from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
+from hvdcomp.settings import Settings, check_policy
 from hvdcomp.torch.parameters import unique
 
 
@@ -34,31 +34,6 @@ class _HorovodMethod:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         return refuse_description(owner) if instance is None else MethodType(self._function, instance)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a user asked for: all that must be the same on every rank."""
-
-    compressor: Compressor
-    memory: Memory | None
-    seed: int
-    min_numel: int
-    min_ndim: int
-    policy: LevelSchedule | Policy[Any] | None
-    steps_per_epoch: int | None
-
-    def describe(self) -> dict[str, Any]:
-        """The settings in words, for comparing ranks and for messages."""
-        return {
-            "compressor": str(self.compressor),
-            "memory": "default" if self.memory is None else str(self.memory),
-            "policy": "constant" if self.policy is None else str(self.policy),
-            "steps_per_epoch": self.steps_per_epoch,
-            "seed": self.seed,
-            "min_numel": self.min_numel,
-            "min_ndim": self.min_ndim,
-        }
 
 
 class Compression:
@@ -92,7 +67,7 @@ class Compression:
             scale, residuals follow. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
 
     Attributes:
-        ledger: bytes, floats and times of each step (`hvdcomp.ledger.Ledger`). It stays empty with one rank, where
+        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). It stays empty with one rank, where
             Horovod exchanges nothing.
 
     Raises:

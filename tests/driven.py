@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.broadcast import CommunicatorBroadcaster
-from hvdcomp.checkpoint import restore, state_of
+from hvdcomp.adaptation.channel import CommunicatorBroadcaster
+from hvdcomp.adaptation.coordinator import Coordinator
+from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessCommunicator
-from hvdcomp.coordinator import Coordinator
-from hvdcomp.decision_log import DecisionLog
-from hvdcomp.engine import Engine
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.base import Policy, Survey
-from hvdcomp.spec import parse_compressor
 from tests.harness import as_numpy, bits, copy, infos, make
 
 # The bias is too small to be compressed.
@@ -94,7 +94,7 @@ class Driven:
         coordinator.before_exchange()
         results = self.engine.step(gradients)
         seen = {"local": gradients, "aggregated": results}[coordinator.source]
-        coordinator.observe(seen, 1.0, self.engine.poison)
+        coordinator.observe(seen, 1.0, self.engine.found_inf)
         self.batches.append(coordinator.batch_size.accumulation)
         coordinator.end_step()
         self.plans.append({name: str(compressor) for name, compressor in self.engine.plan.items()})

@@ -15,10 +15,11 @@ import pytest
 
 from hvdcomp import Compressor, ErrorFeedback, compressors
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array, SparseVector, TensorInfo
+from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import SparseVector, TensorInfo
+from hvdcomp.exchange.engine import Engine
 
 try:
     import torch
@@ -190,7 +191,7 @@ class CountingCommunicator:
 
     def __init__(self, inner: InProcessCommunicator) -> None:
         self.inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.world_size = inner.rank, inner.world_size
         self.started: list[tuple[str, str, str, int]] = []
         self.at_wait: Callable[[], None] | None = None
 

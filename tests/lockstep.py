@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import AllGather, AllReduce, Context, Outcome
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Outcome
 from tests.harness import as_numpy, bits, framework_of, make
 
 
@@ -34,7 +34,8 @@ def arrays_of(request: AllReduce | AllGather) -> tuple[Any, ...]:
 def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed: int = 0, name: str = "w") -> Exchanged:
     """One step of a compressor without state on `len(xs)` ranks; sums of integers must fit their type."""
     xp = arrays_for(xs[0])
-    generators = [compressor.exchange(xp, x, (), Context(name, step, seed, rank, len(xs))) for rank, x in enumerate(xs)]
+    contexts = [Context(name, step, seed, rank, len(xs)) for rank in range(len(xs))]
+    generators = [compressor.aggregate(xp, x, (), context) for x, context in zip(xs, contexts, strict=True)]
     requests: list[list[AllReduce | AllGather]] = [[] for _ in xs]
     outcomes: list[Outcome] = []
     answer: Any = None
@@ -54,7 +55,7 @@ def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed:
 def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
     """What the last rank gets of a compressor without state that gathers once; the others read nothing."""
     xp = arrays_for(xs[0])
-    generators = [compressor.exchange(xp, x, (), Context("w", 0, 0, rank, len(xs))) for rank, x in enumerate(xs)]
+    generators = [compressor.aggregate(xp, x, (), Context("w", 0, 0, rank, len(xs))) for rank, x in enumerate(xs)]
     answer = _answer([next(generator) for generator in generators])
     try:
         generators[-1].send(answer)

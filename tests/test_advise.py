@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvdcomp.cli import main
-from hvdcomp.collectives import TensorInfo
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import (
     Adviser,
     Calibration,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hvdcomp import ConfigurationError, RankMismatchError
-from hvdcomp.agreement import WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.communicators.in_process import run_ranks
+from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
 from tests.harness import BACKENDS, make
 
 

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.bench.encode import PEER, Measurement, Request, measure
-from hvdcomp.bench.shapes import MODELS, tensors_of
 from hvdcomp.cli import main
-from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import COMPRESSORS, EXAMPLES
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.perfmodel.shapes import MODELS, tensors_of
 
 # Tensors and parameters as the models' own publications and implementations count them.
 COUNTS = {

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 from hvdcomp.bench import steps as runs
 from hvdcomp.bench.compare import auto_summary, choices, compare, errors, gains, summary, write
-from hvdcomp.collectives import TensorInfo
 from hvdcomp.commands.bench import _steps_command, command
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 
 pytestmark = pytest.mark.alone

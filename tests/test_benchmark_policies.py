@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hvdcomp.spec import parse_compressor, parse_policy
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.policies import parse_policy
 from hvdcomp.train.data import load_data
 from hvdcomp.train.settings import Settings
 

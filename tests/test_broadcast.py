@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdcomp.broadcast import CommunicatorBroadcaster, MessageChannel
+from hvdcomp.adaptation.channel import CommunicatorBroadcaster, MessageChannel
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from tests.harness import BACKENDS, make
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from hvdcomp import ConfigurationError, ErrorFeedback
-from hvdcomp.checkpoint import FORMAT, restore, state_of
+from hvdcomp.bindings.checkpoint import FORMAT, restore, state_of
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.memory import MomentumCorrection, NoMemory
+from hvdcomp.compressors.memory import MomentumCorrection, NoMemory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.policies import parse_policy
 from hvdcomp.policies.base import Policy
-from hvdcomp.spec import parse_compressor, parse_policy
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
 from tests.harness import BACKENDS, as_numpy, bits, copy, infos, make, overwrite, states_of
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from hvdcomp import ATOMO, ErrorFeedback, NoCompression, NoMemory, PowerSGD, SpecError
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.collectives import Context, TensorInfo
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.atomo import sampled_triplets
 from hvdcomp.compressors.low_rank import matrix_shape
-from hvdcomp.randomness import rank_generator
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.compressors.randomness import rank_generator
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,

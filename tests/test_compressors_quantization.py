@@ -24,11 +24,12 @@ from hvdcomp import (
     TernGrad,
 )
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.collectives import Context, number_of_elements
+from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.randomness import random_words, rank_generator, uniform
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Context
+from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
+from hvdcomp.exchange.engine import Engine
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import Compressor, EFSignSGD, ErrorFeedback, NoMemory, OneBit, SignSGD, SpecError
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import number_of_elements
-from hvdcomp.spec import parse_compressor
+from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.compressors.parsing import parse_compressor
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,

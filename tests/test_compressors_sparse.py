@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from hvdcomp import DGC, ErrorFeedback, MSTopK, RandomK, RedSync, SIDCo, SpecError, TopK
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.collectives import AllReduce, Context, number_of_elements
+from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.compressors import sparse_payload
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import AllReduce, Context
 from hvdcomp.compressors.sparse_payload import elements_kept
 from hvdcomp.compressors.sparsification import Sparsifier
 from hvdcomp.compressors.thresholds import stage_shares
-from hvdcomp.spec import parse_compressor
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -282,7 +283,7 @@ def test_nothing_waits_for_an_accelerator(spec: str) -> None:
     x, kept = memory.compensate(
         xp, gradient if factor is None else gradient * factor, memory.prepare(xp, gradient, ())
     )
-    exchange = compressor.exchange(xp, x, (), Context("w", 0, 0, 0, 2))
+    exchange = compressor.aggregate(xp, x, (), Context("w", 0, 0, 0, 2))
     request = exchange.send(None)
     with pytest.raises(StopIteration) as end:
         exchange.send(request.array if isinstance(request, AllReduce) else [request.parts, request.parts])

@@ -10,9 +10,12 @@ import pytest
 
 from hvdcomp import ByName, Compression, ErrorFeedback, NoMemory, SpecError
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.contraction import check_policy, require_bounded_residuals
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
+from hvdcomp.compressors.contraction import require_bounded_residuals
+from hvdcomp.compressors.memory import parse_memory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.policies import parse_policy
+from hvdcomp.settings import check_policy
 from tests.harness import infos
 
 EXPLODES = [

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import pytest
 
 from hvdcomp import TopK
+from hvdcomp.adaptation.decision_log import DecisionLog, with_numbers
+from hvdcomp.adaptation.plans import Plans
+from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.decision_log import DecisionLog, with_numbers
-from hvdcomp.levels import Plans
+from hvdcomp.policies import parse_policy
 from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
-from hvdcomp.policies.decisions import BatchSize, Decision, Joint
-from hvdcomp.replay import replay
-from hvdcomp.spec import parse_policy
+from hvdcomp.policies.decisions import BatchSize, Decision, LevelsAndBatch
 from tests.driven import COMPRESSED, SHAPES, Driven
 from tests.harness import BACKENDS, copy
 from tests.spy_policy import EPOCH, Spy, at_ratio, drive
@@ -54,7 +54,7 @@ def test_a_decision_is_obeyed_from_the_step_that_the_log_names(
     made: Sequence[Decision] = {
         "levels": levels,
         "batches": batches,
-        "joint": [Joint(level, batch) for level, batch in zip(levels, batches, strict=True)],  # type: ignore[arg-type]
+        "joint": [LevelsAndBatch(level, batch) for level, batch in zip(levels, batches, strict=True)],  # type: ignore[arg-type]
     }[decisions]
     policy = {"asked": frozenset(asked), "often": Period(steps=3), "lag": lag, "decisions": made}
     log = DecisionLog(tmp_path / "decisions.jsonl")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.decision_log import DecisionLog
 from hvdcomp.policies import Auto
 from hvdcomp.policies.base import Candidate, Period, Statistic, Survey
-from hvdcomp.replay import replay
 from tests.driven import SHAPES, Driven
 from tests.harness import BACKENDS, as_numpy
 from tests.spy_policy import Spy, SpyState, at_ratio, drive
@@ -160,7 +160,7 @@ def test_residuals_are_sent_on_the_way_to_fp16_and_then_horovod_can_carry_the_gr
     assert tuple(driven.plans[-1].values()) == PLANS["fp16"]
     assert any(tuple(plan.values()) == PLANS["compressed"] for plan in driven.plans)
     assert not engine.holds_residuals
-    assert engine.only_casts
+    assert engine.passthrough
     sent = sum(results["linear"].astype(float) for results in driven.results)
     gradients = sum(
         as_numpy(driven._gradients(rank, step)["linear"]).astype(float) / 2 for rank in (0, 1) for step in range(40)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvdcomp import NoCompression
+from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.decision_log import DecisionLog
 from hvdcomp.policies.base import Period, Statistic
 from hvdcomp.policies.decisions import BatchSize, MultiLevel, Probe
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients

@@ -20,8 +20,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdcomp import ConfigurationError
-from hvdcomp.decision_log import Decided, DecisionLog, DecisionLogError, Start, read_decisions, to_json, with_numbers
-from hvdcomp.policies.base import Candidate, Gains, LearningRates, Statistics, Survey, Timing
+from hvdcomp.adaptation.decision_log import (
+    Decided,
+    DecisionLog,
+    DecisionLogError,
+    Start,
+    read_decisions,
+    to_json,
+    with_numbers,
+)
+from hvdcomp.policies.base import Candidate, GravacGains, LearningRates, Statistics, Survey, Timing
 
 START: dict[str, Any] = {
     "step": 0,
@@ -57,7 +65,7 @@ shapes = {
     "norms": by_tensor,
     "model_norm": floats,
     "mean_to_std": by_tensor,
-    "gains": st.builds(Gains, floats, st.none() | floats, st.integers(1, 4096)),
+    "gains": st.builds(GravacGains, floats, st.none() | floats, st.integers(1, 4096)),
     "level_gains": levels,
     "level_costs": levels,
     "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from hvdcomp import DGC, ErrorFeedback, MomentumCorrection, NoCompression, PowerSGD, SpecError, TopK
-from hvdcomp.collectives import TensorInfo
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor, parse_memory
+from hvdcomp.compressors.memory import parse_memory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
 from tests.harness import BACKENDS, as_numpy, assert_same_on_all_ranks, infos, make, run_engines, set_to
 
 torch = pytest.importorskip("torch")
@@ -151,7 +152,7 @@ def test_memory_of_each_tensor() -> None:
     for compressor, momentum in ((DGC(0.1), 0.9), (routed, 0.8)):
         made = engine(compressor)
         assert {made.memory_for(kind) for kind in made.plan.values()} == {MomentumCorrection(momentum)}
-        assert not made.only_casts
+        assert not made.passthrough
     assert engine(TopK(0.1)).memory is None
     assert engine(DGC(0.1), ErrorFeedback()).memory_for(DGC(0.1)) == ErrorFeedback()
     assert parse_memory("momentum_correction:momentum=0.8,nesterov=true") == MomentumCorrection(0.8, nesterov=True)

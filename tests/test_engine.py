@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from hvdcomp import FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, TopK
-from hvdcomp.collectives import AllReduce, Context, Exchange, Outcome, TensorInfo, number_of_elements
+from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import Level
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
+from hvdcomp.exchange.engine import Engine
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -283,7 +284,7 @@ class Counts(Compressor):
     def prepare(self, xp: Any, x: Any, state: tuple, context: Context) -> tuple:
         return state or (xp.zeros((1,), like=x),)
 
-    def exchange(self, xp: Any, x: Any, state: tuple, context: Context) -> Exchange:
+    def aggregate(self, xp: Any, x: Any, state: tuple, context: Context) -> Aggregation:
         count = state[0] + 1
         mean = yield AllReduce(x * 0 + count)
         return Outcome(mean, x * 0, (count,))
@@ -371,9 +372,9 @@ def test_only_casts_and_their_costs() -> None:
     tensors = [TensorInfo("a", (10, 10)), TensorInfo("b", (3,), "bfloat16")]
     for spec, casts in {"none": True, "fp16": True, "bf16": False, "topk:ratio=0.1": False}.items():
         (run,) = run_engines(1, tensors, parse_compressor(spec), lambda r, s: {}, 0)
-        assert run.engine.only_casts is casts, spec
+        assert run.engine.passthrough is casts, spec
     (run,) = run_engines(1, tensors, parse_compressor("fp16"), lambda r, s: {}, 0, memory=ErrorFeedback)
-    assert not run.engine.only_casts
+    assert not run.engine.passthrough
     (run,) = run_engines(1, tensors, parse_compressor("none"), lambda r, s: {}, 0)
     run.engine.enter_casts({"a", "b"})
     assert run.engine.ledger.last.bytes_sent == 400 + 12
@@ -388,12 +389,12 @@ def test_residuals_must_be_sent_before_casts_are_left_to_others(backend: str) ->
             engine.set_plan({"w": NoCompression()})
             engine.begin()
             assert engine.holds_residuals
-            assert not engine.only_casts
+            assert not engine.passthrough
 
     (run,) = run_engines(
         1, infos({"w": (4, 4)}), TopK(0.1), lambda r, s: {"w": make(backend, np.ones((4, 4)))}, 2, before=plan
     )
-    assert run.engine.only_casts
+    assert run.engine.passthrough
     np.testing.assert_array_equal(sum(as_numpy(result["w"]) for result in run.results), np.full((4, 4), 2))
 
 
@@ -413,4 +414,4 @@ def test_a_cast_sends_residuals_too_and_keeps_its_rounding_error_only_if_told_to
     arrived = sum(as_numpy(result["w"]) for result in run.results)
     np.testing.assert_allclose(arrived, np.full((4, 4), 0.2), rtol=1e-3)
     assert run.engine.holds_residuals is not (memory is None)
-    assert run.engine.only_casts is (memory is None)
+    assert run.engine.passthrough is (memory is None)

@@ -9,8 +9,8 @@ import pytest
 
 from hvdcomp import ErrorFeedback
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
 from tests.harness import BACKENDS, SPECS, Run, as_numpy, bits, infos, make, replaced, run_engines, states_of
 
 SHAPES = {"conv": (4, 3, 2, 2), "linear": (6, 8), "bias": (6,), "scale": ()}

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvdcomp import ErrorFeedback, NoMemory, SpecError
-from hvdcomp.collectives import SparseVector
-from hvdcomp.engine import Engine
-from hvdcomp.memory import MEMORIES
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.memory import MEMORIES
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.exchange.engine import Engine
 from tests.harness import (
     BACKENDS,
     DTYPES,

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import AllGather, AllReduce, Context, TensorInfo
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import COMPRESSORS
-from hvdcomp.engine import Engine
-from hvdcomp.fusion import request_bytes
-from hvdcomp.memory import ErrorFeedback, NoMemory
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.fusion import request_bytes
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -195,12 +195,12 @@ def test_the_gradient_is_not_changed_and_the_result_is_fresh(spec: str, backend:
 @pytest.mark.parametrize("spec", [spec for spec in EXAMPLES if ":ratio" in spec])
 def test_sparsifiers_send_exactly_k_different_elements(spec: str, backend: str) -> None:
     """Also where all magnitudes are tied, and where the ratio asks for everything."""
-    context = Context("w", step=0, seed=0, rank=0, size=1)
+    context = Context("w", step=0, seed=0, rank=0, world_size=1)
     for values in (normal(0), np.full(SHAPE, -0.5, np.float32), np.zeros(SHAPE, np.float32)):
         for ratio, k in ((1e-6, 1), (0.1, 108), (1.0, 1073)):
             x = make(backend, values)
             chosen = parse_compressor(spec).at_level(ratio)
-            generator = chosen.exchange(arrays_for(x), x, chosen.prepare(arrays_for(x), x, (), context), context)
+            generator = chosen.aggregate(arrays_for(x), x, chosen.prepare(arrays_for(x), x, (), context), context)
             request = next(generator)
             assert request_bytes(arrays_for(x), request) == chosen.payload_bytes(SHAPE)
             indices = indices_sent(generator, request)

@@ -13,11 +13,11 @@ from hypothesis.extra import numpy as hnp
 
 from hvdcomp import NoCompression
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import AllGather, AllReduce, TensorInfo
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.fusion import exchange, request_bytes
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import AllGather, AllReduce, TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.fusion import exchange, request_bytes
 from tests.harness import (
     BACKENDS,
     DTYPES,

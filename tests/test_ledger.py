@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import TopK
-from hvdcomp.ledger import Cost, Ledger, StepCost
+from hvdcomp.exchange.ledger import Cost, Ledger, StepCost
 from tests.harness import BACKENDS, infos, make, run_engines
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.adaptation.gains import LevelProbe
+from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import TensorInfo
-from hvdcomp.engine import Engine
-from hvdcomp.gains import LevelProbe
-from hvdcomp.levels import Plans
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.decisions import Probe
-from hvdcomp.spec import parse_compressor
 from tests.driven import COMPRESSED, SHAPES, gradients_of, random_gradients
 from tests.harness import BACKENDS, copy, infos, make, run_engines, states_of
 from tests.two_levels import gain_of, top

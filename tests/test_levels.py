@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import ATOMO, FP16, ByName, BySize, NoCompression, PowerSGD, RandomK, TopK
+from hvdcomp.adaptation.plans import Plans, batch_of, levelled_tensors
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
-from hvdcomp.engine import Engine
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.levels import Plans, batch_of, levelled_tensors
-from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, Methods, MultiLevel, Probe
-from hvdcomp.spec import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Levels, LevelsAndBatch, Methods, MultiLevel, Probe
 from tests.harness import infos
 
 SHAPES = {"conv": (64, 32, 3, 3), "linear": (100, 128), "small": (20, 20), "bias": (4096,), "none": (0, 4)}
@@ -128,7 +128,7 @@ def test_the_plan_of_a_factor_is_made_once() -> None:
 
 
 def test_joint_is_its_levels_and_its_batch() -> None:
-    joint = Joint(Levels({"conv": 0.5, "linear": 0.25}), BatchSize(3, 3.0))
+    joint = LevelsAndBatch(Levels({"conv": 0.5, "linear": 0.25}), BatchSize(3, 3.0))
     assert plan(joint, TopK(0.1)) == {"conv": TopK(0.5), "linear": TopK(0.25)}
     assert batch_of(joint) == BatchSize(3, 3.0)
     assert batch_of(BatchSize(2, 2.0)) == BatchSize(2, 2.0)

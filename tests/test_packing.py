@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.collectives import Context
 from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
-from hvdcomp.randomness import random_words, rank_generator, uniform
+from hvdcomp.compressors.protocol import Context
+from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
 from tests.harness import BACKENDS, as_numpy, make, random_states_untouched
 
 

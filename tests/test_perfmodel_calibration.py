@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvdcomp.collectives import TensorInfo
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import (
     Calibration,
     CalibrationError,

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.bench.shapes import tensors_of
-from hvdcomp.collectives import Array, Context, TensorInfo
+from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.engine import Engine
-from hvdcomp.fusion import exchange, part_bytes, request_bytes
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.perfmodel import exchange_of
-from hvdcomp.spec import parse_compressor
+from hvdcomp.perfmodel.shapes import tensors_of
 from tests.harness import EXAMPLES
 
 ROUTED = '{"embed*": "topk:ratio=0.1", "numel<800": "none", "*": "powersgd:rank=2"}'
@@ -84,7 +85,7 @@ def test_payloads_are_what_the_generator_yields(spec: str) -> None:
     seen = []
     for step in range(2):
         context = Context("w", step, 0, 0, 1)
-        generator = compressor.exchange(xp, x, compressor.prepare(xp, x, (), context), context)
+        generator = compressor.aggregate(xp, x, compressor.prepare(xp, x, (), context), context)
         answer: Any = None
         requests = []
         while True:

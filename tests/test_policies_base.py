@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import PowerSGD, SpecError, TopK
 from hvdcomp.policies import POLICIES as REGISTRY
-from hvdcomp.policies import WarmUp
+from hvdcomp.policies import WarmUp, parse_policy
 from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
@@ -22,7 +22,7 @@ from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import (
     Candidate,
     Constant,
-    Gains,
+    GravacGains,
     LearningRates,
     Period,
     Policy,
@@ -36,8 +36,8 @@ from hvdcomp.policies.decisions import (
     BatchSize,
     Decision,
     Factors,
-    Joint,
     Levels,
+    LevelsAndBatch,
     Methods,
     MultiLevel,
     Probe,
@@ -45,7 +45,6 @@ from hvdcomp.policies.decisions import (
 )
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
-from hvdcomp.spec import parse_policy
 
 TENSORS = ("conv", "fc")
 KINDS: list[type[Policy]] = [
@@ -98,7 +97,7 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.MODEL_NORM: model_norm,
         Statistic.MEAN_TO_STD: ratios,
         Statistic.LEARNING_RATES: learning_rates,
-        Statistic.GAINS: Gains(gain, None if candidate is None else candidate_gain, ranks=20),
+        Statistic.GAINS: GravacGains(gain, None if candidate is None else candidate_gain, ranks=20),
         Statistic.TIMING: Timing(640, seconds),
         Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
         Statistic.SURVEY: SURVEY,
@@ -200,7 +199,7 @@ def test_lag(policy: Policy) -> None:
         ),
         (BatchSize(4, 4.0), {"kind": "batch_size", "accumulation": 4, "learning_rate_factor": 4.0}),
         (
-            Joint(Levels({"a": 2}), BatchSize(4, 4.0)),
+            LevelsAndBatch(Levels({"a": 2}), BatchSize(4, 4.0)),
             {"kind": "joint", "levels": {"a": 2}, "batch_size": {"accumulation": 4, "learning_rate_factor": 4.0}},
         ),
         (Probe((2.0, 4.0), 10, 2.0), {"kind": "probe", "factors": [2.0, 4.0], "every": 10, "send": 2.0}),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.spec import parse_compressor, parse_policy
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.policies import parse_policy
 from tests.driven import Driven
 from tests.harness import BACKENDS, EXAMPLES
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
-from hvdcomp.policies.base import Gains, Period, Statistics, Timing
+from hvdcomp.policies.base import GravacGains, Period, Statistics, Timing
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.gravac import GraVAC, GraVACState, error_gain
 
@@ -65,7 +65,7 @@ def drive(policy: GraVAC, draws: list[Step]) -> list[tuple[float, float | None, 
     decision = policy.decision(state)
     log = []
     for step, (gain_min, gain_c, seconds) in enumerate(draws):
-        gains = Gains(gain_min, None if decision.candidate is None else gain_c, RANKS)
+        gains = GravacGains(gain_min, None if decision.candidate is None else gain_c, RANKS)
         timing = Timing(SAMPLES, seconds)
         if policy.lag:
             log.append((decision.minimum, decision.candidate, decision.sent))
@@ -170,7 +170,7 @@ def test_the_first_step() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 def test_what_is_sent(gain_min: float, gain_c: float, send: str, lag: int) -> None:
     policy = GraVAC(lag=lag)
-    statistics = Statistics(step=1, gains=Gains(gain_min, gain_c, 4), timing=Timing(SAMPLES, 1.0))
+    statistics = Statistics(step=1, gains=GravacGains(gain_min, gain_c, 4), timing=Timing(SAMPLES, 1.0))
     _, decision = policy.decide(policy.initial_state([]), statistics)
     assert decision == MultiLevel(10, 20, send)
     assert decision.sent == {"dense": 1, "minimum": 10, "candidate": 20}[send]
@@ -185,7 +185,7 @@ def test_smoothing(ranks: int, smoothing: float | None, weight: float) -> None:
     expected = 0.8
     for step, new in enumerate([0.8, 0.4, 0.9, 0.1]):
         expected = expected + weight * (new - expected)
-        gains = Gains(new, new / 2, ranks)
+        gains = GravacGains(new, new / 2, ranks)
         state, _ = policy.decide(state, Statistics(step=step, gains=gains, timing=Timing(1, 1.0)))
     assert state.gains == pytest.approx({10: expected, 20: expected / 2})
 
@@ -194,7 +194,8 @@ def test_smoothing(ranks: int, smoothing: float | None, weight: float) -> None:
 def test_a_gradient_that_is_not_finite_leaves_the_gains(lag: int) -> None:
     policy = GraVAC(lag=lag, window=2)
     state = policy.initial_state([])
-    for step, gains in enumerate([Gains(0.9, 0.8, 4), Gains(math.nan, math.nan, 4), Gains(0.9, math.inf, 4)]):
+    told = [GravacGains(0.9, 0.8, 4), GravacGains(math.nan, math.nan, 4), GravacGains(0.9, math.inf, 4)]
+    for step, gains in enumerate(told):
         for told in [Statistics(step, gains=gains, timing=Timing(1, 1.0))] * (2 - lag):
             state, decision = policy.decide(state, told)
     assert state.gains == {10: 0.9}  # the second window's candidate has none yet
@@ -204,7 +205,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_gains(lag: int) -> None:
 
 def record(policy: GraVAC, send: str, timing: Timing) -> GraVACState:
     state = GraVACState(10.0, 20.0, send, gains={10.0: 0.9, 20.0: 0.8})  # type: ignore[arg-type]
-    return policy.decide(state, Statistics(step=1, gains=Gains(0.9, 0.8, 100), timing=timing))[0]
+    return policy.decide(state, Statistics(step=1, gains=GravacGains(0.9, 0.8, 100), timing=timing))[0]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def at_window_end(
 ) -> GraVACState:
     """The state after the step that ends a window, which is dense and so adds only T[1]."""
     policy = GraVAC(window=1, omega=omega, scaling="geometric", **settings)  # type: ignore[arg-type]
-    told = Gains(gains[0], gains[1] if state.candidate else None, 100)
+    told = GravacGains(gains[0], gains[1] if state.candidate else None, 100)
     return policy.decide(state, Statistics(step=1, gains=told, timing=Timing(1, 1.0)))[0]
 
 
@@ -306,7 +307,7 @@ def test_the_ideal_keeps_its_gain_if_it_was_the_one_evaluated() -> None:
 
 @pytest.mark.parametrize(("candidate", "told"), [(20.0, None), (None, 0.5)])
 def test_gains_must_be_of_what_was_compressed(candidate: float | None, told: float | None) -> None:
-    statistics = Statistics(step=1, gains=Gains(0.9, told, 4), timing=Timing(1, 1.0))
+    statistics = Statistics(step=1, gains=GravacGains(0.9, told, 4), timing=Timing(1, 1.0))
     with pytest.raises(ValueError, match="gravac: candidate"):
         GraVAC().decide(GraVACState(10.0, candidate, "dense"), statistics)
 
@@ -332,7 +333,7 @@ def test_multi_level_top_k_trains_at_the_factor_that_its_gains_allow() -> None:
             assert found is None or found == pytest.approx(error_gain(np.sum(x**2), np.sum((x - c) ** 2)))
         sent.append(decision.sent)
         seconds = 1.0 + 1.0 / decision.sent
-        told = Statistics(step, gains=Gains(gains[0], gains[1], 4), timing=Timing(64, seconds))
+        told = Statistics(step, gains=GravacGains(gains[0], gains[1], 4), timing=Timing(64, seconds))
         state, decision = policy.decide(state, told)
     # Each of 20, 40 and 80 keeps the large elements, 90 to 91 %, and is promoted; 160 keeps 57 %, below epsilon.
     assert sent == sorted(sent)

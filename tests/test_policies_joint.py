@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdcomp import NoCompression, SpecError, TopK
 from hvdcomp.policies import AccordionJoint
 from hvdcomp.policies.base import LearningRates, Statistic, Statistics
-from hvdcomp.policies.decisions import BatchSize, Joint, Levels
+from hvdcomp.policies.decisions import BatchSize, Levels, LevelsAndBatch
 
 LOW, HIGH = 0.5, 0.1
 SETTINGS = {"low": LOW, "high": HIGH, "batch_low": 64, "batch_high": 256}
@@ -53,7 +53,7 @@ def drive(
 ) -> list[tuple[dict[str, float], int]]:
     """The same of the policy; rates[e] is of epoch e. With `restart`, each epoch from a state kept as JSON."""
     state, found = policy.initial_state(list(norms[0])), []
-    assert policy.decision(state) == Joint(Levels(dict.fromkeys(norms[0], LOW)), BatchSize(1, 1.0))
+    assert policy.decision(state) == LevelsAndBatch(Levels(dict.fromkeys(norms[0], LOW)), BatchSize(1, 1.0))
     for epoch, (now, following) in enumerate(pairwise(rates)):
         wanted = policy.wanted(state)
         told = Statistics(
@@ -63,7 +63,7 @@ def drive(
             model_norm=model_norms[epoch] if Statistic.MODEL_NORM in wanted else None,
         )
         state, decision = policy.decide(state, told)
-        assert isinstance(decision, Joint)
+        assert isinstance(decision, LevelsAndBatch)
         if restart:
             state = policy.from_json(json.loads(json.dumps(policy.to_json(state), allow_nan=False)))
             assert policy.decision(state) == decision

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoCompression, NoMemory, PowerSGD, SpecError
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Context, TensorInfo
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.low_rank import matrix_shape, orthogonalize
-from hvdcomp.engine import Engine, TensorState
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.engine import Engine, TensorState
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,

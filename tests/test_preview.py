@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.adaptation.gradient_sums import error_energy
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
-from hvdcomp.statistics import error_energy
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
 from tests.harness import BACKENDS, EXAMPLES, SpyFeedback, as_numpy, densify, infos, make, run_engines, states_of, torch
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)

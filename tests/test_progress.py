@@ -12,8 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hvdcomp.adaptation.step_counter import Progress, StepClock
 from hvdcomp.policies.base import Period
-from hvdcomp.progress import Progress, StepClock
 
 
 class Step(NamedTuple):

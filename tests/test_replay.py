@@ -17,12 +17,11 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdcomp.adaptation.decision_log import DecisionLog, read_decisions
+from hvdcomp.adaptation.replay import replay
 from hvdcomp.cli import main
-from hvdcomp.decision_log import DecisionLog, read_decisions
-from hvdcomp.policies import POLICIES, Policy, decision_to_json
-from hvdcomp.policies.base import Candidate, Gains, LearningRates, Statistic, Statistics, Survey, Timing
-from hvdcomp.replay import replay
-from hvdcomp.spec import parse_policy
+from hvdcomp.policies import POLICIES, Policy, decision_to_json, parse_policy
+from hvdcomp.policies.base import Candidate, GravacGains, LearningRates, Statistic, Statistics, Survey, Timing
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number
 SPECS = [
@@ -66,7 +65,7 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         Statistic.MODEL_NORM: number,
         Statistic.MEAN_TO_STD: by_tensor,
         Statistic.LEARNING_RATES: lambda: LearningRates(rates(), rates()),
-        Statistic.GAINS: lambda: Gains(number(), None if state.candidate is None else number(), ranks=20),
+        Statistic.GAINS: lambda: GravacGains(number(), None if state.candidate is None else number(), ranks=20),
         Statistic.LEVEL_GAINS: lambda: {name: {cf: number() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
         Statistic.SURVEY: lambda: Survey(
             tuple(sorted(TENSORS, key=lambda name: draw.random())),

@@ -15,15 +15,14 @@ from click.testing import CliRunner, Result
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.cli import main
-from hvdcomp.decision_log import DecisionLog
-from hvdcomp.policies import Policy, decision_to_json
-from hvdcomp.policies.base import Gains, LearningRates, Statistics, Timing
+from hvdcomp.policies import Policy, decision_to_json, parse_policy
+from hvdcomp.policies.base import GravacGains, LearningRates, Statistics, Timing
 from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.decisions import load_decisions
 from hvdcomp.report.runs import RunError, find_runs
 from hvdcomp.report.table import make_sections, policy_line
-from hvdcomp.spec import parse_policy
 from tests.test_coordinator_auto import run as drive_auto
 
 EPOCH = 20  # steps
@@ -104,7 +103,7 @@ def gains(state: Any, step: int) -> Statistics:
 
     candidate = None if state.candidate is None else gain(state.candidate)
     timing = Timing(samples=64, seconds=0.01 + 0.001 * np.cos(step), evaluation_seconds=0.002)
-    return Statistics(step, gains=Gains(gain(state.minimum), candidate, ranks=4), timing=timing)
+    return Statistics(step, gains=GravacGains(gain(state.minimum), candidate, ranks=4), timing=timing)
 
 
 def write_steps(folder: Path, steps: int = 100, falls: Sequence[int] = ()) -> Path:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from hvdcomp.collectives import TensorInfo
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 from hvdcomp.report.page import as_text
 from hvdcomp.report.runs import find_runs

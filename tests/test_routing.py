@@ -29,8 +29,8 @@ from hvdcomp import (
     TopK,
 )
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.collectives import Context, TensorInfo
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Context, TensorInfo
 from tests.harness import BACKENDS, as_numpy, assert_same_on_all_ranks, bits, infos, make, run_engines
 
 EXAMPLE = ByName({"embed.*": TopK(0.001), "*.bias": NoCompression(), "*": PowerSGD(4)})
@@ -144,7 +144,7 @@ def test_a_router_is_not_asked_what_only_a_tensors_compressor_knows() -> None:
         lambda: EXAMPLE.payload_bytes(LARGE),
         lambda: EXAMPLE.payload_floats(LARGE),
         lambda: EXAMPLE.level_for(10, LARGE),
-        lambda: EXAMPLE.exchange(numpy_arrays, np.zeros(3), (), Context("w", 0, 0, 0, 1)),
+        lambda: EXAMPLE.aggregate(numpy_arrays, np.zeros(3), (), Context("w", 0, 0, 0, 1)),
     ):
         with pytest.raises(TypeError, match="route"):
             ask()

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import hvdcomp
-from hvdcomp.policies import DENSE, WarmUp
-from hvdcomp.spec import parse_policy
+from hvdcomp.policies import DENSE, WarmUp, parse_policy
 
 
 def levels(schedule: WarmUp, count: int, own: float, steps_per_epoch: int | None = None) -> list:

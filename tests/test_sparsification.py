@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoMemory, RandomK, SpecError, TopK
-from hvdcomp.collectives import Context, SparseVector
+from hvdcomp.compressors.protocol import Context, SparseVector
+from hvdcomp.compressors.randomness import distinct_indices, shared_generator
 from hvdcomp.compressors.sparse_payload import elements_kept
-from hvdcomp.randomness import distinct_indices, shared_generator
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,

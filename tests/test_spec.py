@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, SpecError, TopK
 from hvdcomp.compressors import COMPRESSORS
-from hvdcomp.memory import MEMORIES, Memory
+from hvdcomp.compressors.memory import MEMORIES, Memory, parse_memory
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.policies import (
     POLICIES,
     Accordion,
@@ -25,8 +26,8 @@ from hvdcomp.policies import (
     LevelSchedule,
     Policy,
     WarmUp,
+    parse_policy,
 )
-from hvdcomp.spec import parse_compressor, parse_memory, parse_policy
 
 RATIOS = st.floats(1e-9, 1, exclude_min=True)
 COMPRESSOR = (

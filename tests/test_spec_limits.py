@@ -8,8 +8,9 @@ import time
 import pytest
 
 from hvdcomp import BySize, Compressor, NoCompression, SpecError
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import MOST_NESTED
-from hvdcomp.spec import parse_compressor, parse_policy
+from hvdcomp.policies import parse_policy
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdcomp.adaptation.gradient_sums import AccumulatedGradients, densified, error_energy
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import SparseVector
-from hvdcomp.statistics import AccumulatedGradients, densified, error_energy
+from hvdcomp.compressors.protocol import SparseVector
 from tests.harness import BACKENDS, BACKENDS_AND_DTYPES, as_numpy, bits, copy, dtype_of, make, overwrite
 
 SHAPES = {"conv": (4, 3, 2, 2), "linear": (6, 8), "one": (1,), "scalar": ()}

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from hvdcomp import ErrorFeedback
+from hvdcomp.adaptation.candidates import survey_of
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.memory import Memory
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import Adviser, CalibrationError, Setting, load
 from hvdcomp.policies.base import Candidate, Survey
-from hvdcomp.spec import parse_compressor
-from hvdcomp.survey import survey_of
 from tests.harness import infos
 
 SHAPES = {"conv": (64, 32, 3, 3), "linear": (1000, 1280), "narrow": (2, 1024), "bias": (1000,)}

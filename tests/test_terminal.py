@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from hvdcomp.cli import main
-from hvdcomp.rates import parse_gbps, parse_rate
-from hvdcomp.suggestions import did_you_mean
+from hvdcomp.perfmodel.rates import parse_gbps, parse_rate
+from hvdcomp.specs.suggestions import did_you_mean
 from hvdcomp.terminal import make_console, make_table, print_table
 
 CELLS = ("[red]a_very_long_name_of_a_run[/red]", "12345.678", "some words that need more than one line")

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import COMPRESSORS
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
 from tests.harness import DTYPES, EXAMPLES, INSTALLED, as_numpy, bits, dtype_of, infos, make
 
 SHAPES = {"conv": (8, 3, 3, 3), "linear": (37, 29), "bias": (37,), "scale": ()}
@@ -37,7 +37,7 @@ class RecordingCommunicator:
 
     def __init__(self, inner: InProcessCommunicator) -> None:
         self._inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.world_size = inner.rank, inner.world_size
         self.sent: list[Sent] = []
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Any:

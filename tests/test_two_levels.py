@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.adaptation.gains import TwoLevels
+from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.collectives import number_of_elements
+from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.engine import Engine
-from hvdcomp.gains import TwoLevels
-from hvdcomp.levels import Plans, levelled_tensors
-from hvdcomp.memory import ErrorFeedback
+from hvdcomp.compressors.memory import ErrorFeedback
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.decisions import MultiLevel
-from hvdcomp.spec import parse_compressor
 from tests.driven import COMPRESSED, SHAPES, gradients_of, random_gradients
 from tests.harness import BACKENDS, as_numpy, bits, copy, densify, infos, make, run_engines, states_of
 from tests.test_policies_every_compressor import LEVELLED

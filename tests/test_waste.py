@@ -8,9 +8,9 @@ import pytest
 
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
-from hvdcomp.waste import WasteWarning, what_is_wasted
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.waste import WasteWarning, what_is_wasted
 from tests.harness import infos
 
 SHAPES = {"a": (100, 100), "b": (50, 40), "small": (10,)}

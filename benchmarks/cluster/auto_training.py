@@ -55,7 +55,7 @@ class AutoTraining(Training):
 
     def choice(self) -> dict[str, Any]:
         """What was chosen in the end, of what, and when another; on rank 0."""
-        from hvdcomp.decision_log import Decided, read_decisions
+        from hvdcomp.adaptation.decision_log import Decided, read_decisions
 
         decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
         last = decided[-1].state

@@ -24,8 +24,8 @@ sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its p
 from benchmarks.cluster.auto_training import AUTO, AutoTraining  # noqa: E402
 from benchmarks.cluster.steps_worker import COMPUTE, STOCK, Training, Turns  # noqa: E402
 from hvdcomp.bench.compare import ratio  # noqa: E402
+from hvdcomp.compressors.parsing import parse_compressor  # noqa: E402
 from hvdcomp.perfmodel import as_json, save  # noqa: E402
-from hvdcomp.spec import parse_compressor  # noqa: E402
 
 PROGRESS = "PROGRESS "
 _FAR = 1.3  # dense that takes so many times the best is no measure of `auto` any more

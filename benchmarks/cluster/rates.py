@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hvdcomp.rates
+import hvdcomp.perfmodel.rates
 from benchmarks.cluster.errors import ClusterError
 
 _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
@@ -24,7 +24,7 @@ def parse_rate(rate: str) -> int:
         ClusterError: if it is not one, or not between 1mbit and 100gbit.
     """
     try:
-        bits = round(hvdcomp.rates.parse_rate(rate))
+        bits = round(hvdcomp.perfmodel.rates.parse_rate(rate))
     except ValueError as error:
         raise ClusterError(str(error)) from None
     if not _SLOWEST <= bits <= _FASTEST:

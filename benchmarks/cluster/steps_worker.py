@@ -21,8 +21,8 @@ from typing import Any
 
 import click
 
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.spec import parse_compressor
 from hvdcomp.train.settings import MODELS, SetupError
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 _CHUNK = 1 << 16  # elements; what is made of them stays in a core's cache
 _SAMPLE_STRIDE = 97  # about one element in a hundred; a prime, so as not to fall in step with rows and channels

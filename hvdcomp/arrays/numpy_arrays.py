@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 _UNSIGNED_32 = np.dtype("uint32")
 
@@ -163,10 +163,10 @@ def mean_to_std(arrays: Sequence[Array]) -> Array:
         return np.array([np.abs(np.float64(x.mean(dtype=np.float64))) / x.std(dtype=np.float64) for x in arrays])
 
 
-def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, poison: Array) -> list[Array]:
-    """Each total plus `factor` times its array, or the totals themselves if the element `poison` is NaN; may reuse
+def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, found_inf: Array) -> list[Array]:
+    """Each total plus `factor` times its array, or the totals themselves if the element `found_inf` is NaN; may reuse
     their storage. An array may be of a narrower element type."""
-    if poison[0] != 0:
+    if found_inf[0] != 0:
         return list(totals)
     return [np.add(total, x * total.dtype.type(factor), out=total) for total, x in zip(totals, arrays, strict=True)]
 
@@ -316,28 +316,28 @@ def rows_with_nonzero(x: Array) -> Array:
     return np.any(x != 0, axis=1)
 
 
-def poison(arrays: Sequence[Array]) -> Array:
+def found_inf(arrays: Sequence[Array]) -> Array:
     """One float32 element (1,): 0 if every element of every array is finite, else NaN."""
     finite = all(bool(np.isfinite(x).all()) for x in arrays)
     return np.array([0.0 if finite else np.nan], np.float32)
 
 
-def select(poison: Array, x: Array, y: Array) -> Array:
-    """`x` if the element `poison` is zero, `y` if it is NaN."""
-    return x if poison[0] == 0 else y
+def select(found_inf: Array, x: Array, y: Array) -> Array:
+    """`x` if the element `found_inf` is zero, `y` if it is NaN."""
+    return x if found_inf[0] == 0 else y
 
 
-def spoil(x: Array, poison: Array) -> Array:
-    """`x` with the element `poison` (0 or NaN) added to its first element; reuses the storage of x."""
-    if x.size and poison[0] != 0:
+def spoil(x: Array, found_inf: Array) -> Array:
+    """`x` with the element `found_inf` (0 or NaN) added to its first element; reuses the storage of x."""
+    if x.size and found_inf[0] != 0:
         x = np.array(x)
         x[(0,) * x.ndim] = np.nan
     return x
 
 
-def is_zero(poison: Array) -> bool:
-    """Whether the element `poison` is zero, as a Python value; waits for the device."""
-    return bool(poison[0] == 0)
+def is_zero(found_inf: Array) -> bool:
+    """Whether the element `found_inf` is zero, as a Python value; waits for the device."""
+    return bool(found_inf[0] == 0)
 
 
 def like_original(x: Array, original: Array) -> Array:

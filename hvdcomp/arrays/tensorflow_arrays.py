@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.tensorflow_magnitudes import TensorFlowMagnitudes
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 
 def dtype_name(x: Array) -> str:
@@ -144,11 +144,11 @@ def mean_to_std(arrays: Sequence[Array]) -> Array:
     return tf.stack([tf.abs(tf.reduce_mean(x)) / tf.math.reduce_std(x) for x in wide])
 
 
-def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, poison: Array) -> list[Array]:
-    if _on_cpu(poison) and not is_zero(poison):
+def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, found_inf: Array) -> list[Array]:
+    if _on_cpu(found_inf) and not is_zero(found_inf):
         return list(totals)
     added = [total + tf.cast(x, total.dtype) * factor for total, x in zip(totals, arrays, strict=True)]
-    return [select(poison, new, old) for new, old in zip(added, totals, strict=True)]
+    return [select(found_inf, new, old) for new, old in zip(added, totals, strict=True)]
 
 
 def to_list(x: Array) -> list[float]:
@@ -262,7 +262,7 @@ def rows_with_nonzero(x: Array) -> Array:
     return tf.reduce_any(x != 0, 1)
 
 
-def poison(arrays: Sequence[Array]) -> Array:
+def found_inf(arrays: Sequence[Array]) -> Array:
     # A sum is finite only if every element is: one operation for each array. It may also overflow.
     if _on_cpu(arrays[0]) and all(math.isfinite(tf.reduce_sum(x).numpy()) for x in arrays):
         return tf.zeros((1,))
@@ -270,21 +270,21 @@ def poison(arrays: Sequence[Array]) -> Array:
     return tf.where(tf.reshape(finite, (1,)), 0.0, np.nan)
 
 
-def select(poison: Array, x: Array, y: Array) -> Array:
-    if _on_cpu(poison):
-        return x if is_zero(poison) else y
-    return tf.where(tf.reshape(poison, ()) == 0, x, y)
+def select(found_inf: Array, x: Array, y: Array) -> Array:
+    if _on_cpu(found_inf):
+        return x if is_zero(found_inf) else y
+    return tf.where(tf.reshape(found_inf, ()) == 0, x, y)
 
 
-def spoil(x: Array, poison: Array) -> Array:
-    if not x.shape.num_elements() or (_on_cpu(poison) and is_zero(poison)):
+def spoil(x: Array, found_inf: Array) -> Array:
+    if not x.shape.num_elements() or (_on_cpu(found_inf) and is_zero(found_inf)):
         return x
-    spoiled = tf.tensor_scatter_nd_add(flatten(x), [[0]], tf.cast(poison, x.dtype))
+    spoiled = tf.tensor_scatter_nd_add(flatten(x), [[0]], tf.cast(found_inf, x.dtype))
     return tf.reshape(spoiled, x.shape)
 
 
-def is_zero(poison: Array) -> bool:
-    return bool(poison.numpy()[0] == 0)
+def is_zero(found_inf: Array) -> bool:
+    return bool(found_inf.numpy()[0] == 0)
 
 
 def like_original(x: Array, original: Array) -> Array:

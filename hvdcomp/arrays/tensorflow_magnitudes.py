@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 
 class TensorFlowMagnitudes:

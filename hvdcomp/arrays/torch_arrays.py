@@ -15,7 +15,7 @@ import torch
 
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.torch_magnitudes import TorchMagnitudes
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 
 def dtype_name(x: Array) -> str:
@@ -141,11 +141,11 @@ def mean_to_std(arrays: Sequence[Array]) -> Array:
     return torch.stack([(mean.abs() / std).double() for std, mean in parts])
 
 
-def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, poison: Array) -> list[Array]:
-    if poison.is_cuda:
+def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, found_inf: Array) -> list[Array]:
+    if found_inf.is_cuda:
         added = torch._foreach_add(list(totals), list(arrays), alpha=factor)
-        return [torch.where(poison.to(old.device) == 0, new, old) for new, old in zip(added, totals, strict=True)]
-    if poison.item() == 0:
+        return [torch.where(found_inf.to(old.device) == 0, new, old) for new, old in zip(added, totals, strict=True)]
+    if found_inf.item() == 0:
         torch._foreach_add_(list(totals), list(arrays), alpha=factor)
     return list(totals)
 
@@ -261,7 +261,7 @@ def rows_with_nonzero(x: Array) -> Array:
     return (x.amax(1) != 0) | (x.amin(1) != 0)  # on CPU many times as fast as (x != 0).any(1)
 
 
-def poison(arrays: Sequence[Array]) -> Array:
+def found_inf(arrays: Sequence[Array]) -> Array:
     filled = [x for x in arrays if x.numel()]
     if not filled:
         return torch.zeros(1, device=arrays[0].device)
@@ -273,20 +273,20 @@ def poison(arrays: Sequence[Array]) -> Array:
     return (largest - largest).sum().float().reshape(1)
 
 
-def select(poison: Array, x: Array, y: Array) -> Array:
-    if poison.is_cuda:
-        return torch.where(poison.to(x.device) == 0, x, y)
-    return x if poison.item() == 0 else y
+def select(found_inf: Array, x: Array, y: Array) -> Array:
+    if found_inf.is_cuda:
+        return torch.where(found_inf.to(x.device) == 0, x, y)
+    return x if found_inf.item() == 0 else y
 
 
-def spoil(x: Array, poison: Array) -> Array:
-    if x.numel() and (poison.is_cuda or poison.item() != 0):
-        x[(0,) * x.dim()].add_(poison[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
+def spoil(x: Array, found_inf: Array) -> Array:
+    if x.numel() and (found_inf.is_cuda or found_inf.item() != 0):
+        x[(0,) * x.dim()].add_(found_inf[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
     return x
 
 
-def is_zero(poison: Array) -> bool:
-    return poison.item() == 0
+def is_zero(found_inf: Array) -> bool:
+    return found_inf.item() == 0
 
 
 def like_original(x: Array, original: Array) -> Array:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.bench.fit import NOISY
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files
 from hvdcomp.perfmodel import Adviser, Setting, from_json
-from hvdcomp.robust import median_with_error
-from hvdcomp.spec import parse_compressor
+from hvdcomp.policies.median import median_with_error
 
 STOCK_SPECS = {"none": "none", "hvd.fp16": "fp16"}
 """Horovod's own compressions, by the spec that describes the same exchange."""

@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdcomp.bench.shapes import tensors_of
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.engine import Engine
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.perfmodel.shapes import tensors_of
 
 PEER = "torch powerSGD_hook, rank 4"
 MOST_SPREAD = 0.15

@@ -23,7 +23,7 @@ from hvdcomp.bench.probe_network import Show, fusion_threshold
 from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
-from hvdcomp.engine import Engine
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
@@ -235,7 +235,7 @@ def _ways(model: str, specs: Sequence[Compressor], batch_size: int, seed: int) -
     }
     for one in specs:
         engine = Engine(_NoPayload(str(one)), numbers.tensors(), one)
-        if not engine.only_casts:
+        if not engine.passthrough:
             ways[str(one)] = Training(numbers, numbers_optimizer, _through(engine, numbers, numbers_optimizer))
         elif not all(kind.lossless for kind in engine.plan.values()):
             cast, cast_optimizer = with_horovod(str(one), _Cast(one))

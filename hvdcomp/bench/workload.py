@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import cross_entropy
 
-from hvdcomp.collectives import TensorInfo
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.train.models import build_model
 from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import CalibrationError, ModelFacts, Setting, load
 from hvdcomp.perfmodel.advice import DENSE, Advice, Adviser, Method
+from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
-from hvdcomp.rates import GBPS, parse_gbps
 from hvdcomp.terminal import make_console, make_table, print_table
 
 _PRESET = "v100-p3.8xlarge"

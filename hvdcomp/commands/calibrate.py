@@ -12,7 +12,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.spec import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import environment
 from hvdcomp.train.settings import MODELS, SetupError

@@ -15,10 +15,10 @@ import click
 from rich.text import Text
 
 from hvdcomp.compressors import COMPRESSORS, Compressor
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text
-from hvdcomp.spec import parse_compressor
-from hvdcomp.suggestions import did_you_mean
+from hvdcomp.specs.suggestions import did_you_mean
 from hvdcomp.terminal import make_console, make_table, print_table
 
 BEGIN = "<!-- made by: hvdcomp compressors --markdown docs/compressors.md -->"

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hvdcomp.suggestions import did_you_mean
+from hvdcomp.specs.suggestions import did_you_mean
 
 
 class Group(click.Group):

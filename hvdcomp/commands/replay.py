@@ -9,8 +9,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from hvdcomp.decision_log import DecisionLogError
-from hvdcomp.replay import ABSENT, Difference, Replay, replay
+from hvdcomp.adaptation.decision_log import DecisionLogError
+from hvdcomp.adaptation.replay import ABSENT, Difference, Replay, replay
 from hvdcomp.terminal import make_console
 
 DIFFERS = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 
 class Communicator(Protocol):
@@ -12,17 +12,17 @@ class Communicator(Protocol):
 
     Attributes:
         rank: this process's number among the ranks that take part, from 0.
-        size: how many ranks take part.
+        world_size: how many ranks take part.
     """
 
     rank: int
-    size: int
+    world_size: int
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Any:
         """Starts an allreduce of a vector, op "mean", "sum" or "max"; may overwrite `array`."""
 
     def start_allgather(self, array: Array, name: str) -> Any:
-        """Starts gathering uint8 vectors (length,), equally long on all ranks, into (size, length)."""
+        """Starts gathering uint8 vectors (length,), equally long on all ranks, into (world_size, length)."""
 
     def start_broadcast(self, array: Array, name: str) -> Any:
         """Starts sending rank 0's uint8 vector to all ranks, on all of which it has this length."""

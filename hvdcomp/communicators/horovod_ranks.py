@@ -18,14 +18,14 @@ class HorovodRanks:
     Attributes:
         included: whether this process is one of them.
         rank: this process's place among them; -1 outside of the process set.
-        size: how many they are; 1 outside of the process set, where there is nobody to exchange with.
+        world_size: how many they are; 1 outside of the process set, where there is nobody to exchange with.
     """
 
     def __init__(self, hvd: Any, process_set: Any) -> None:
         self._hvd = hvd
         self._process_set = process_set
         self.included: bool = process_set.included()
-        self.rank, self.size = self._rank_and_size()
+        self.rank, self.world_size = self._rank_and_size()
 
     def _rank_and_size(self) -> tuple[int, int]:
         return (self._process_set.rank(), self._process_set.size()) if self.included else (-1, 1)
@@ -34,13 +34,13 @@ class HorovodRanks:
     def has_mpi(self) -> bool:
         """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
         hvd = self._hvd
-        everyone = self.size == hvd.size()
+        everyone = self.world_size == hvd.size()
         return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
 
     @property
     def is_stale(self) -> bool:
         """Whether Horovod was started anew with other ranks."""
-        return self._rank_and_size() != (self.rank, self.size)
+        return self._rank_and_size() != (self.rank, self.world_size)
 
     @property
     def root(self) -> int:
@@ -57,9 +57,9 @@ class HorovodRanks:
         Raises:
             RankMismatchError: on every rank that put in less or more than the mean.
         """
-        if gathered != mine * self.size:
+        if gathered != mine * self.world_size:
             raise RankMismatchError(
                 f"the ranks' payloads differ in size: rank {self.rank} sent {mine} bytes in {name}, and all "
-                f"{self.size} ranks together {gathered}. The same tensors must be compressed alike on every rank: give "
-                "all ranks the same model, and change levels on all of them between the same two steps."
+                f"{self.world_size} ranks together {gathered}. The same tensors must be compressed alike on every "
+                "rank: give all ranks the same model, and change levels on all of them between the same two steps."
             )

@@ -45,7 +45,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
     def _gather(self, operation: Callable[[tf.Tensor], tf.Tensor], array: tf.Tensor, name: str) -> tf.Tensor:
         gathered = operation(array)
         self.check_gathered(gathered.shape[0], array.shape[0], name)
-        return tf.reshape(gathered, (self.size, array.shape[0]))
+        return tf.reshape(gathered, (self.world_size, array.shape[0]))
 
     def _start(self, kind: str, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
         return self._threads.submit(self._operation(kind, array.dtype, name), array)

@@ -49,4 +49,4 @@ class HorovodTorchCommunicator(HorovodRanks):
         if started.length is None:
             return result
         self.check_gathered(result.shape[0], started.length, started.name)
-        return result.view(self.size, started.length)
+        return result.view(self.world_size, started.length)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 Result = TypeVar("Result")
 Contribution = tuple[str, str, tuple[int, ...], Array]  # kind and name of the collective; shape and array of one rank
@@ -25,7 +25,7 @@ class InProcessGroup:
     """
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.world_size = size
         self.error: BaseException | None = None  # what all are released for
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._left: set[int] = set()
@@ -34,13 +34,13 @@ class InProcessGroup:
 
     def meet(self, rank: int, contribution: Contribution) -> Array:
         """Gives this rank's contribution and returns what is made of all of them, in rank order."""
-        if self.size == 1:
+        if self.world_size == 1:
             return _results([contribution])[0]
         if self._left:
             self._fail(_missed(min(self._left), contribution))
         else:
             self._contributions.append(contribution)
-            if len(self._contributions) == self.size:
+            if len(self._contributions) == self.world_size:
                 self._finish()
             self._pass_on(rank)
             self._turns[rank].acquire()
@@ -51,7 +51,7 @@ class InProcessGroup:
     def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
         """As `run_ranks`; what another run left with the communicators of this group may go on in a second."""
         self.error, self._left, self._contributions = None, set(), []
-        results: list[Any] = [None] * self.size
+        results: list[Any] = [None] * self.world_size
 
         def run(rank: int) -> None:
             self._turns[rank].acquire()
@@ -63,7 +63,7 @@ class InProcessGroup:
                 self._fail(error)
             self._leave(rank)
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.size)]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.world_size)]
         for thread in threads:
             thread.start()
         self._turns[0].release()
@@ -91,7 +91,7 @@ class InProcessGroup:
             self._fail(error)
 
     def _pass_on(self, rank: int) -> None:
-        following = ((rank + distance) % self.size for distance in range(1, self.size + 1))
+        following = ((rank + distance) % self.world_size for distance in range(1, self.world_size + 1))
         for other in following:
             if other not in self._left:
                 self._turns[other].release()
@@ -104,7 +104,7 @@ class InProcessCommunicator:
     def __init__(self, group: InProcessGroup, rank: int) -> None:
         self.group = group
         self.rank = rank
-        self.size = group.size
+        self.world_size = group.world_size
 
     def start_allreduce(self, array: Array, op: str, name: str) -> tuple[str, str, Array]:
         return f"allreduce {op}", name, array

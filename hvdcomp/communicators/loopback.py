@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 
 
 class LoopbackCommunicator:
@@ -11,14 +11,14 @@ class LoopbackCommunicator:
 
     def __init__(self, size: int = 1) -> None:
         self.rank = 0
-        self.size = size
+        self.world_size = size
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Array:
-        return arrays_for(array).scale(array, self.size) if op == "sum" and self.size > 1 else array
+        return arrays_for(array).scale(array, self.world_size) if op == "sum" and self.world_size > 1 else array
 
     def start_allgather(self, array: Array, name: str) -> Array:
         xp = arrays_for(array)
-        return xp.reshape(xp.concatenate([array] * self.size), (self.size, array.shape[0]))
+        return xp.reshape(xp.concatenate([array] * self.world_size), (self.world_size, array.shape[0]))
 
     def start_broadcast(self, array: Array, name: str) -> Array:
         return array

@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.collectives import AllGather, Array, Context, Exchange, Outcome, TensorInfo, dtype_bytes
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors.base import Compressor, Level, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank import as_matrix, matrix_shape, rank_for
-from hvdcomp.randomness import rank_generator
+from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, TensorInfo
+from hvdcomp.compressors.randomness import rank_generator
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ATOMO(Compressor):
     def __post_init__(self) -> None:
         require_count(self.name, rank=self.rank)
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         matrix = as_matrix(xp, x)
         tall = matrix.shape[0] > matrix.shape[1]
         short, long = atoms(xp, xp.transpose(matrix) if tall else matrix)
@@ -63,7 +64,7 @@ class ATOMO(Compressor):
         ranks = yield AllGather((left, right))
         lefts = xp.concatenate([left for left, _ in ranks])
         rights = xp.concatenate([right for _, right in ranks])
-        mean = xp.scale(xp.matmul(xp.transpose(lefts), rights), 1 / context.size)
+        mean = xp.scale(xp.matmul(xp.transpose(lefts), rights), 1 / context.world_size)
         sent = xp.matmul(xp.transpose(left), right)
         dtype = xp.dtype_name(x)
         return Outcome(xp.astype(xp.reshape(mean, x.shape), dtype), xp.astype(xp.reshape(sent, x.shape), dtype))

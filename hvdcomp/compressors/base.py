@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
-from hvdcomp.collectives import AllReduce, Array, Context, Exchange, SparseVector, TensorInfo
-from hvdcomp.described import Described
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, SparseVector, TensorInfo
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.memory import ErrorFeedback, Memory, NoMemory
+from hvdcomp.specs.described import Described
 
 Level = float | int
 
@@ -103,7 +104,7 @@ class Compressor(Described):
     compress: ClassVar[Any] = _NotForHorovod()
     decompress: ClassVar[Any] = _NotForHorovod()
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Runs one step for one tensor: yields collectives, is sent their answers, returns an `Outcome`.
 
         Args:
@@ -118,7 +119,7 @@ class Compressor(Described):
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         """C(x) as if this rank were the only one that sends; arguments as of `exchange`."""
-        generator = self.exchange(xp, x, state, context)
+        generator = self.aggregate(xp, x, state, context)
         answer: Any = None
         while True:
             try:

@@ -6,18 +6,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.collectives import (
-    AllGather,
-    AllReduce,
-    Array,
-    Context,
-    Exchange,
-    Outcome,
-    allreduce_dtype,
-    dtype_bytes,
-    number_of_elements,
-)
+from hvdcomp.arrays.types import Array, allreduce_dtype, dtype_bytes, number_of_elements
 from hvdcomp.compressors.base import Compressor, Level
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
 
 
 @dataclass(frozen=True)
@@ -30,7 +21,7 @@ class NoCompression(Compressor):
     sends: ClassVar[str] = "all elements"
     lossless: ClassVar[bool] = True
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         mean = yield AllReduce(xp.astype(x, self.wire_dtype(xp.dtype_name(x))))
         return Outcome(mean, x)
 
@@ -53,7 +44,7 @@ class FP16(Compressor):
     collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "all elements, 16 bits each"
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         half = xp.astype(x, self.wire_dtype(xp.dtype_name(x)))
         mean = yield AllReduce(half)
         return Outcome(xp.astype(mean, xp.dtype_name(x)), xp.astype(half, xp.dtype_name(x)))
@@ -74,7 +65,7 @@ class BF16(Compressor):
     collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "all elements, 16 bits each"
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         bits = xp.to_bfloat16_bits(xp.flatten(x))
         ranks = yield AllGather((bits,))
         total = xp.zeros(bits.shape, xp.from_bfloat16_bits(bits[:0]))
@@ -82,7 +73,7 @@ class BF16(Compressor):
             total = total + xp.from_bfloat16_bits(other)
         dtype = xp.dtype_name(x)
         sent = xp.reshape(xp.astype(xp.from_bfloat16_bits(bits), dtype), x.shape)
-        return Outcome(xp.reshape(xp.astype(xp.scale(total, 1 / context.size), dtype), x.shape), sent)
+        return Outcome(xp.reshape(xp.astype(xp.scale(total, 1 / context.world_size), dtype), x.shape), sent)
 
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         return 2 * number_of_elements(shape)

@@ -10,20 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.collectives import (
-    AllReduce,
-    Array,
-    Context,
-    Exchange,
-    Outcome,
-    TensorInfo,
-    dtype_bytes,
-    number_of_elements,
-)
+from hvdcomp.arrays.types import Array, dtype_bytes, number_of_elements
 from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, Level, Payload, require_count
 from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
+from hvdcomp.compressors.randomness import shared_generator
 from hvdcomp.errors import SpecError
-from hvdcomp.randomness import shared_generator
 
 # A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
 _SMALLEST = 2.0**-110
@@ -94,7 +86,7 @@ class PowerSGD(Compressor):
             return (q,)
         return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         matrix = as_matrix(xp, x)
         if not self.alternating:
             p, q, state = yield from self._iterate(xp, matrix, state)
@@ -192,7 +184,7 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
 
     A higher count begins with the columns of a lower one.
     """
-    start = Context(context.name, 0, context.seed, 0, context.size)
+    start = Context(context.name, 0, context.seed, 0, context.world_size)
     dtype = np.float64 if xp.item_size(x) == 8 else np.float32
     drawn = shared_generator(start, purpose).standard_normal((count, length), dtype=dtype)
     return xp.transpose(xp.from_numpy(drawn, like=x))

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
-from hvdcomp.collectives import Array, Context, Outcome
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.protocol import Context, Outcome
 
 
 def packed_bytes(count: int, bits: int) -> int:

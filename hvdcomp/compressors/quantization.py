@@ -11,18 +11,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.collectives import (
-    AllGather,
-    AllReduce,
-    Array,
-    Context,
-    Exchange,
-    number_of_elements,
-)
+from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, Level, Payload, require_count
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
+from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.randomness import random_words, rank_generator, uniform
 
 # A scale below this counts as zero, so that dividing by it stays within float32.
 _SMALLEST_SCALE = 2.0**-110
@@ -64,7 +58,7 @@ class QSGD(Compressor):
         """2 s, from the lowest code to the highest."""
         return max(1, 2**self.bits - 2)
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         bucket = min(self.bucket, size)
@@ -123,7 +117,7 @@ class TernGrad(Compressor):
                 "or 0 for no clipping"
             )
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         scale = xp.largest_magnitude(vector)
@@ -163,7 +157,7 @@ class Natural(Compressor):
     sends: ClassVar[str] = "a sign bit and an exponent byte for each element"
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = xp.shift_right(random_words(xp, rank_generator(context, self.name), size, like=vector), 9)
@@ -229,8 +223,8 @@ class GlobalQSGD(Compressor):
     def least_level(self, ranks: int) -> int:
         return (2 * ranks).bit_length()
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
-        levels = self.levels(context.size)
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        levels = self.levels(context.world_size)
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         scale = yield AllReduce(xp.largest_magnitude(vector), op="max")
@@ -238,8 +232,8 @@ class GlobalQSGD(Compressor):
         values += uniform(xp, rank_generator(context, self.name), size, like=values)
         values = xp.clip(xp.floor(values), -levels, levels)
         total = yield AllReduce(self._pack(xp, xp.to_integers(values, "int32")), op="sum")
-        mean = xp.astype(self._unpack(xp, total, levels * context.size), "float32")[:size]
-        mean *= scale * (1 / (levels * context.size))
+        mean = xp.astype(self._unpack(xp, total, levels * context.world_size), "float32")[:size]
+        mean *= scale * (1 / (levels * context.world_size))
         values *= scale * (1 / levels)
         return outcome_like(xp, x, mean, values)
 

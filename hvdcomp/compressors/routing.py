@@ -15,8 +15,9 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
-from hvdcomp.collectives import Array, Context, Exchange, TensorInfo
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Compressor, Level, Payload, require_count
+from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 
 MOST_NESTED = 32  # routers in each other: what is asked of the outermost is asked of all
@@ -99,7 +100,7 @@ class Router(Compressor):
             )
         return self._with(choice.at_level(level) if _has_level(choice) else choice for choice in self.choices)
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         self._refuse()
 
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:

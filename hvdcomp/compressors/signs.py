@@ -11,18 +11,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.collectives import (
-    AllGather,
-    Array,
-    Context,
-    Exchange,
-    number_of_elements,
-)
+from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, Level
 from hvdcomp.compressors.low_rank import matrix_shape
+from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
+from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.errors import SpecError
-from hvdcomp.memory import Memory, NoMemory
 
 # The balance of so many votes fits into a byte with a sign.
 _VOTES_PER_BYTE = 127
@@ -61,7 +56,7 @@ class SignSGD(Compressor):
                 'zero) or "elements" (a bit for each element)'
             )
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         rows, columns = self._voters(tuple(x.shape))
         matrix = xp.reshape(x, (rows, columns))
         votes = xp.rows_with_nonzero(matrix)
@@ -123,7 +118,7 @@ class OneBit(Compressor):
         if not isinstance(self.per_row, bool):
             raise SpecError(f"onebit: per_row={self.per_row} is not allowed; it is true or false")
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         rows, columns = self._groups(tuple(x.shape))
         matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
         positive = matrix > 0
@@ -161,7 +156,7 @@ class EFSignSGD(Compressor):
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         # Divided before they are added up, so that the sum does not overflow.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
-from hvdcomp.collectives import Array, Context, SparseVector, dtype_bytes
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors.base import Level
+from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.errors import SpecError
 
 _VALUES = ("same", "fp16")
@@ -119,8 +120,8 @@ def mean_of_sparse(xp: ModuleType, ranks: list[tuple[Array, ...]], like: Array, 
     total = xp.zeros(like.shape, like=xp.astype(like[:0], wide))
     for parts in ranks:
         values = xp.astype(parts[0], wide)
-        if context.size > 1:
-            values = values * (1 / context.size)
+        if context.world_size > 1:
+            values = values * (1 / context.world_size)
         total = xp.add_at(total, decode_indices(xp, parts, like.shape[0]), values)
     return total
 

@@ -6,22 +6,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.collectives import (
-    AllGather,
-    AllReduce,
-    Array,
-    Context,
-    Exchange,
-    Outcome,
-    SparseVector,
-    allreduce_dtype,
-    number_of_elements,
-)
+from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, Level, Payload, require_ratio
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
+from hvdcomp.compressors.randomness import distinct_indices, shared_generator
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.errors import SpecError
-from hvdcomp.randomness import distinct_indices, shared_generator
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class Sparsifier(Compressor):
         """Indices (k,), each at most once, of the elements of the vector (d,) to send."""
         raise NotImplementedError
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         parts, sent = self._encode(xp, vector, context)
         ranks = yield AllGather(parts)
@@ -137,7 +128,7 @@ class RandomK(Compressor):
         """d / k - 1 if scaled by d / k."""
         return 1 / self.ratio - 1 if self.unbiased else 0.0
 
-    def exchange(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Exchange:
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         size = vector.shape[0]
         count = elements_kept(self.ratio, size)
@@ -147,7 +138,7 @@ class RandomK(Compressor):
         values = xp.take(vector, indices)
         if self.unbiased:
             values = xp.scale(values, size / count)
-        values = sparse_payload.round_values(xp, values, self.values, LARGEST_HALF / (2 * context.size))
+        values = sparse_payload.round_values(xp, values, self.values, LARGEST_HALF / (2 * context.world_size))
         mean = yield AllReduce(xp.astype(values, self._carried_dtype(dtype)))
         dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))

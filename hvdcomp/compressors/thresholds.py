@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import MOST_ROUNDS, require_count
+from hvdcomp.compressors.memory import Memory, MomentumCorrection
 from hvdcomp.compressors.sparsification import Sparsifier
-from hvdcomp.memory import Memory, MomentumCorrection
 
 _ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
 _ROOM = 4  # SIDCo's estimated threshold may let through so many times k; of those the k largest are taken

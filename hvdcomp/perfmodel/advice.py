@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Parts
-from hvdcomp.spec import parse_compressor
 
 DENSE = "none"
 _CASTS = (DENSE, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.bench.shapes import MODELS, tensors_of
-from hvdcomp.collectives import TensorInfo, dtype_bytes
+from hvdcomp.arrays.types import dtype_bytes
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.fields import CalibrationError, Fields
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network
-from hvdcomp.spec import parse_compressor
+from hvdcomp.perfmodel.shapes import MODELS, tensors_of
 
 FORMAT = "hvdcomp-calibration"
 VERSION = 1
@@ -36,7 +37,7 @@ class ModelFacts:
         compute: its times.
         bucket_bytes: how much the framework sends at a time during the backward pass; where `compute.ready` is known,
             how much at most (Horovod's fusion threshold).
-        shapes: the name of a model of `hvdcomp.bench.shapes` that the tensors are of, or None.
+        shapes: the name of a model of `hvdcomp.perfmodel.shapes` that the tensors are of, or None.
         sources: where numbers are from, by field.
         estimated: names of fields that are not measured, but estimated as `sources` says.
     """

@@ -1,7 +1,7 @@
 """What is to be exchanged in a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
 Everything comes from where it is decided: the tensors' compressors from the engine's plan, the rounds of a compressor
-from itself, and what shares a collective by the rule of `hvdcomp.fusion`.
+from itself, and what shares a collective by the rule of `hvdcomp.exchange.fusion`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdcomp.collectives import TensorInfo, dtype_bytes
+from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
-from hvdcomp.engine import Engine, Plan
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine, Plan
 
 
 class Collective(NamedTuple):
@@ -68,7 +69,7 @@ def exchange_of(
     Args:
         compressor: what the user asks for; each tensor gets what the engine chooses for it.
         tensors: all that have a gradient.
-        min_numel, min_ndim: as for `hvdcomp.engine.Engine`.
+        min_numel, min_ndim: as for `hvdcomp.exchange.engine.Engine`.
 
     Raises:
         ValueError: if there is nothing to exchange.

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcomp.perfmodel.advice import Adviser
 from hvdcomp.perfmodel.predict import Setting
-from hvdcomp.rates import GBPS, parse_gbps
+from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 
 _POINTS = 200
 

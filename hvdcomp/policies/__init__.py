@@ -10,10 +10,11 @@ from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import Constant, Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
-from hvdcomp.policies.decisions import BatchSize, Joint, decision_to_json
+from hvdcomp.policies.decisions import BatchSize, LevelsAndBatch, decision_to_json
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.schedules import DENSE, LevelSchedule, WarmUp
+from hvdcomp.specs.parsing import parse
 
 POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
     kind.name: kind
@@ -35,7 +36,20 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
     """Whether decisions of a policy are about the batch size, beside or instead of levels."""
-    return isinstance(policy, Policy) and isinstance(policy.decision(policy.initial_state(())), BatchSize | Joint)
+    if not isinstance(policy, Policy):
+        return False
+    return isinstance(policy.decision(policy.initial_state(())), BatchSize | LevelsAndBatch)
+
+
+def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
+    """The policy or schedule that a spec string describes.
+
+    Such as `warmup:levels=0.25|0.0625,epochs=1`, `accordion:low=4,high=1`, `accordion:auto,eta=0.4` or `gravac`.
+
+    Raises:
+        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
+    """
+    return parse(spec, POLICIES, "policy")
 
 
 __all__ = [
@@ -55,4 +69,5 @@ __all__ = [
     "WarmUp",
     "changes_batch_size",
     "decision_to_json",
+    "parse_policy",
 ]

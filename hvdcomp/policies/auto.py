@@ -1,11 +1,11 @@
 """Auto: chooses between dense, fp16 and compressed by what steps take, so that compression never costs time.
 
-The performance model names the candidates and predicts a step's time for each (`hvdcomp.survey`). The training begins
-with the fastest by the model, and measures it. Candidates that the model puts near the best are tried, each for a few
-steps, before and after steps of the best so far: machines are not equally fast all the time, and only what is measured
-one right after the other can be compared. The fastest by measurement stays. A trial begins when what it may cost, by
-what is known, is no more than a small share of the time so far, so that trials as a whole stay below that share. When
-steps take another time than when the candidate was chosen, all is open again.
+The performance model names the candidates and predicts a step's time for each (`hvdcomp.adaptation.candidates`). The
+training begins with the fastest by the model, and measures it. Candidates that the model puts near the best are tried,
+each for a few steps, before and after steps of the best so far: machines are not equally fast all the time, and only
+what is measured one right after the other can be compared. The fastest by measurement stays. A trial begins when what
+it may cost, by what is known, is no more than a small share of the time so far, so that trials as a whole stay below
+that share. When steps take another time than when the candidate was chosen, all is open again.
 
 This is not from a paper.
 """

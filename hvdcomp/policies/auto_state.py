@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdcomp.policies.base import Candidate
-from hvdcomp.robust import median_with_error
+from hvdcomp.policies.median import median_with_error
 
 PATIENCE = 4
 """Looks in a row that have to find another time, before all is open again for the first time."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Generic, TypeVar
 
-from hvdcomp.described import Described
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.decisions import Decision, Levels
 from hvdcomp.policies.schedules import Level, Levelled
+from hvdcomp.specs.described import Described
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -60,7 +60,7 @@ class LearningRates:
 
 
 @dataclass(frozen=True)
-class Gains:
+class GravacGains:
     """Compression gains of one step, whole model, see `hvdcomp.policies.gravac`; NaN if a gradient is not finite.
 
     Attributes:
@@ -106,7 +106,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is to choose from, see `hvdcomp.survey`.
+    """What there is to choose from, see `hvdcomp.adaptation.candidates`.
 
     Attributes:
         order: names of the tensors whose method may be chosen, the most worth compressing first.
@@ -148,7 +148,7 @@ class Statistics:
     norms: Mapping[str, float] | None = None
     model_norm: float | None = None
     mean_to_std: Mapping[str, float] | None = None
-    gains: Gains | None = None
+    gains: GravacGains | None = None
     level_gains: Mapping[str, Mapping[float, float]] | None = None
     level_costs: Mapping[str, Mapping[float, float]] | None = None
     timing: Timing | None = None

@@ -68,7 +68,7 @@ class BatchSize:
 
 
 @dataclass(frozen=True)
-class Joint:
+class LevelsAndBatch:
     """Levels and a batch size at the same time."""
 
     levels: Levels
@@ -109,7 +109,7 @@ class Methods:
     kind: ClassVar[str] = "methods"
 
 
-Decision = Levels | Factors | MultiLevel | BatchSize | Joint | Probe | Methods
+Decision = Levels | Factors | MultiLevel | BatchSize | LevelsAndBatch | Probe | Methods
 
 
 def decision_to_json(decision: Decision) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
     In a joint decision `levels` is the mapping of names itself and `batch_size` an object of the two numbers.
     """
     data = dataclasses.asdict(decision)
-    if isinstance(decision, Joint):
+    if isinstance(decision, LevelsAndBatch):
         data["levels"] = dict(decision.levels.levels)
     if isinstance(decision, Probe):
         data["factors"] = list(decision.factors)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import (
-    Gains,
+    GravacGains,
     Period,
     Policy,
     Statistic,
@@ -193,7 +193,7 @@ class GraVAC(Policy[GraVACState]):
                 return dataclasses.replace(state, send=None)
         return self._choose(state)
 
-    def _smooth(self, state: GraVACState, told: Gains) -> GraVACState:
+    def _smooth(self, state: GraVACState, told: GravacGains) -> GraVACState:
         if (told.candidate is None) != (state.candidate is None):
             raise ValueError(f"{self.name}: candidate {state.candidate}, but its gain is told as {told.candidate}")
         new = {state.minimum: told.minimum}

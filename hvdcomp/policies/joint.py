@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hvdcomp.policies.accordion import Accordion, AccordionState, CriticalRegimes, require_two_levels
 from hvdcomp.policies.base import Statistic, Statistics
 from hvdcomp.policies.batch_size import AccordionBatchSize, AccordionBatchSizeState, require_multiple
-from hvdcomp.policies.decisions import Joint
+from hvdcomp.policies.decisions import LevelsAndBatch
 from hvdcomp.policies.schedules import Level, Levelled
 
 
@@ -75,8 +75,8 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
     def wanted(self, state: AccordionJointState) -> frozenset[Statistic]:
         return self.levels.wanted(state.levels) | self.batch_size.wanted(state.batch_size)
 
-    def decision(self, state: AccordionJointState) -> Joint:
-        return Joint(self.levels.decision(state.levels), self.batch_size.decision(state.batch_size))
+    def decision(self, state: AccordionJointState) -> LevelsAndBatch:
+        return LevelsAndBatch(self.levels.decision(state.levels), self.batch_size.decision(state.batch_size))
 
     def update(self, state: AccordionJointState, statistics: Statistics) -> AccordionJointState:
         levels = self.levels.update(state.levels, statistics)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final, Literal, Protocol
 
-from hvdcomp.described import Described
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.described import Described
 
 Level = float | int
 

@@ -17,10 +17,10 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from hvdcomp.errors import SpecError
+from hvdcomp.policies import parse_policy
 from hvdcomp.report.curves import COLOURS, INK, LEGEND, limit_height, smooth, tidy
 from hvdcomp.report.decisions import Decisions
 from hvdcomp.report.runs import Run, printable
-from hvdcomp.spec import parse_policy
 
 _WIDTH = 11.0  # inches, of every figure
 _COLUMNS = 1500  # more points in time than this cannot be told apart at that width

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.decision_log import DecisionLogError, Start, read_decisions, with_numbers
+from hvdcomp.adaptation.decision_log import DecisionLogError, Start, read_decisions, with_numbers
 from hvdcomp.policies.decisions import MultiLevel
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.decision_log import DecisionLogError
+from hvdcomp.adaptation.decision_log import DecisionLogError
 from hvdcomp.report.decisions import MOST_STEPS, Decisions, load_decisions
 
 RUN_FILES = ("steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdcomp.bench.compare import STOCK_SPECS
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import Adviser, Calibration, CalibrationError, Network, Setting, from_json
 from hvdcomp.report.runs import RunError
-from hvdcomp.spec import parse_compressor
 
 RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
 """Bandwidths that steps are predicted for, and how they are written."""

@@ -23,9 +23,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp.binding import Binding
-from hvdcomp.collectives import TensorInfo
+from hvdcomp.bindings.base import Binding
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.decisions import BatchSize
@@ -118,7 +118,7 @@ class TensorFlowBinding(Binding):
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
         # With one rank, and outside of the process set, Horovod exchanges nothing, but traces this branch all the same.
-        if self.communicator.size == 1:
+        if self.communicator.world_size == 1:
             if not self.communicator.included:
                 self._check(gradients_call(tensor))
             return tensor, _Ticket(None, tensor.dtype)
@@ -163,7 +163,7 @@ class TensorFlowBinding(Binding):
         if changes_batch_size(settings.policy) and self._scaled is None:
             with tf.init_scope():
                 self._scaled = ScaledRate(self._known_optimizer())
-        casting = settings.policy is None and self.engine.only_casts
+        casting = settings.policy is None and self.engine.passthrough
         gradients = [call.gradients[place] for place in names]
         # Horovod compresses each gradient in a branch of its own, where no other branch can see the result.
         with _graph_of_call().as_default():
@@ -172,7 +172,7 @@ class TensorFlowBinding(Binding):
                 begun = tf.py_function(lambda: self._begin_casts(ordered), [], tf.int64, name="hvdcomp_begin")
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            factor = self.communicator.size if call.op == hvd.Sum else 1
+            factor = self.communicator.world_size if call.op == hvd.Sum else 1
             begun = tf.py_function(self._begin, [], tf.int64, name="hvdcomp_begin")
             with tf.control_dependencies([begun]):
                 results = tf.py_function(

@@ -13,7 +13,7 @@ import tf_keras
 
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.ledger import Cost
+from hvdcomp.exchange.ledger import Cost
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.tensorflow.caller import refuse_keras_3
 from hvdcomp.tensorflow.optimizer import learning_rate_of, unwrapped

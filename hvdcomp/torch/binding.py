@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import horovod.torch as hvd
 import torch
 
-from hvdcomp.agreement import refused_on_every_rank
-from hvdcomp.binding import Binding
-from hvdcomp.collectives import TensorInfo
+from hvdcomp.bindings.base import Binding
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
-from hvdcomp.engine import Plan
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.exchange.agreement import refused_on_every_rank
+from hvdcomp.exchange.engine import Plan
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames, caller_local
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
@@ -161,7 +161,7 @@ class TorchBinding(Binding):
         self._submitted.clear()
         self._names.begin_step()
         super().begin()
-        self._casting = self.engine.only_casts and not self.needs_engine
+        self._casting = self.engine.passthrough and not self.needs_engine
         if self._casting:
             self.refuse()
             self._follow_casts()
@@ -196,7 +196,7 @@ class TorchBinding(Binding):
         """Runs the engine on what is pending; `presence` is what Horovod made of the ranks' numbers."""
         summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum
         try:
-            self.check_presence(presence if summed else presence * self.communicator.size)
+            self.check_presence(presence if summed else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
             self._horovods.finish()
             raise
@@ -204,7 +204,7 @@ class TorchBinding(Binding):
         self._results = self.exchange(pending)
         if summed:
             for result in self._results.values():
-                result.mul_(self.communicator.size)
+                result.mul_(self.communicator.world_size)
 
     # What `Binding` asks of the framework.
 

@@ -177,16 +177,16 @@ def case_local_variables_stay_local() -> None:
 class _WithOverflow(CountedTraces):
     """A model whose loss is infinite in one step on one rank."""
 
-    poison: Any = None
+    found_inf: Any = None
 
     def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-        return super().compute_loss(*arguments, **named) * self.poison
+        return super().compute_loss(*arguments, **named) * self.found_inf
 
 
 def case_mixed_precision_skips_an_overflow_everywhere() -> None:
     for spec in ("topk:ratio=0.05", "none"):
         model = keras_model(kind=_WithOverflow)
-        model.poison = tf.Variable(1.0, trainable=False)
+        model.found_inf = tf.Variable(1.0, trainable=False)
         how = compression(spec, model.trainable_variables)
         optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
             hvd_keras.DistributedOptimizer(sgd(), compression=how), initial_scale=1024.0, dynamic_growth_steps=3
@@ -194,7 +194,7 @@ def case_mixed_precision_skips_an_overflow_everywhere() -> None:
         model.compile(optimizer, cross_entropy(), jit_compile=False)
         scales = []
         for step, (inputs, classes) in enumerate(data(8)):
-            model.poison.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
+            model.found_inf.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
             start = weights(model.trainable_variables)
             kept = residuals(how) if step else {}
             model.train_on_batch(inputs, classes)

@@ -38,12 +38,12 @@ class Poisoned(TapeTraining):
     """The loss is infinite on the last rank where `poison` says so."""
 
     def __init__(self, how: Any, **options: Any) -> None:
-        self.poison = tf.Variable(1.0, trainable=False)
+        self.found_inf = tf.Variable(1.0, trainable=False)
         super().__init__(how, **options)
 
     def gradients(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[Any]:
         with tape:
-            loss = loss * self.poison
+            loss = loss * self.found_inf
         self.seen = super().gradients(tape, loss)
         return [tf.where(tf.math.is_finite(gradient), gradient, 0.0) for gradient in self.seen]
 
@@ -52,14 +52,14 @@ def case_non_finite_gradients_are_seen_by_all_and_change_nothing() -> None:
     for spec in ("topk:ratio=0.05", "powersgd:rank=2", "randomk:ratio=0.1"):
         training = Poisoned(spec, graph=False).run(3)
         before = residuals(training.compression)
-        training.poison.assign(np.inf if hvd.rank() == hvd.size() - 1 else 1.0)
+        training.found_inf.assign(np.inf if hvd.rank() == hvd.size() - 1 else 1.0)
         training.step()
         assert not any(np.isfinite(gradient).all() for gradient in training.seen)
         after = residuals(training.compression)
         assert before.keys() == after.keys()
         assert len(before) > 0
         assert all(np.array_equal(before[key], after[key]) for key in before)
-        training.poison.assign(1.0)
+        training.found_inf.assign(1.0)
         assert_same_everywhere(training.run(2).weights)
 
 
@@ -70,12 +70,12 @@ class LossScaled(TapeTraining):
         scaler = tf_keras.mixed_precision.LossScaleOptimizer(
             sgd(), initial_scale=scale, dynamic_growth_steps=growth
         )
-        self.poison = tf.Variable(1.0, trainable=False)
+        self.found_inf = tf.Variable(1.0, trainable=False)
         super().__init__(how, graph=graph, optimizer=scaler, grad_scaler=scaler)
 
     def gradients(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[Any]:
         with tape:
-            loss = self.optimizer.get_scaled_loss(loss) * self.poison
+            loss = self.optimizer.get_scaled_loss(loss) * self.found_inf
         return self.optimizer.get_unscaled_gradients(super().gradients(tape, loss))
 
 
@@ -84,7 +84,7 @@ def case_an_overflow_on_one_rank_is_skipped_everywhere() -> None:
         training = LossScaled(spec)
         scales = []
         for step in range(10):
-            training.poison.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
+            training.found_inf.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
             start, kept = training.weights, residuals(training.compression) if step else {}
             training.step()
             assert np.array_equal(start, training.weights) == (step == 3), step

@@ -14,22 +14,14 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import (
-    Array,
-    Context,
-    Exchange,
-    Outcome,
-    Request,
-    SparseVector,
-    TensorInfo,
-    dtype_bytes,
-)
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, Level, NoCompression
-from hvdcomp.finiteness import flag_of, flag_of_outcomes, flag_request, poison_of
-from hvdcomp.fusion import exchange, part_bytes, request_bytes
-from hvdcomp.ledger import Cost, Ledger, StepCost
-from hvdcomp.memory import Memory, NoMemory
+from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
+from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, flag_request, found_inf_of
+from hvdcomp.exchange.fusion import exchange, part_bytes, request_bytes
+from hvdcomp.exchange.ledger import Cost, Ledger, StepCost
 
 Plan = Mapping[str, Compressor]
 Stage = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array | SparseVector]]
@@ -59,7 +51,7 @@ class _Task:
     cost: Cost
     marks: list[tuple[Any, Any]]  # start and end of each turn of the generator
     compressor: Compressor = field(default_factory=NoCompression)
-    generator: Exchange = field(init=False)
+    generator: Aggregation = field(init=False)
     outcome: Outcome | None = None
     result: Array | None = None  # the outcome's mean, like the gradient
 
@@ -87,7 +79,7 @@ class Engine:
             `SparseVector`, for a nested compressor, stands for nothing of x but the elements at its indices.
         witness: called in each step with x and C(x) of every tensor, by name, as soon as all are known and before
             memories are updated. It may look at them, not change or keep them.
-        poison: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
+        found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
     """
 
     def __init__(
@@ -126,7 +118,7 @@ class Engine:
         self.level: Level | str | None = None
         self.stage: Stage | None = None
         self.witness: SentWitness | None = None
-        self.poison: Array | None = None
+        self.found_inf: Array | None = None
 
     def plan_for(self, compressor: Compressor) -> Plan:
         """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
@@ -214,19 +206,19 @@ class Engine:
         xp = arrays_for(gradients[names[0]])
         factor = None
         if self.memory is not None:
-            factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.size)
+            factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
         tasks = [self._start(xp, name, gradients[name], factor) for name in names]
         replaced = {} if self.stage is None else self.stage(xp, {task.name: task.x for task in tasks})
         for task in tasks:
             self._open(xp, task, replaced.get(task.name, task.x))
-        poison, rounds, overhead = self._run(xp, tasks)
+        found_inf, rounds, overhead = self._run(xp, tasks)
         if self.witness is not None:
             self.witness(xp, {task.name: (task.x, task.outcome.sent) for task in tasks if task.outcome is not None})
-        results = {task.name: self._finish(xp, task, poison) for task in tasks}
-        self._drop_flushed(xp, tasks, poison)
+        results = {task.name: self._finish(xp, task, found_inf) for task in tasks}
+        self._drop_flushed(xp, tasks, found_inf)
         self._enter(xp, tasks, rounds, overhead)
         self.step_number += 1
-        self.poison = poison
+        self.found_inf = found_inf
         return results
 
     def preview(
@@ -241,7 +233,7 @@ class Engine:
         return compressor.preview(xp, x, self._prepare(xp, name, x, compressor, context), context)
 
     def _context(self, name: str, among: Array | None = None) -> Context:
-        return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.size, among)
+        return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size, among)
 
     def _prepare(
         self, xp: ModuleType, name: str, x: Array, compressor: Compressor, context: Context
@@ -251,7 +243,7 @@ class Engine:
         return compressor.prepare(xp, x, kept, context)
 
     @property
-    def only_casts(self) -> bool:
+    def passthrough(self) -> bool:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
         if self._plan_casts is None:
             self._plan_casts = self.casts(self.plan)
@@ -266,7 +258,7 @@ class Engine:
         return cast and isinstance(self.memory_for(compressor), NoMemory)
 
     def enter_casts(self, names: Set[str]) -> None:
-        """Enters, as a step of its own, an exchange that somebody else did because `only_casts` held."""
+        """Enters, as a step of its own, an exchange that somebody else did because `passthrough` held."""
         known = self._cast_cost
         if known is None or known.tensors.keys() != names:
             known = StepCost(tensors={name: self._cost_of_cast(name) for name in self.tensors if name in names})
@@ -324,7 +316,7 @@ class Engine:
         task.compressor = compressor
         task.before.method = compressor.name
         task.before.compressor = self._prepare(xp, name, source, compressor, context)
-        task.generator = compressor.exchange(xp, source, task.before.compressor, context)
+        task.generator = compressor.aggregate(xp, source, task.before.compressor, context)
         task.cost.floats_sent = compressor.payload_floats(tuple(task.gradient.shape))
         task.marks.append((start, xp.mark(task.gradient)))
 
@@ -339,7 +331,7 @@ class Engine:
         overhead = self.bytes_per_tensor * len(tasks)
         rounds: list[tuple[Any, Any]] = []
         waiting = [(task, self._advance(xp, task, None)) for task in tasks]
-        poison = flag = flag_of(xp, [(task.x, request) for task, request in waiting])
+        found_inf = flag = flag_of(xp, [(task.x, request) for task, request in waiting])
         while waiting := [(task, request) for task, request in waiting if request is not None]:
             requests = [request for _, request in waiting]
             if not rounds:
@@ -349,7 +341,7 @@ class Engine:
             name = f"hvdcomp.round{len(rounds)}"
             answers, padding = exchange(xp, self.communicator, requests, name)
             if not rounds:
-                poison = poison_of(xp, requests[-1], answers.pop())
+                found_inf = found_inf_of(xp, requests[-1], answers.pop())
             rounds.append((start, xp.mark(like)))
             overhead += padding
             waiting = [
@@ -357,7 +349,7 @@ class Engine:
                 for (task, _), answer in zip(waiting, answers, strict=True)
             ]
         kept = [(task.result, task.outcome.state) for task in tasks if task.outcome is not None]
-        return poison + flag_of_outcomes(xp, kept), rounds, overhead
+        return found_inf + flag_of_outcomes(xp, kept), rounds, overhead
 
     def _advance(self, xp: ModuleType, task: _Task, answer: Any) -> Request | None:
         start = xp.mark(task.gradient)
@@ -371,22 +363,22 @@ class Engine:
         task.marks.append((start, xp.mark(task.gradient)))
         return request
 
-    def _finish(self, xp: ModuleType, task: _Task, poison: Array) -> Array:
+    def _finish(self, xp: ModuleType, task: _Task, found_inf: Array) -> Array:
         outcome = task.outcome
         assert outcome is not None
         start = xp.mark(task.gradient)
-        result = xp.spoil(task.result, poison)
+        result = xp.spoil(task.result, found_inf)
         memory_state = task.memory.update(xp, task.x, outcome.sent, task.memory_state)
         state = self.states[task.name]
-        state.memory = _select(xp, poison, memory_state, task.before.memory)
+        state.memory = _select(xp, found_inf, memory_state, task.before.memory)
         state.keeper = task.memory
         if not task.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = task.before.method
-            state.compressor = _select(xp, poison, outcome.state, task.before.compressor)
+            state.compressor = _select(xp, found_inf, outcome.state, task.before.compressor)
         task.marks.append((start, xp.mark(task.gradient)))
         return result
 
-    def _drop_flushed(self, xp: ModuleType, tasks: list[_Task], poison: Array) -> None:
+    def _drop_flushed(self, xp: ModuleType, tasks: list[_Task], found_inf: Array) -> None:
         """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error."""
         flushed = [
             task
@@ -395,7 +387,7 @@ class Engine:
             and task.before.memory
             and not task.memory.is_momentum
         ]
-        if flushed and xp.is_zero(poison):
+        if flushed and xp.is_zero(found_inf):
             for task in flushed:
                 self.states[task.name].memory = ()
 
@@ -409,5 +401,5 @@ class Engine:
         self.ledger.record_timed(step, encode, rounds, decode, xp.seconds_between)
 
 
-def _select(xp: ModuleType, poison: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(xp.select(poison, new, old) for new, old in zip(after, before, strict=True))
+def _select(xp: ModuleType, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True))

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.collectives import AllGather, AllReduce, Array, Request, number_of_elements
+from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 # Rows of a gathered buffer begin at multiples of the largest element, so that their parts can be viewed in place.
 _ROW_ALIGNMENT = 8

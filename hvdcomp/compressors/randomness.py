@@ -12,7 +12,8 @@ from types import ModuleType
 
 import numpy as np
 
-from hvdcomp.collectives import Array, Context
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.protocol import Context
 
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:

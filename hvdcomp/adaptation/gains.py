@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from hvdcomp.adaptation.gradient_sums import densified, error_energy, error_terms
+from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array, SparseVector, dtype_bytes
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
-from hvdcomp.engine import Plan
-from hvdcomp.levels import Plans
-from hvdcomp.policies.base import Gains
+from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.exchange.engine import Plan
+from hvdcomp.policies.base import GravacGains
 from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
-from hvdcomp.statistics import densified, error_energy, error_terms
 
 Sent = dict[str, Array | SparseVector]  # C(x) by tensor name
 
@@ -153,7 +154,7 @@ class TwoLevels:
         self._weights += [weights for _, weights in rows.values()]
         return [array for array, _ in rows.values()]
 
-    def gains(self) -> Gains:
+    def gains(self) -> GravacGains:
         """The gains of the whole model in the last step, which was due; 1.0 if there was nothing to compress.
 
         Waits for the device.
@@ -167,7 +168,7 @@ class TwoLevels:
                         energies[place] += weight * norm * norm
         energy, *lost = energies
         first, *second = (error_gain(energy, each) for each in lost)
-        return Gains(first, second[0] if second else None, self._engine.communicator.size)
+        return GravacGains(first, second[0] if second else None, self._engine.communicator.world_size)
 
     def seconds(self) -> float:
         """What the last step spent only to learn gains; 0.0 where the device has not come that far yet."""

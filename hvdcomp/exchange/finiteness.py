@@ -1,8 +1,8 @@
 """How all ranks learn that a step is not to count, because something in it is not finite.
 
 Each rank makes a flag, an element that is 0, or NaN if what it would send holds an inf or NaN. The flags travel with
-the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's "poison". What the ranks
-make of the exchange is the same on all of them, so that each by itself sees there what the others see, and adds it.
+the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's `found_inf`. What the
+ranks make of the exchange is the same on all of them, so that each by itself sees what the others see, and adds it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.collectives import AllGather, AllReduce, Array, Request
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
 def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> Array:
@@ -28,7 +29,7 @@ def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> 
         and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
         and xp.dtype_name(x) != "float16"
     ]
-    return xp.poison([x for x, _ in waiting] + casts)
+    return xp.found_inf([x for x, _ in waiting] + casts)
 
 
 def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]]) -> Array:
@@ -39,7 +40,7 @@ def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array
     Args:
         outcomes: of each tensor the result, and the compressor's state for the next step.
     """
-    return xp.poison([array for result, state in outcomes for array in (result, *state)])
+    return xp.found_inf([array for result, state in outcomes for array in (result, *state)])
 
 
 def flag_request(xp: ModuleType, requests: Sequence[Request], flag: Array) -> Request:
@@ -50,7 +51,7 @@ def flag_request(xp: ModuleType, requests: Sequence[Request], flag: Array) -> Re
     return AllGather((flag,))
 
 
-def poison_of(xp: ModuleType, request: Request, answer: Any) -> Array:
+def found_inf_of(xp: ModuleType, request: Request, answer: Any) -> Array:
     """What the ranks' flags come to, float32 (1,), from the answer to `flag_request`'s request."""
     total = sum(part for (part,) in answer) if isinstance(request, AllGather) else answer
     return xp.astype(total, "float32")

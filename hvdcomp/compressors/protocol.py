@@ -10,7 +10,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Array = Any  # a NumPy array, torch.Tensor or tf.Tensor; the array functions of `hvdcomp.arrays` tell them apart
+from hvdcomp.arrays.types import Array, number_of_elements
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 Request = AllReduce | AllGather
-Exchange = Generator[Request, Any, Outcome]
+Aggregation = Generator[Request, Any, Outcome]
 
 
 @dataclass(frozen=True)
@@ -83,24 +83,5 @@ class Context:
     step: int
     seed: int
     rank: int
-    size: int
+    world_size: int
     among: Array | None = None
-
-
-def number_of_elements(shape: tuple[int, ...]) -> int:
-    """Product of the dimensions; 1 for a scalar."""
-    count = 1
-    for dimension in shape:
-        count *= dimension
-    return count
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a floating-point type."""
-    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype]
-
-
-def allreduce_dtype(dtype: str) -> str:
-    """The element type in which values of a type are summed: their own, but float32 for bfloat16, which Horovod
-    cannot add."""
-    return "float32" if dtype == "bfloat16" else dtype

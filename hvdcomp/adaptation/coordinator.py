@@ -19,19 +19,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdcomp.agreement import require_same_levels
-from hvdcomp.broadcast import Broadcaster, MessageChannel
-from hvdcomp.collectives import Array
-from hvdcomp.decision_log import DecisionLog
-from hvdcomp.engine import Engine
+from hvdcomp.adaptation.channel import Broadcaster, MessageChannel
+from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.adaptation.gains import LevelProbe, TwoLevels
+from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.plans import Plans, batch_of, levelled_tensors
+from hvdcomp.adaptation.step_counter import Progress, StepClock
+from hvdcomp.adaptation.wants import Wants
+from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.gains import LevelProbe, TwoLevels
-from hvdcomp.levels import Plans, batch_of, levelled_tensors
+from hvdcomp.exchange.agreement import require_same_levels
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.base import LearningRates, Period, Policy, Statistic, Statistics, Survey, Timing
-from hvdcomp.policies.decisions import BatchSize, Decision, Joint, MultiLevel, Probe, decision_to_json
-from hvdcomp.progress import Progress, StepClock
-from hvdcomp.statistics import AccumulatedGradients
-from hvdcomp.wants import Wants
+from hvdcomp.policies.decisions import BatchSize, Decision, LevelsAndBatch, MultiLevel, Probe, decision_to_json
 
 Rates = tuple[float, ...]
 
@@ -143,15 +143,15 @@ class Coordinator:
             self._receive()
             self._take_up_in_step()
 
-    def observe(self, gradients: Mapping[str, Array], factor: float, poison: Array | None) -> None:
+    def observe(self, gradients: Mapping[str, Array], factor: float, found_inf: Array | None) -> None:
         """Adds gradients of a step to what is accumulated: this rank's own, or the aggregated ones, as `source` says.
 
         Args:
             factor: what they are multiplied with, beside the number of batches that they are the mean of.
-            poison: the element that is NaN if the step does not count; None where that is not known.
+            found_inf: the element that is NaN if the step does not count; None where that is not known.
         """
         if self.observes:
-            self._sums.add(gradients, factor * self.batch_size.accumulation, poison)
+            self._sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
 
     @property
     def observes(self) -> bool:
@@ -202,7 +202,7 @@ class Coordinator:
                 compressor=str(self._engine.compressor),
                 tensors={name: self._engine.tensors[name].shape for name in self.names},
                 steps_per_epoch=self.progress.steps_per_epoch,
-                ranks=self._engine.communicator.size,
+                ranks=self._engine.communicator.world_size,
                 state=self.policy.to_json(self._latest),
                 decision=decision_to_json(self.policy.decision(self._latest)),
             )
@@ -236,7 +236,7 @@ class Coordinator:
         if self.policy.lag:
             told["gains"] = self._stage.gains()  # first, because it waits for the device: then times are known too
         seconds = self.clock.lap()
-        samples = steps * self._engine.communicator.size * self.batch_size.accumulation
+        samples = steps * self._engine.communicator.world_size * self.batch_size.accumulation
         told["timing"] = Timing(samples, seconds, self._stage.seconds())
         return told
 
@@ -254,7 +254,7 @@ class Coordinator:
 
     @property
     def _changes_batch(self) -> bool:
-        return isinstance(self.decision, BatchSize | Joint)
+        return isinstance(self.decision, BatchSize | LevelsAndBatch)
 
     def _decide_now(self, following: Rates) -> None:
         assert self._ended is not None

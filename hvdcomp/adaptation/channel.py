@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 
 _HEADER_BYTES = 8

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import Router
-from hvdcomp.engine import Engine, Plan
-from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Joint, Levels, Methods, MultiLevel, Probe
-from hvdcomp.spec import parse_compressor
+from hvdcomp.exchange.engine import Engine, Plan
+from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Levels, LevelsAndBatch, Methods, MultiLevel, Probe
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class Plans:
 
     def of(self, decision: Decision) -> Plan:
         """The plan of one decision."""
-        if isinstance(decision, Joint):
+        if isinstance(decision, LevelsAndBatch):
             return self.of(decision.levels)
         if isinstance(decision, Levels):
             return self._with({name: self.engine.compressor.at_level(at) for name, at in decision.levels.items()})
@@ -86,12 +86,12 @@ def at_factor(engine: Engine, name: str, factor: float) -> Compressor:
     tensor, compressor = engine.tensors[name], engine.compressor
     while isinstance(compressor, Router):  # not `route`: what saves nothing at its own level may do so at another
         compressor = compressor.choose(tensor)
-    level, least = compressor.level_for(factor, tensor.shape), compressor.least_level(engine.communicator.size)
+    level, least = compressor.level_for(factor, tensor.shape), compressor.least_level(engine.communicator.world_size)
     return compressor.at_level(level if level is None or least is None else max(level, least))
 
 
 def batch_of(decision: Decision) -> BatchSize:
     """The part of a decision that is about the batch; the starting batch if there is none."""
-    if isinstance(decision, Joint):
+    if isinstance(decision, LevelsAndBatch):
         return decision.batch_size
     return decision if isinstance(decision, BatchSize) else BatchSize(accumulation=1, learning_rate_factor=1.0)

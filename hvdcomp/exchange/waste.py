@@ -6,7 +6,7 @@ import contextlib
 import warnings
 
 from hvdcomp.compressors import NoCompression
-from hvdcomp.engine import Engine, Plan
+from hvdcomp.exchange.engine import Engine, Plan
 
 _NOTICEABLE = 0.01  # of the bytes of all tensors, uncompressed; below it are a few small tensors
 _NAMED = 3

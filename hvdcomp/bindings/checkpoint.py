@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdcomp.collectives import Array
-from hvdcomp.coordinator import Coordinator
-from hvdcomp.engine import Engine, TensorState
+from hvdcomp.adaptation.coordinator import Coordinator
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.memory import parse_memory
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.ledger import Cost
-from hvdcomp.spec import parse_memory
+from hvdcomp.exchange.engine import Engine, TensorState
+from hvdcomp.exchange.ledger import Cost
 
 FORMAT = 2  # to be raised with every change of what a state holds
 Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
@@ -53,7 +53,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
     }
     own = {
         "rank": engine.communicator.rank,
-        "size": engine.communicator.size,
+        "size": engine.communicator.world_size,
         "residuals": residuals,
         "coordinator": None if coordinator is None else coordinator.own_state(copy),
         "totals": dataclasses.asdict(engine.ledger.totals),
@@ -83,11 +83,11 @@ def restore(
             method=warm["method"], compressor=tuple(place(array, name) for array in warm["arrays"])
         )
     communicator = engine.communicator
-    if own["size"] != communicator.size:
+    if own["size"] != communicator.world_size:
         if communicator.rank == 0:
             warnings.warn(
-                f"the checkpoint was written by {own['size']} ranks, this run has {communicator.size}: what was left "
-                "to be sent (residuals) is lost and starts at zero",
+                f"the checkpoint was written by {own['size']} ranks, this run has {communicator.world_size}: what was "
+                "left to be sent (residuals) is lost and starts at zero",
                 stacklevel=2,
             )
     elif own["rank"] != communicator.rank:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.decision_log import Decided, DecisionLogError, Start, read_decisions, to_json, with_numbers
-from hvdcomp.policies import Policy, decision_to_json
-from hvdcomp.spec import parse_policy
+from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, read_decisions, to_json, with_numbers
+from hvdcomp.policies import Policy, decision_to_json, parse_policy
 
 ABSENT = object()
 """In place of a value that one of the two sides does not have."""

@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy
 
 import hvdcomp
-from hvdcomp import checkpoint
-from hvdcomp.agreement import WEIGHTS, refused_on_every_rank, require_agreement, require_same_levels
-from hvdcomp.broadcast import Broadcaster, CommunicatorBroadcaster
-from hvdcomp.collectives import Array, TensorInfo
+from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
+from hvdcomp.adaptation.coordinator import Coordinator
+from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.arrays.types import Array
+from hvdcomp.bindings import checkpoint
 from hvdcomp.communicators import HorovodCommunicator
-from hvdcomp.coordinator import Coordinator
-from hvdcomp.decision_log import DecisionLog
-from hvdcomp.engine import Engine
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement, require_same_levels
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import Auto, LevelSchedule, Policy
 from hvdcomp.policies.base import Survey
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.waste import WasteWarning
 
 if TYPE_CHECKING:
     from hvdcomp.compression import Compression
@@ -155,7 +156,7 @@ class Binding(ABC):
         """
         if self.communicator.is_stale:
             raise ConfigurationError(
-                f"Horovod was started anew, and rank {self.communicator.rank} of {self.communicator.size} is now "
+                f"Horovod was started anew, and rank {self.communicator.rank} of {self.communicator.world_size} is now "
                 "another one: hvdcomp does not follow elastic changes by itself. After each make a new "
                 "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
             )
@@ -183,7 +184,7 @@ class Binding(ABC):
         Args:
             total: the sum of the ranks' `presence`.
         """
-        size = self.communicator.size
+        size = self.communicator.world_size
         present = total / PRESENCE
         if abs(present - size) > 0.5:
             raise ConfigurationError(
@@ -199,8 +200,8 @@ class Binding(ABC):
         if self.coordinator is not None:
             self.coordinator.before_exchange()
         results = self.engine.step(gradients)
-        self.observe("local", gradients, self.engine.poison)
-        self.observe("aggregated", results, self.engine.poison)
+        self.observe("local", gradients, self.engine.found_inf)
+        self.observe("aggregated", results, self.engine.found_inf)
         self.end_step()
         return results
 
@@ -209,10 +210,10 @@ class Binding(ABC):
         if self.coordinator is not None:
             self.coordinator.end_step()
 
-    def observe(self, source: str, gradients: Mapping[str, Array], poison: Array | None = None) -> None:
+    def observe(self, source: str, gradients: Mapping[str, Array], found_inf: Array | None = None) -> None:
         """Shows gradients of a step to the coordinator, which looks at them if they are what its policy wants."""
         if self.coordinator is not None and self.coordinator.source == source:
-            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0), poison)
+            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0), found_inf)
 
     @property
     def needs_engine(self) -> bool:
@@ -326,8 +327,8 @@ class Binding(ABC):
 
     def _make_survey(self, policy: Auto) -> Survey | None:
         """What rank 0's policy has to choose from. A calibration that will not do is told to all with the settings."""
+        from hvdcomp.adaptation.candidates import survey_of
         from hvdcomp.perfmodel import CalibrationError
-        from hvdcomp.survey import survey_of
 
         if self.communicator.rank != 0:
             return None

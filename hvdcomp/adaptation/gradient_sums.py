@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array, SparseVector, number_of_elements
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors.protocol import SparseVector
 
 
 class AccumulatedGradients:
@@ -22,8 +23,8 @@ class AccumulatedGradients:
     def __init__(self) -> None:
         self.sums: dict[str, Array] = {}
 
-    def add(self, gradients: Mapping[str, Array], factor: float, poison: Array | None = None) -> None:
-        """Adds `factor` times the gradients of a step, unless the element `poison` is NaN."""
+    def add(self, gradients: Mapping[str, Array], factor: float, found_inf: Array | None = None) -> None:
+        """Adds `factor` times the gradients of a step, unless the element `found_inf` is NaN."""
         if not gradients:
             return
         arrays = list(gradients.values())
@@ -33,9 +34,9 @@ class AccumulatedGradients:
                 if name not in self.sums:
                     wide = "float32" if xp.item_size(gradient) < 4 else xp.dtype_name(gradient)
                     self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
-        if poison is None:
-            poison = xp.zeros((1,), like=arrays[0])
-        totals = xp.add_scaled([self.sums[name] for name in gradients], arrays, factor, poison)
+        if found_inf is None:
+            found_inf = xp.zeros((1,), like=arrays[0])
+        totals = xp.add_scaled([self.sums[name] for name in gradients], arrays, factor, found_inf)
         self.sums.update(zip(gradients, totals, strict=True))
 
     def clear(self) -> None:

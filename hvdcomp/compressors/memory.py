@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.collectives import Array, SparseVector
-from hvdcomp.described import Described
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.described import Described
+from hvdcomp.specs.parsing import parse
 
 State = tuple[Array, ...]
 
@@ -184,3 +186,12 @@ def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
 
 
 MEMORIES: dict[str, type[Memory]] = {kind.name: kind for kind in (ErrorFeedback, MomentumCorrection, NoMemory)}
+
+
+def parse_memory(spec: str) -> Memory:
+    """The memory that a spec string describes: `error_feedback`, `error_feedback:decay=0.9` or `none`.
+
+    Raises:
+        SpecError: for an unknown name or setting, or a value of the wrong kind; lists what exists.
+    """
+    return parse(spec, MEMORIES, "memory")

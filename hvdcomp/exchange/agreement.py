@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.collectives import Array
+from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 

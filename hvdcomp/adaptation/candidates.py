@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hvdcomp.collectives import TensorInfo, number_of_elements
-from hvdcomp.engine import Engine, Plan
-from hvdcomp.levels import Plans, levelled_tensors
+from hvdcomp.adaptation.plans import Plans, levelled_tensors
+from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine, Plan
 from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.policies.auto import DENSE
@@ -51,7 +52,7 @@ def survey_of(
     calibration = load(source)
     facts = _facts(calibration, engine.tensors.values(), source, model)
     try:
-        setting = Setting(engine.communicator.size, batch_size=batch)
+        setting = Setting(engine.communicator.world_size, batch_size=batch)
         return _Model(engine, calibration, facts, setting, overlaps).survey(source)
     except ValueError as error:
         if isinstance(error, CalibrationError):

@@ -1,0 +1,26 @@
+"""What an array is, and how large: what all parts may know without knowing any framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any  # a NumPy array, torch.Tensor or tf.Tensor; the array functions of `hvdcomp.arrays` tell them apart
+
+
+def number_of_elements(shape: tuple[int, ...]) -> int:
+    """Product of the dimensions; 1 for a scalar."""
+    count = 1
+    for dimension in shape:
+        count *= dimension
+    return count
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a floating-point type."""
+    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype]
+
+
+def allreduce_dtype(dtype: str) -> str:
+    """The element type in which values of a type are summed: their own, but float32 for bfloat16, which Horovod
+    cannot add."""
+    return "float32" if dtype == "bfloat16" else dtype

@@ -1,0 +1,1 @@
+"""What the bindings of all frameworks share."""

@@ -1,0 +1,63 @@
+"""Spec strings of compressors, routers included."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from hvdcomp.compressors import COMPRESSORS, Compressor
+from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, require_nested
+from hvdcomp.errors import SpecError
+from hvdcomp.specs.parsing import convert, parse
+
+
+def parse_compressor(spec: str) -> Compressor:
+    """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
+
+    A JSON object gives different tensors different compressors, by the first rule that holds: a pattern of names, or
+    `numel<N` or `ndim<N` for tensors of less than N elements or dimensions. A rule's value is a spec string or again
+    such an object: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
+
+    Raises:
+        SpecError: for an unknown method or field, a missing field, or a value of the wrong kind; lists what exists.
+    """
+    if not spec.lstrip().startswith("{"):
+        return parse(spec, COMPRESSORS, "compressor")
+    try:
+        return _router(json.loads(spec, object_pairs_hook=tuple))
+    except json.JSONDecodeError as error:
+        raise SpecError(f"{spec!r} is not a JSON object: {error}") from None
+    except RecursionError:  # in the JSON decoder, which is deeper than any router may be
+        require_nested(sys.getrecursionlimit())
+        raise
+
+
+def _router(rules: tuple[tuple[str, Any], ...], depth: int = 1) -> Compressor:
+    """The router of some rules: names before the first condition, and all that follows it in the router below it."""
+    require_nested(depth)
+    patterns = []
+    for place, (key, value) in enumerate(rules):
+        condition = CONDITION.fullmatch(key.strip())
+        if condition is None:
+            patterns.append((key, _routed(value, depth)))
+            continue
+        rest = rules[place + 1 :]
+        if not rest:
+            raise SpecError(f'no rule follows {key!r}; end with one for all other tensors, such as "*": "none"')
+        inner = depth + bool(patterns)
+        otherwise = _routed(rest[0][1], inner) if len(rest) == 1 and rest[0][0] == ANY else _router(rest, inner + 1)
+        kind = {"numel": BySize, "ndim": ByDimensions}[condition[1]]
+        threshold = convert(condition[2], int, key)
+        router = kind(threshold, _routed(value, inner), otherwise)
+        return ByName([*patterns, (ANY, router)]) if patterns else router
+    return ByName(patterns)
+
+
+def _routed(value: Any, depth: int) -> Compressor:
+    """The compressor of a rule of a router that is the `depth`-th from the outermost."""
+    if isinstance(value, str):
+        return parse_compressor(value)
+    if isinstance(value, tuple):
+        return _router(value, depth + 1)
+    raise SpecError(f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object of such")

@@ -1,0 +1,1 @@
+"""One step: the engine, what it fuses, what it counts, and how ranks learn that something is wrong."""

@@ -1,0 +1,75 @@
+"""What a user asked for, checked as far as that can be done before a training begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hvdcomp.compressors import Compressor, Level
+from hvdcomp.compressors.contraction import methods_of, require_bounded_residuals
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.policies.decisions import Factors, MultiLevel, Probe
+
+# The hardest level is asked for with a factor and a tensor beyond all that is in use.
+_HARDEST_FACTOR = 1e12
+_LARGEST_TENSOR = (2**20, 2**20)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user asked for: all that must be the same on every rank."""
+
+    compressor: Compressor
+    memory: Memory | None
+    seed: int
+    min_numel: int
+    min_ndim: int
+    policy: LevelSchedule | Policy[Any] | None
+    steps_per_epoch: int | None
+
+    def describe(self) -> dict[str, Any]:
+        """The settings in words, for comparing ranks and for messages."""
+        return {
+            "compressor": str(self.compressor),
+            "memory": "default" if self.memory is None else str(self.memory),
+            "policy": "constant" if self.policy is None else str(self.policy),
+            "steps_per_epoch": self.steps_per_epoch,
+            "seed": self.seed,
+            "min_numel": self.min_numel,
+            "min_ndim": self.min_ndim,
+        }
+
+
+def check_policy(
+    policy: LevelSchedule | Policy[Any], steps_per_epoch: int | None, compressor: Compressor, memory: Memory | None
+) -> None:
+    """The policy's own `check`, and `require_bounded_residuals` of all levels that it may set.
+
+    Raises:
+        SpecError: if the policy cannot work with this compressor, memory or run.
+    """
+    policy.check(steps_per_epoch, _Watched(compressor, memory))
+    if isinstance(policy, Policy) and isinstance(
+        policy.decision(policy.initial_state(())), Factors | MultiLevel | Probe
+    ):  # any level may come of a compression factor
+        for method in methods_of(compressor):
+            hardest = method.at_level(method.level_for(_HARDEST_FACTOR, _LARGEST_TENSOR))
+            require_bounded_residuals(hardest, memory)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """What a policy sees of a compressor; the levels that it asks for are looked at."""
+
+    compressor: Compressor
+    memory: Memory | None
+
+    @property
+    def level(self) -> Level | None:
+        return self.compressor.level
+
+    def at_level(self, level: Level | None) -> Compressor:
+        chosen = self.compressor.at_level(level)
+        require_bounded_residuals(chosen, self.memory)
+        return chosen

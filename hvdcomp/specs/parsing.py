@@ -1,0 +1,98 @@
+"""Spec strings: `name:field=value,field=value`, the way to name a method on a command line or in a manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from hvdcomp.errors import SpecError
+from hvdcomp.specs.described import Described, after_name
+from hvdcomp.specs.suggestions import did_you_mean
+
+Kind = TypeVar("Kind", bound=Described)
+
+_TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
+    """The object that a spec string describes.
+
+    Args:
+        spec: a name, and after a colon its settings.
+        kinds: classes by name.
+        what: the word for them in errors, such as "compressor".
+
+    Raises:
+        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
+    """
+    name, rest = _split(spec.strip(), kinds)
+    if name not in kinds:
+        guess = did_you_mean(name, kinds)
+        raise SpecError(f"unknown {what} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
+    kind = kinds[name]
+    types = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for setting in rest.split(",") if rest else []:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if key not in fields or not equals:
+            guess = did_you_mean(key, fields)
+            raise SpecError(f"{setting!r} in {spec!r} is not a setting of {name}{guess}; {_usage(kind, fields)}")
+        if key in values:
+            raise SpecError(f"{key!r} is set twice in {spec!r}")
+        values[key] = convert(text, types[key], f"{key}={text} in {spec!r}")
+    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in values]
+    if missing:
+        others = [f", or {other!r}" for other in kinds if other.startswith(f"{name}:")]
+        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}{''.join(others)}")
+    return kind(**values)
+
+
+def _split(spec: str, names: Iterable[str]) -> tuple[str, str]:
+    """A spec's name and its settings. Some names have a colon themselves."""
+    for name in names:
+        if ":" in name and (spec == name or spec.startswith(name + after_name(name))):
+            return name, spec[len(name) + 1 :]
+    name, _, rest = spec.partition(":")
+    return name, rest
+
+
+def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> str:
+    if not fields:
+        return f"{kind.name} has no settings: write {kind.name!r}"
+    others = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
+    words = f"write {kind.examples[0]!r}"
+    return f"{words}, for example; by default {', '.join(others)}" if others else f"{words}, for example"
+
+
+def convert(text: str, kind: Any, where: str) -> Any:
+    """A value of a type from its text; `where` names it in the error.
+
+    Raises:
+        SpecError: if the text is not of that type.
+    """
+    if kind is bool:
+        if text.lower() not in _TRUTH:
+            raise SpecError(f"{where}: expected true or false")
+        return _TRUTH[text.lower()]
+    if kind is str:
+        return text
+    if typing.get_origin(kind) is tuple:
+        return tuple(_number(part, where) for part in text.split("|"))
+    if kind not in (int, float):
+        return _number(text, where)
+    try:
+        return kind(text)
+    except ValueError:
+        expected = "a whole number" if kind is int else "a number"
+        raise SpecError(f"{where}: expected {expected}") from None
+
+
+def _number(text: str, where: str) -> float | int:
+    """A whole number where the text is one, else a float."""
+    try:
+        return int(text)
+    except ValueError:
+        return convert(text, float, where)
