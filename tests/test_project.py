@@ -113,7 +113,7 @@ def test_the_source_distribution_holds_every_file(sdist: Path) -> None:
 def test_its_tests_run_from_it(sdist: Path) -> None:
     """Some that look at the folders beside the package."""
     chosen = [
-        *("test_project.py", "test_docker_file.py", "test_makefile.py", "test_compressors_command.py"),
+        *("test_project.py", "test_docker_file.py", "test_makefile.py", "test_compressors_command.py", "test_docs.py"),
         *("test_perfmodel_calibration.py", "test_launch_slurm.py::test_examples_are_what_the_command_prints"),
         "test_launch_k8s_manifests.py::test_it_is_what_the_definition_of_mpijob_says",
     ]
