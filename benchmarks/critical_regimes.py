@@ -25,7 +25,7 @@ from torch import nn
 from hvdcomp.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian_eigenvalue
 from hvdcomp.diagnostics.plot import draw
 from hvdcomp.train.data import epoch_shard, load_data
-from hvdcomp.train.models import build_model
+from hvdcomp.train.frameworks import build_model
 from hvdcomp.train.settings import Settings, SetupError
 
 _BATCH = 256  # of the passes for the Hessian; the result does not depend on it

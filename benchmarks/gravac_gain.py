@@ -27,8 +27,9 @@ from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import TopK
 from hvdcomp.compressors.protocol import SparseVector, TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.train.data import DataSet, epoch_shard, load_data
-from hvdcomp.train.models import build_model
+from hvdcomp.train.data import epoch_shard, load_data
+from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.frameworks import build_model
 from hvdcomp.train.settings import Settings
 
 BYTES_OF_A_PAIR = 8  # a float32 value and its index

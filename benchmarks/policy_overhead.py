@@ -56,7 +56,7 @@ class Training:
 
         import hvdcomp
         from hvdcomp.train.data import load_data
-        from hvdcomp.train.models import build_model
+        from hvdcomp.train.frameworks import build_model
         from hvdcomp.train.settings import Settings
 
         settings = Settings(model="cnn", data="digits").resolved()

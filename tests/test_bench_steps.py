@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.bench import steps as runs
-from hvdcomp.bench.compare import auto_summary, choices, compare, errors, gains, summary, write
+from hvdcomp.bench.compare import choices, compare, errors, gains
+from hvdcomp.bench.compare_files import auto_summary, summary, write
 from hvdcomp.commands.bench import _steps_command, command
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json

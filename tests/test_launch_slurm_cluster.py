@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hvdcomp.train.checkpoints import EXIT_SAVED
+from hvdcomp.launch.promise import EXIT_SAVED
 from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from tests.test_launch_slurm import _HOSTILE
 

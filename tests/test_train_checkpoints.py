@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvdcomp.train.checkpoints import EXIT_SAVED
+from hvdcomp.launch.promise import EXIT_SAVED
 from tests.launch import run_ranks
 from tests.test_train_data import _write_cifar10
 
@@ -29,7 +29,7 @@ import click
 
 from hvdcomp.commands.train import command
 from hvdcomp.train import trainer
-from hvdcomp.train.learner import learner_class
+from hvdcomp.train.frameworks import learner_class
 
 trainer._STEPS_BETWEEN_CHECKS = 3
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))

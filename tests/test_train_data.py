@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from hvdcomp.train import data as data_module
 from hvdcomp.train import data_cifar, data_text
 from hvdcomp.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
+from hvdcomp.train.dataset import DataSet, augment
 from hvdcomp.train.settings import Settings, SetupError
 
 
-def _load(**options: object) -> data_module.DataSet:
+def _load(**options: object) -> DataSet:
     return load_data(Settings(**options).resolved())  # type: ignore[arg-type]
 
 
@@ -148,7 +149,7 @@ def test_standard_library_cannot_be_longer_than_it_is() -> None:
 
 def test_augmentation_shifts_and_flips_whole_images() -> None:
     images = np.arange(1, 1 + 6 * 3 * 32 * 32, dtype=np.float32).reshape(6, 3, 32, 32)
-    augmented = data_module.augment(images, np.random.default_rng(0))
+    augmented = augment(images, np.random.default_rng(0))
     assert augmented.shape == images.shape
     assert augmented.dtype == images.dtype
     for before, after in zip(images, augmented, strict=True):

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdcomp.train.models import build_model  # noqa: E402
+from hvdcomp.train.frameworks import build_model  # noqa: E402
 from hvdcomp.train.settings import IMAGE_MODELS, SetupError  # noqa: E402
 
 

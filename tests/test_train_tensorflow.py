@@ -21,7 +21,7 @@ tf_keras = pytest.importorskip("tf_keras")
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
 from hvdcomp.train import environment  # noqa: E402
-from hvdcomp.train.models import build_model  # noqa: E402
+from hvdcomp.train.frameworks import build_model  # noqa: E402
 from hvdcomp.train.settings import MODELS, SetupError  # noqa: E402
 
 _COMMAND = str(Path(sys.executable).parent / "hvdcomp")
@@ -267,7 +267,7 @@ import numpy as np
 from hvdcomp.train import environment
 environment.prepare_mpi()
 from hvdcomp.train.data import load_data
-from hvdcomp.train.learner import learner_class
+from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.settings import Settings
 

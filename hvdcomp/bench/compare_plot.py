@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from hvdcomp.bench.compare import Gain, Row
+from hvdcomp.bench.compare import Gain, Row
 
 _FP16, _BEST = "#b9b9b9", "#0072b2"
 _UNITS = {"mbit": "Mb/s", "gbit": "Gb/s"}

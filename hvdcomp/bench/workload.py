@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.train.models import build_model
+from hvdcomp.train.frameworks import build_model
 from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
 
 _IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, size, classes

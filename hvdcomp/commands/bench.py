@@ -143,7 +143,8 @@ def steps(
     On each cluster: calibrates, and in turns with that trains with dense gradients, Horovod's fp16 and each compressor.
     """
     from hvdcomp.bench import steps as runs
-    from hvdcomp.bench.compare import HEADINGS, auto_summary, cells, choices, compare, gains, place_of, summary, write
+    from hvdcomp.bench.compare import choices, compare, gains, place_of
+    from hvdcomp.bench.compare_files import HEADINGS, auto_summary, cells, summary, write
 
     try:
         import matplotlib  # noqa: F401

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
-from hvdcomp.train.checkpoints import EXIT_SAVED
 from hvdcomp.train.settings import DATA, FRAMEWORKS, MODELS, Settings
 
 _DEFAULTS = Settings()
@@ -110,7 +110,7 @@ def command(context: click.Context, **options: Any) -> None:
     environment.prepare_mpi()
     settings = Settings(**options)
     try:
-        from hvdcomp.train.learner import learner_class
+        from hvdcomp.train.frameworks import learner_class
         from hvdcomp.train.ranks import Ranks, RunRefused
         from hvdcomp.train.trainer import train
 

@@ -1,4 +1,4 @@
-"""Whether Horovod found as many ranks as the launcher started.
+"""What a launcher and a training program agree on: the number of ranks, and the exit code of a run that was saved.
 
 When MPI and the launcher do not understand each other, N processes each train alone as a world of size 1, and nothing
 else says so. `hvdcomp launch` tells the job its size in HVDCOMP_EXPECTED_SIZE; other launchers set variables of their
@@ -17,6 +17,13 @@ EXPECTED_SIZE = "HVDCOMP_EXPECTED_SIZE"
 LAUNCHERS = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """Set by horovodrun (Gloo), Open MPI's mpirun, and srun. The inner launcher counts, and an outer one's stay set; so
 SLURM_NTASKS is not asked, which is the size of the allocation and not of what runs in it."""
+
+EXIT_SAVED = 213
+"""The exit code of a rank that was told to stop, saved a checkpoint and stopped. No other end of a program gives it.
+
+A launcher may kill the last ranks while they end, and srun returns the largest code of all ranks: this code is above
+those of signals, which are 128 and the signal's number.
+"""
 
 _WAYS_OUT = (
     "the launcher and Horovod do not understand each other (with srun, add --mpi=pmix; with mpirun, take the MPI that "

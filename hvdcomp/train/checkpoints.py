@@ -28,13 +28,6 @@ from hvdcomp.train.learner import Learner
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.settings import Settings, SetupError
 
-EXIT_SAVED = 213
-"""The exit code of a rank that saved a checkpoint and stopped because it was told to: none that means anything else.
-
-A launcher may kill the last ranks while they end, and srun returns the largest code of all: this one is above those of
-signals, which are 128 and the signal's number.
-"""
-
 _FORMAT = 2
 _FORMATS = (1, _FORMAT)  # the first one had no digests
 _COMPLETE = re.compile(r"step-(\d+)")

@@ -1,70 +1,21 @@
 """The data of the reference training program, held in memory, and how each epoch deals it to the ranks.
 
-All of it is NumPy, so that every framework trains on the same batches in the same order. Every data set is four
-arrays. Images are (N, channels, size, size) with integer labels (N,); text is token
-ids (N, length) whose targets, the same ids one further, are (N, length). What is trained on and what is
-tested on never depends on the seed.
+All of it is NumPy, so that every framework trains on the same batches in the same order. Which samples are for training
+and which for testing never depends on the seed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 
+from hvdcomp.train import data_cifar, data_text
+from hvdcomp.train.dataset import DataSet, image_data
 from hvdcomp.train.settings import Settings, SetupError
 
 # Numbers of what is drawn at random from one seed; the shuffles of the epochs take those that follow.
 _PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """Training and test arrays, and what a model must know of them.
-
-    Attributes:
-        classes: labels, or the tokens of the vocabulary.
-        mean, std: per channel, in the units of the stored images; None for text.
-        augment: whether training images are flipped and shifted.
-    """
-
-    train_x: np.ndarray
-    train_y: np.ndarray
-    test_x: np.ndarray
-    test_y: np.ndarray
-    classes: int
-    mean: np.ndarray | None = None
-    std: np.ndarray | None = None
-    augment: bool = False
-
-    @property
-    def is_text(self) -> bool:
-        return self.mean is None
-
-    @property
-    def channels(self) -> int:
-        return 0 if self.is_text else self.train_x.shape[1]
-
-    @property
-    def size(self) -> int:
-        """Height and width of an image in pixels, or the length of a sequence in tokens."""
-        return self.train_x.shape[-1]
-
-    def model_input(self, x: np.ndarray) -> np.ndarray:
-        """Stored images as models want them: float, mean 0, standard deviation 1 per channel. Text as it is."""
-        if self.mean is None or self.std is None:
-            return x
-        return (x.astype(np.float32) - self.mean[:, None, None]) / self.std[:, None, None]
-
-    def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of these training samples, augmented by `draws` where the data set is."""
-        x = self.train_x[samples]
-        return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
-
-    def test_batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of these test samples."""
-        return self.model_input(self.test_x[samples]), self.test_y[samples]
 
 
 def load_data(settings: Settings) -> DataSet:
@@ -73,8 +24,6 @@ def load_data(settings: Settings) -> DataSet:
     Raises:
         SetupError: a file is missing or damaged, or there are fewer samples than asked for.
     """
-    from hvdcomp.train import data_cifar, data_text
-
     loaders = {
         "digits": lambda: digits(),
         "synthetic": lambda: synthetic(settings.image_size, settings.seed),
@@ -139,27 +88,6 @@ def _interpolation(coarse: int, fine: int) -> np.ndarray:
     return np.maximum(0, 1 - distances)
 
 
-def image_data(
-    train_x: np.ndarray,
-    train_y: np.ndarray,
-    test_x: np.ndarray,
-    test_y: np.ndarray,
-    classes: int,
-    augment: bool = False,
-) -> DataSet:
-    """A data set from arrays of images (N, channels, size, size) and labels (N,), scaled by the training part."""
-    return DataSet(
-        train_x=train_x,
-        train_y=train_y.astype(np.int64),
-        test_x=test_x,
-        test_y=test_y.astype(np.int64),
-        classes=classes,
-        mean=train_x.mean(axis=(0, 2, 3), dtype=np.float64).astype(np.float32),
-        std=np.maximum(train_x.std(axis=(0, 2, 3), dtype=np.float64), 1e-6).astype(np.float32),
-        augment=augment,
-    )
-
-
 def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
     """Training labels of which this fraction was replaced by labels drawn at random."""
     draws = np.random.default_rng([seed, _NOISE])
@@ -196,22 +124,6 @@ def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int,
 def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
     """The test samples that `rank` evaluates: together the ranks see each exactly once."""
     return np.arange(samples)[rank::world_size]
-
-
-def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """Flip each image left to right at random and shift it by up to 4 pixels, filling up with zeros.
-
-    References: He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2.
-    """
-    count, _, height, width = images.shape
-    flip = draws.random((count, 1, 1, 1)) < 0.5
-    images = np.where(flip, images[..., ::-1], images)
-    padded = np.pad(images, ((0, 0), (0, 0), (4, 4), (4, 4)))
-    top, left = draws.integers(9, size=(count, 1)), draws.integers(9, size=(count, 1))
-    rows, columns = top + np.arange(height), left + np.arange(width)
-    which = np.arange(count)[:, None, None]
-    # Indexing with the channels in a slice moves them last.
-    return padded[which, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:

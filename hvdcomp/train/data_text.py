@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdcomp.train.data import DataSet
+from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.settings import SetupError
 
 _UNKNOWN = "<unk>"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import hvdcomp
-from hvdcomp.train.data import DataSet
+from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.settings import Settings
 
 Arrays = dict[str, np.ndarray]
@@ -106,18 +106,3 @@ class Learner(ABC):
         Raises:
             ConfigurationError: it is of another model or compression.
         """
-
-
-def learner_class(framework: str) -> type[Learner]:
-    """The class for a framework, which is imported only here.
-
-    Raises:
-        ImportError: the framework, or Horovod for it, is not installed.
-    """
-    if framework == "torch":
-        from hvdcomp.train.torch_learner import TorchLearner
-
-        return TorchLearner
-    from hvdcomp.train.tensorflow_learner import TensorFlowLearner
-
-    return TensorFlowLearner

@@ -8,7 +8,7 @@ and `models_tensorflow` build the same networks, with the same parameters under 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hvdcomp.train.settings import SetupError
 
@@ -46,24 +46,3 @@ def check_image_size(name: str, size: int) -> None:
             f"--model {name} needs images of at least {smallest}x{smallest} pixels and these have {size}x{size}; "
             f"choose one of {', '.join(fitting)}"
         )
-
-
-def build_model(name: str, *, channels: int, size: int, classes: int, framework: str = "torch") -> Any:
-    """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
-
-    Args:
-        name: one of `settings.MODELS`.
-        channels, size: of the images, `size` pixels high and wide; not used by the language model.
-        classes: labels, or the tokens of the vocabulary.
-        framework: one of `settings.FRAMEWORKS`.
-
-    Raises:
-        SetupError: the images are too small for the network's pooling.
-    """
-    if framework == "torch":
-        from hvdcomp.train import models_torch
-
-        return models_torch.build_model(name, channels=channels, size=size, classes=classes)
-    from hvdcomp.train import models_tensorflow
-
-    return models_tensorflow.build_model(name, channels=channels, size=size, classes=classes)

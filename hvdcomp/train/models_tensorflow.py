@@ -23,7 +23,7 @@ _HE = {"scale": 2.0, "mode": "fan_out", "distribution": "untruncated_normal"}
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> tf_keras.Model:
-    """See `models.build_model`."""
+    """See `frameworks.build_model`."""
     check_image_size(name, size)
     if name == "lstm":
         tokens = layers.Input((None,), dtype="int64")

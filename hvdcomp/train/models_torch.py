@@ -9,7 +9,7 @@ from hvdcomp.train.models import VGG16, VGG19, LSTMSize, check_image_size, pooli
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Module:
-    """See `models.build_model`."""
+    """See `frameworks.build_model`."""
     check_image_size(name, size)
     if name == "lstm":
         return LSTM(classes, LSTMSize.for_tokens(classes))

@@ -24,7 +24,7 @@ import hvdcomp
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.tensorflow.checkpoint import CompressionState
 from hvdcomp.train import environment
-from hvdcomp.train.data import DataSet
+from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.models_tensorflow import build_model
 from hvdcomp.train.settings import Settings

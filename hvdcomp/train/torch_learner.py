@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hvdcomp
 from hvdcomp.files import write_file
 from hvdcomp.train import environment
-from hvdcomp.train.data import DataSet
+from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.models_torch import build_model
 from hvdcomp.train.settings import Settings

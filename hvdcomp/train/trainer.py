@@ -19,8 +19,10 @@ import hvdcomp
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
-from hvdcomp.train.data import DataSet, epoch_shard, evaluation_shard, load_data, steps_per_epoch
-from hvdcomp.train.learner import Arrays, Learner, learner_class
+from hvdcomp.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
+from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.frameworks import learner_class
+from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.progress import Reporter
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.settings import Settings, SetupError

@@ -11,8 +11,8 @@ import re
 import shlex
 from pathlib import Path
 
+from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.launch.slurm.settings import SlurmJob
-from hvdcomp.train.checkpoints import EXIT_SAVED
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
 # srun returns the largest code of all ranks, and those that it kills because one failed have large ones: the first that

@@ -1,0 +1,154 @@
+"""Predicted beside measured times of steps, as files, as tables and in sentences."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.bench.compare import Choice, Row, choices, errors, gains, place_of
+from hvdcomp.bench.fit import NOISY
+from hvdcomp.files import csv_of, replace_files
+
+
+def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
+    """Writes STEM.json, .csv, .md and .png, and STEM-speed.png; returns their places.
+
+    Args:
+        details: what else belongs into the JSON: options, calibrations, all step times.
+
+    Raises:
+        OSError: one cannot be written. Whoever is interrupted, or fills the disk, still has the files of before.
+    """
+    from hvdcomp.bench.compare_plot import draw_errors, draw_speed
+
+    files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
+    tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
+    data = {name: [asdict(one) for one in table] for name, table in tables.items()} | details
+    contents = [
+        json.dumps(data).encode() + b"\n",  # step times and tensors: nothing that is read line by line
+        csv_of([asdict(row) for row in rows]),
+        markdown(rows, details).encode(),
+        draw_errors(rows),
+    ]
+    if tables["gains"]:
+        files.append(folder / f"{stem}-speed.png")
+        contents.append(draw_speed(gains(rows)))
+    replace_files(dict(zip(files, contents, strict=True)))
+    return files
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What the rows amount to, in two sentences."""
+    middle, worst = errors(rows)
+    return (
+        f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, {worst.model}, "
+        f"{worst.hosts} hosts, {worst.rate}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} "
+        f"ms, quartiles {worst.low_ms:.1f} to {worst.high_ms:.1f})."
+    )
+
+
+HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row in words."""
+    parts = {
+        "compute": row.compute_ms, "encode": row.encode_ms, "network": row.network_ms, "latency": row.latency_ms
+    }
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        str(row.hosts),
+        row.rate,
+        row.model,
+        row.method,
+        f"{row.measured_ms:.1f}",
+        f"{row.low_ms:.1f} to {row.high_ms:.1f}",
+        f"{row.predicted_ms:.1f}",
+        f"{row.error:+.0%}",
+        f"{row.compute_error:+.0%}",
+        f"{largest} {parts[largest]:.1f}",
+    )
+
+
+def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
+    """Tables of the rows and of the gains, and the notes on noise."""
+    lines = [
+        "# Predicted and measured times of steps",
+        "",
+        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps. The column "
+        "compute is the error of the time without any communication, between calibrating and measuring; the last one "
+        "is the largest part of the prediction, in ms.",
+        "",
+        *_markdown_table(HEADINGS, [cells(row) for row in rows]),
+        "",
+        "The fastest compressor of each setting, as measured, and how many times as fast it is:",
+        "",
+        *_markdown_table(
+            ("hosts", "rate", "model", "fastest", "over dense", "over fp16", "predicted fastest"),
+            [
+                (
+                    str(gain.hosts),
+                    gain.rate,
+                    gain.model,
+                    gain.best,
+                    f"{gain.over_dense:.2f}",
+                    f"{gain.over_fp16:.2f}",
+                    gain.predicted_best,
+                )
+                for gain in gains(rows)
+            ],
+        ),
+        "",
+        *_auto(choices(details.get("runs", ()))),
+        *_noise(details.get("runs", ())),
+    ]
+    return "\n".join(lines)
+
+
+def auto_summary(found: Sequence[Choice]) -> str:
+    """How `auto` did, in a sentence."""
+    slowest, slower = (max(found, key=lambda one: getattr(one, name)) for name in ("over_best", "over_dense"))
+    return (
+        f"A step with auto takes {statistics.median(one.over_best for one in found):.3f} times that of the best static "
+        f"choice in the median, {slowest.over_best:.3f} times at most ({place_of(vars(slowest))}); "
+        f"{slower.over_dense:.3f} times that of dense at most ({place_of(vars(slower))}). Standard errors of these "
+        f"ratios are up to {max(one.over_best_error for one in found):.3f}."
+    )
+
+
+def _auto(found: Sequence[Choice]) -> list[str]:
+    if not found:
+        return []
+    headings = ("hosts", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static", "over best",
+                "over dense")  # fmt: skip
+    table = [
+        (
+            str(one.hosts), one.rate, one.model, one.compressor, one.chosen, f"{one.predicted_ms:.1f}",
+            f"{one.measured_ms:.1f}", one.best, f"{one.over_best:.3f} ± {one.over_best_error:.3f}",
+            f"{one.over_dense:.3f}" + (f" ± {one.over_dense_error:.3f}" if one.over_dense_error else ""),
+        )
+        for one in found
+    ]  # fmt: skip
+    return [auto_summary(found), "", *_markdown_table(headings, table), ""]
+
+
+def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """What was too noisy to trust, by the calibrations' own account."""
+    lines = [
+        f"- {place_of(run)}: "
+        + "; ".join(f"{what} ({one['spread']:.0%})" for what, one in run["noisy"].items())
+        for run in runs
+        if run["noisy"]
+    ]
+    if not lines:
+        return []
+    return [f"Calibrated numbers whose repeated medians differ by more than {NOISY:.0%}:", "", *lines, ""]
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    every = [headings, ["---"] * len(headings), *rows]
+    return [f"| {' | '.join(row)} |" for row in every]

@@ -1,0 +1,96 @@
+"""A data set in memory: NumPy arrays of training and test samples, and what a model must know of them.
+
+Images are (N, channels, size, size) with integer labels (N,). Text is token ids (N, length); its targets are the same
+ids one position further, (N, length).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Training and test arrays, and what a model must know of them.
+
+    Attributes:
+        classes: labels, or the tokens of the vocabulary.
+        mean, std: per channel, in the units of the stored images; None for text.
+        augment: whether training images are flipped and shifted.
+    """
+
+    train_x: np.ndarray
+    train_y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+    classes: int
+    mean: np.ndarray | None = None
+    std: np.ndarray | None = None
+    augment: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        return self.mean is None
+
+    @property
+    def channels(self) -> int:
+        return 0 if self.is_text else self.train_x.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Height and width of an image in pixels, or the length of a sequence in tokens."""
+        return self.train_x.shape[-1]
+
+    def model_input(self, x: np.ndarray) -> np.ndarray:
+        """Stored images as models want them: float, mean 0, standard deviation 1 per channel. Text as it is."""
+        if self.mean is None or self.std is None:
+            return x
+        return (x.astype(np.float32) - self.mean[:, None, None]) / self.std[:, None, None]
+
+    def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of these training samples, augmented by `draws` where the data set is."""
+        x = self.train_x[samples]
+        return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
+
+    def test_batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of these test samples."""
+        return self.model_input(self.test_x[samples]), self.test_y[samples]
+
+
+def image_data(
+    train_x: np.ndarray,
+    train_y: np.ndarray,
+    test_x: np.ndarray,
+    test_y: np.ndarray,
+    classes: int,
+    augment: bool = False,
+) -> DataSet:
+    """A data set from arrays of images (N, channels, size, size) and labels (N,), scaled by the training part."""
+    return DataSet(
+        train_x=train_x,
+        train_y=train_y.astype(np.int64),
+        test_x=test_x,
+        test_y=test_y.astype(np.int64),
+        classes=classes,
+        mean=train_x.mean(axis=(0, 2, 3), dtype=np.float64).astype(np.float32),
+        std=np.maximum(train_x.std(axis=(0, 2, 3), dtype=np.float64), 1e-6).astype(np.float32),
+        augment=augment,
+    )
+
+
+def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
+    """Flip each image left to right at random and shift it by up to 4 pixels, filling up with zeros.
+
+    References: He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2.
+    """
+    count, _, height, width = images.shape
+    flip = draws.random((count, 1, 1, 1)) < 0.5
+    images = np.where(flip, images[..., ::-1], images)
+    padded = np.pad(images, ((0, 0), (0, 0), (4, 4), (4, 4)))
+    top, left = draws.integers(9, size=(count, 1)), draws.integers(9, size=(count, 1))
+    rows, columns = top + np.arange(height), left + np.arange(width)
+    which = np.arange(count)[:, None, None]
+    # Indexing with the channels in a slice moves them last.
+    return padded[which, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)

@@ -1,0 +1,43 @@
+"""The parts of the training program that exist once for each framework; a framework is imported when it is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcomp.train.learner import Learner
+
+
+def learner_class(framework: str) -> type[Learner]:
+    """The class for a framework, which is imported only here.
+
+    Raises:
+        ImportError: the framework, or Horovod for it, is not installed.
+    """
+    if framework == "torch":
+        from hvdcomp.train.torch_learner import TorchLearner
+
+        return TorchLearner
+    from hvdcomp.train.tensorflow_learner import TensorFlowLearner
+
+    return TensorFlowLearner
+
+
+def build_model(name: str, *, channels: int, size: int, classes: int, framework: str = "torch") -> Any:
+    """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
+
+    Args:
+        name: one of `settings.MODELS`.
+        channels, size: of the images, `size` pixels high and wide; not used by the language model.
+        classes: labels, or the tokens of the vocabulary.
+        framework: one of `settings.FRAMEWORKS`.
+
+    Raises:
+        SetupError: the images are too small for the network's pooling.
+    """
+    if framework == "torch":
+        from hvdcomp.train import models_torch
+
+        return models_torch.build_model(name, channels=channels, size=size, classes=classes)
+    from hvdcomp.train import models_tensorflow
+
+    return models_tensorflow.build_model(name, channels=channels, size=size, classes=classes)
