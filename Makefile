@@ -82,7 +82,7 @@ demo: setup  ## train with four compressions on two ranks each, one in TensorFlo
 	@$(DEMO_RANKS) hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
 	  --output $(DEMO_OUTPUT)/tensorflow
 	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (about half a minute)"
-	@$(DEMO_RANKS) $(BIN)/python benchmarks/cluster/compare_worker.py $(DEMO_TIMING) \
+	@$(DEMO_RANKS) $(BIN)/python -m hvdcomp.bench.compare_worker $(DEMO_TIMING) \
 	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns.json
 	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \
 	  $(DEMO_OUTPUT)/tensorflow --turns $(DEMO_OUTPUT)/turns.json --output $(DEMO_OUTPUT)

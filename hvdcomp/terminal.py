@@ -1,20 +1,24 @@
-"""Tables and lines on a terminal, alike in all commands: nothing is cut off.
+"""What all commands share on a terminal: tables and lines of which nothing is cut off, and groups of commands.
 
-A cell that is too long goes on in the next line, and a table that does not fit at all is shown row by row. Where the
-output is no terminal, but a file or a pipe, there is no width to fit into, unless COLUMNS gives one.
+A cell that is too long goes on in the next line. A table that does not fit is shown row by row. Output to a file or a
+pipe has no width to fit into, unless COLUMNS gives one.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import click
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from hvdcomp.specs.suggestions import did_you_mean
 
 _NO_LIMIT = 100_000  # columns
 _LEAST = 20  # columns: a longer word may be broken
@@ -66,3 +70,41 @@ def _least_width(console: Console, table: Table) -> int:
         widths = [size.maximum if column.no_wrap else min(size.minimum, _LEAST) for size in sizes]
         width += max(widths, default=0) + 1
     return width
+
+
+class Group(click.Group):
+    """A group that says what a command that does not exist may have been meant to be."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name[:1].isalnum() and self.get_command(ctx, name) is None:
+            known = self.list_commands(ctx)
+            ctx.fail(f"there is no command {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Group):
+    """A group that lists commands without importing them, so that its `--help` needs nothing that they need.
+
+    Args:
+        lazy: by name of a command, its module, its name in that module, and a line of help.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str, str]], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._lazy:
+            return None
+        module, name, _ = self._lazy[cmd_name]
+        return getattr(importlib.import_module(module), name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._lazy[name][2]) for name in self.list_commands(ctx)])

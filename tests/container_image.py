@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.cluster import Cluster
+from hvdcomp.bench.cluster import Cluster
 from hvdcomp.horovod_build.plan import cache_folder
 
 ROOT = Path(__file__).parents[1]

@@ -127,13 +127,6 @@ def test_wrong_options_are_refused_before_anything_starts(options: tuple[str, ..
     assert words in done.output
 
 
-def test_without_the_repository_it_says_where_the_cluster_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs.hvdcomp, "__file__", str(tmp_path / "site" / "hvdcomp" / "__init__.py"))
-    done = CliRunner().invoke(command, ["steps", "--output", str(tmp_path)])
-    assert done.exit_code == 1
-    assert "benchmarks/" in done.output
-
-
 def kept(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "steps-measured.json").read_text())["runs"]
 
@@ -145,14 +138,11 @@ class Failing:
         self.made: list[str] = []
         self._fails_at = fails_at
         monkeypatch.setattr(runs, "check", lambda hosts, rates: None)
-        monkeypatch.setattr(runs, "cluster_package", lambda: self)
+        monkeypatch.setattr(runs, "Cluster", self.cluster)
         monkeypatch.setattr(runs, "_run", self._run)
 
-    class ClusterError(Exception):
-        pass
-
     @contextmanager
-    def Cluster(self, hosts: int, rate: str) -> Iterator[None]:  # noqa: N802
+    def cluster(self, hosts: int, rate: str) -> Iterator[None]:
         yield None
 
     def _run(self, cluster: None, place: dict[str, Any], options: Any, show: Any) -> dict[str, Any]:
@@ -194,7 +184,7 @@ def test_tables_and_pictures_are_made_again_without_a_cluster(tmp_path: Path, mo
         raise AssertionError("nothing is left to measure")
 
     monkeypatch.setattr(runs, "check", never)
-    monkeypatch.setattr(runs, "cluster_package", never)
+    monkeypatch.setattr(runs, "Cluster", never)
     monkeypatch.setattr(runs, "measure", lambda *_: iter(()))
     words = ["steps", "--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--output", str(tmp_path)]
     made = runs.Options(("mlp",), ("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"), 4, 60.0)
@@ -226,7 +216,7 @@ def test_what_a_failed_run_said_first_is_kept() -> None:
 def _why_no_cluster() -> str | None:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "the emulated cluster needs root and iproute2"
-    from benchmarks.cluster import Cluster, ClusterError
+    from hvdcomp.bench.cluster import Cluster, ClusterError
 
     try:
         with Cluster(2, "1gbit"):

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cluster import Cluster, ClusterError, namespaces, parse_rate, records
-from benchmarks.cluster.launch import cores_of
-from benchmarks.cluster.rates import bucket_bytes
-from benchmarks.cluster.throughput import measure
+from hvdcomp.bench.cluster import Cluster, ClusterError, namespaces, parse_rate, records
+from hvdcomp.bench.cluster.launch import cores_of
+from hvdcomp.bench.cluster.rates import bucket_bytes
+from hvdcomp.bench.cluster.throughput import measure
 
 pytestmark = pytest.mark.alone
 
@@ -66,7 +66,7 @@ def _everything() -> set[str]:
 def clean(machine: None) -> Iterator[None]:
     """Sees that a test leaves the machine as it was."""
     if records.read(records.STANDING) is not None:
-        pytest.skip("a cluster is up on this machine; remove it: python -m benchmarks.cluster down")
+        pytest.skip("a cluster is up on this machine; remove it: python -m hvdcomp.bench.cluster down")
     before = _everything()
     yield
     assert _everything() == before
@@ -74,7 +74,7 @@ def clean(machine: None) -> Iterator[None]:
 
 def _command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.cluster", *arguments],
+        [sys.executable, "-m", "hvdcomp.bench.cluster", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -324,12 +324,11 @@ def test_links_carry_what_their_rate_says(clean: None) -> None:
 def test_dense_steps_take_the_time_that_their_bytes_need(clean: None, tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")
     file = tmp_path / "steps.json"
-    worker = str(ROOT / "benchmarks" / "cluster" / "steps_worker.py")
     methods = [word for method in ("none", "hvd.fp16", "topk:ratio=0.01") for word in ("--method", method)]
     lines: list[str] = []
     with Cluster(2, "100mbit") as cluster:
-        command = [sys.executable, worker, "--model", "mlp", "--rounds", "3", "--steps", "3", *methods]
-        code = cluster.run([*command, "--output", str(file)], output=lines.append, timeout=300)
+        command = [sys.executable, "-m", "hvdcomp.bench.steps_worker", "--model", "mlp", "--rounds", "3"]
+        code = cluster.run([*command, "--steps", "3", *methods, "--output", str(file)], output=lines.append, timeout=300)
     assert code == 0, "".join(lines)
     measured = json.loads(file.read_text())
     none, fp16, topk = measured["methods"]
@@ -349,7 +348,7 @@ def test_an_unknown_method_is_refused_before_anything_starts() -> None:
     pytest.importorskip("torch")
     from click.testing import CliRunner
 
-    from benchmarks.cluster.steps_worker import main
+    from hvdcomp.bench.steps_worker import main
 
     result = CliRunner().invoke(main, ["--method", "topkk", "--output", "x.json"])
     assert result.exit_code == 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cluster import Cluster
+from hvdcomp.bench.cluster import Cluster
 from tests.container_image import ROOT, Image, UnreachableError, image, why_not
 
 yaml = pytest.importorskip("yaml")

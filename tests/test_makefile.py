@@ -104,7 +104,7 @@ def test_the_demo_compares_every_run_and_trains_in_both_frameworks() -> None:
     assert reported.split() == [*trained, in_tensorflow]
     assert len(set(reported.split())) == len(reported.split())
     # And the steps of every method are timed in turns, in a file that the report is given.
-    (timed, written) = re.findall(r"compare_worker\.py (.+) --output (\S+)", recipe)[0]
+    (timed, written) = re.findall(r"hvdcomp\.bench\.compare_worker (.+) --output (\S+)", recipe)[0]
     assert [f"--compressor {spec}" in timed for spec in compressions.split()] == [False, False, True, True]
     assert f"--turns {written} " in recipe
 

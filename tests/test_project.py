@@ -132,7 +132,7 @@ def test_its_tests_run_from_it(sdist: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_wheel_made_from_it_has_the_package_alone_and_all_of_it(sdist: Path, tmp_path: Path) -> None:
+def test_a_wheel_made_from_it_has_the_package_alone_and_starts_anywhere(sdist: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy, because building leaves files behind
     shutil.copytree(sdist, source)
     build("build_wheel", source, tmp_path)
@@ -141,3 +141,19 @@ def test_a_wheel_made_from_it_has_the_package_alone_and_all_of_it(sdist: Path, t
     package = {name for name in names if ".dist-info/" not in name}
     assert package == {f"hvdcomp/{name}" for name in files(ROOT / "hvdcomp") if "__pycache__" not in name}
     assert [name for name in names if name.endswith("licenses/LICENSE")]
+    # It works where no repository is: each program starts from an empty folder.
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    programs = {
+        "hvdcomp bench steps --hosts 1 --output .": (1, "it can have 2 to 64"),
+        "hvdcomp.bench.cluster status --help": (0, "List the clusters"),
+        "hvdcomp.bench.compare_worker --help": (0, "--compressor"),
+        "hvdcomp.bench.steps_worker --method topkk --output x.json": (2, "unknown compressor 'topkk'"),
+    }
+    for program, (code, words) in programs.items():
+        done = subprocess.run(
+            [sys.executable, "-m", *program.split()], cwd=tmp_path / "empty", capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert words in done.stdout + done.stderr

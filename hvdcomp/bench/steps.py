@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -13,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hvdcomp
+from hvdcomp.bench.cluster import Cluster, ClusterError
 from hvdcomp.bench.compare import place_of
 
-_PROGRESS = "PROGRESS "  # what lines of benchmarks/cluster/compare_worker.py begin with
+_WORKER = "hvdcomp.bench.compare_worker"
+_PROGRESS = "PROGRESS "  # the beginning of its lines of progress
 _FIRST_LINES, _LAST_LINES = 30, 15  # of what a failed run said: the first rank to fail speaks first
 
 
@@ -40,35 +40,17 @@ class Options:
     seconds: float
 
 
-def cluster_package() -> Any:
-    """The package of the emulated cluster, which is in the repository and not installed.
-
-    Raises:
-        StepsError: if it is not there.
-    """
-    root = Path(hvdcomp.__file__).parents[1]
-    if not (root / "benchmarks" / "cluster" / "compare_worker.py").is_file():
-        raise StepsError(
-            "the emulated cluster is in the folder benchmarks/ of hvdcomp's repository, which is not installed with "
-            f"the package; it is not in {root}. Clone the repository and install from there: make setup"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    return importlib.import_module("benchmarks.cluster")
-
-
 def check(hosts: Sequence[int], rates: Sequence[str]) -> None:
     """Sees that all clusters can be made, before the first is.
 
     Raises:
         StepsError: says what is wrong.
     """
-    package = cluster_package()
     try:
         for rate in rates:
             for number in hosts:
-                package.Cluster(number, rate)
-    except package.ClusterError as error:
+                Cluster(number, rate)
+    except ClusterError as error:
         raise StepsError(str(error)) from None
 
 
@@ -118,7 +100,6 @@ def measure(
     Raises:
         StepsError: if a run failed; with what it said first and last.
     """
-    package = cluster_package()
     known = {place_of(result) for result in done}
     try:
         for number, rate in itertools.product(hosts, rates):
@@ -126,22 +107,21 @@ def measure(
             places = [place for place in places if place_of(place) not in known]
             if not places:
                 continue
-            with package.Cluster(number, rate) as cluster:
+            with Cluster(number, rate) as cluster:
                 for place in places:
                     yield place | _run(cluster, place, options, show)
-    except package.ClusterError as error:
+    except ClusterError as error:
         raise StepsError(str(error)) from None
 
 
-def _run(cluster: Any, place: dict[str, Any], options: Options, show: Callable[[str], None]) -> dict[str, Any]:
+def _run(cluster: Cluster, place: dict[str, Any], options: Options, show: Callable[[str], None]) -> dict[str, Any]:
     name = place_of(place)
-    worker = Path(cluster_package().__file__).with_name("compare_worker.py")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{place['hosts']} hosts, {place['rate']}.json"
-        command = [sys.executable, str(worker), "--model", place["model"], *_arguments(options), "--output", str(file)]
+        words = ["--model", place["model"], *_arguments(options), "--output", str(file)]
         said: list[str] = []
         take = _taker(said, lambda what: show(f"{name}: {what}"))
-        code = cluster.run(command, output=take, env={"OMP_NUM_THREADS": "1"})
+        code = cluster.run([sys.executable, "-m", _WORKER, *words], output=take, env={"OMP_NUM_THREADS": "1"})
         if code != 0 or not file.exists():
             raise StepsError(f"the run of {name} ended with code {code}:\n{_shortened(said)}")
         return json.loads(file.read_text())

@@ -13,13 +13,12 @@ from rich.table import Table
 
 from hvdcomp.bench.encode import PEER, Measurement, Request, UnsteadyError, as_json, check_steady, measure
 from hvdcomp.bench.steps import Options
-from hvdcomp.commands.groups import Group
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.shapes import MODELS
-from hvdcomp.terminal import make_console, make_table, print_table
+from hvdcomp.terminal import Group, make_console, make_table, print_table
 from hvdcomp.train.settings import MODELS as TRAINED
 
 _STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called

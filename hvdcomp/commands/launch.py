@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import click
 
-from hvdcomp.commands.groups import Group, LazyGroup
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.terminal import Group, LazyGroup
 
 _SCHEDULERS = {
-    "k8s": ("launch_k8s", "k8s", "On Kubernetes, as an MPIJob."),
-    "slurm": ("launch_slurm", "slurm", "On Slurm, as a batch job."),
+    "k8s": ("hvdcomp.commands.launch_k8s", "k8s", "On Kubernetes, as an MPIJob."),
+    "slurm": ("hvdcomp.commands.launch_slurm", "slurm", "On Slurm, as a batch job."),
 }
 
 

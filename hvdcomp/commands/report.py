@@ -34,7 +34,7 @@ from hvdcomp.terminal import make_console, make_table, print_table
     "turns_file",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Steps that were measured in turns, as benchmarks/cluster/compare_worker.py writes them: shown instead of "
+    help="Steps that were measured in turns, as python -m hvdcomp.bench.compare_worker writes them: shown instead of "
     "the trainings' own, with predictions for slower networks.",
 )
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser afterwards.")

@@ -1,6 +1,6 @@
 """Times of steps that were measured in turns, beside what the performance model predicts for other networks.
 
-The file is what `benchmarks/cluster/compare_worker.py` writes: a calibration of one model, and real steps of it with
+The file is what `python -m hvdcomp.bench.compare_worker` writes: a calibration of one model, and real steps of it with
 several compressors. All of them took turns, a few steps at a time, so that a machine that is busy for a while is busy
 for all of them. Trainings one after the other cannot be compared so.
 """
@@ -76,7 +76,7 @@ def load_turns(file: Path) -> Turns:
             raise
         raise RunError(
             f"{file} holds no steps measured in turns ({type(error).__name__}: {error}); "
-            "benchmarks/cluster/compare_worker.py writes such files"
+            "python -m hvdcomp.bench.compare_worker writes such files"
         ) from None
     if batch_size is None or not all(math.isfinite(one) and one > 0 for one in ms.values()):
         raise RunError(f"{file}: it has no batch size, or a time that cannot be")

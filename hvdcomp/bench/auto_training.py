@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.steps_worker import Training
+from hvdcomp.bench.steps_worker import Training
 
 AUTO = "auto"
 

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the two ends are started often, and need nothing of it
-    from benchmarks.cluster.cluster import Cluster
+    from hvdcomp.bench.cluster.cluster import Cluster
 
 _PORT = 5001
 _PIECE = 1 << 20  # bytes handed to the kernel at once
@@ -26,7 +26,7 @@ def measure(cluster: Cluster, seconds: float = 3.0) -> float:
     Raises:
         RuntimeError: if one of the two ends failed.
     """
-    from benchmarks.cluster.namespaces import address
+    from hvdcomp.bench.cluster.namespaces import address
 
     here = [sys.executable, __file__]
     with cluster.start(1, [*here, "receive", str(seconds)], stdout=subprocess.PIPE) as receiver:

@@ -3,7 +3,7 @@
 Horovod can use Gloo or MPI between hosts. Gloo is taken because its allreduce is the ring by which bandwidth-bound
 step times are usually computed (each host sends 2(n-1)/n times the gradient), and because a rank that waits sleeps
 instead of spinning, which matters where all ranks share a few cores. The ranks are started here rather than by
-horovodrun, which would want an ssh server on every host; `ranks.py` runs on host0 and does it.
+horovodrun, which would want an ssh server on every host; `ranks` runs on host0 and starts them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.cluster.namespaces import namespace
+from hvdcomp.bench.cluster.namespaces import namespace
 
 _GRACE_SECONDS = 5  # for the ranks to end when asked to
-_RANKS = Path(__file__).parent / "ranks.py"
+_RANKS = "hvdcomp.bench.cluster.ranks"
 
 _VARIABLES = {
     "OMP_NUM_THREADS": "1",  # all hosts share this machine's cores
@@ -56,7 +56,7 @@ def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
 
 def ranks_command(cluster: str, hosts: int, ranks: int, command: Sequence[str]) -> list[str]:
     """The command that runs `command` on every rank, and ends with the exit code of the first that fails."""
-    starter = [sys.executable, str(_RANKS), cluster, str(hosts), str(ranks // hosts), *command]
+    starter = [sys.executable, "-m", _RANKS, cluster, str(hosts), str(ranks // hosts), *command]
     return host_command(cluster, 0, starter)
 
 

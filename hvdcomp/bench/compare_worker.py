@@ -11,7 +11,6 @@ measured steps.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,16 +18,14 @@ from typing import Any
 
 import click
 
-sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its path, from any folder
-
-from benchmarks.cluster.auto_training import AUTO, AutoTraining  # noqa: E402
-from benchmarks.cluster.steps_worker import COMPUTE, STOCK, Training, Turns  # noqa: E402
-from hvdcomp.bench.compare import ratio  # noqa: E402
-from hvdcomp.compressors.parsing import parse_compressor  # noqa: E402
-from hvdcomp.perfmodel import as_json, save  # noqa: E402
+from hvdcomp.bench.auto_training import AUTO, AutoTraining
+from hvdcomp.bench.compare import ratio
+from hvdcomp.bench.steps_worker import COMPUTE, STOCK, Training, Turns
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.perfmodel import as_json, save
 
 PROGRESS = "PROGRESS "
-_FAR = 1.3  # dense that takes so many times the best is no measure of `auto` any more
+_FAR = 1.3  # times the best: dense that takes longer than this takes no turns with `auto`
 _SURE = 0.005  # standard error of the ratio to the best static choice with which the turns of `auto` end
 _FEWEST_ROUNDS = 20
 _ALONE = 0.5  # times the seconds of a calibration, for which `auto` trains alone first

@@ -1,4 +1,4 @@
-"""The command line of the emulated cluster: `python -m benchmarks.cluster`, from the repository's root."""
+"""The command line of the emulated cluster: `python -m hvdcomp.bench.cluster`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster import namespaces, records
-from benchmarks.cluster.cluster import Cluster
-from benchmarks.cluster.errors import ClusterError
-from benchmarks.cluster.records import STANDING
-from benchmarks.cluster.throughput import measure
+from hvdcomp.bench.cluster import namespaces, records
+from hvdcomp.bench.cluster.cluster import Cluster
+from hvdcomp.bench.cluster.errors import ClusterError
+from hvdcomp.bench.cluster.records import STANDING
+from hvdcomp.bench.cluster.throughput import measure
 
 _hosts = click.option("--hosts", type=int, metavar="N", help="Number of hosts, at least 2.")
 _rate = click.option("--rate", metavar="RATE", help="Of each host's link, both ways, as tc spells it: 100mbit, 1gbit.")
@@ -131,4 +131,4 @@ def throughput(rates: tuple[str, ...], seconds: float, output: Path | None) -> N
 
 
 if __name__ == "__main__":
-    main(prog_name="python -m benchmarks.cluster")
+    main(prog_name="python -m hvdcomp.bench.cluster")

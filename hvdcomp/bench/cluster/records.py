@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.cluster.errors import ClusterError
+from hvdcomp.bench.cluster.errors import ClusterError
 
 FOLDER = Path("/run/hvdcomp-cluster")
 STANDING = "standing"  # the name of the one cluster that `up` leaves for later runs

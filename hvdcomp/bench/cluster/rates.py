@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hvdcomp.perfmodel.rates
-from benchmarks.cluster.errors import ClusterError
+from hvdcomp.bench.cluster.errors import ClusterError
 
 _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
 

@@ -1,6 +1,6 @@
 """Runs on host0: starts a program's ranks on all hosts, helps them find each other, and waits for them.
 
-    ranks.py CLUSTER HOSTS RANKS_PER_HOST COMMAND...
+    python -m hvdcomp.bench.cluster.ranks CLUSTER HOSTS RANKS_PER_HOST COMMAND...
 
 Ends with 0 if all ranks did, else with the exit code of the first that failed; the others then get some seconds to
 say what they have to say, and are ended.
@@ -15,12 +15,9 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[2])  # as this file is started by its path, from any folder
-
-from benchmarks.cluster.launch import cores_of, host_command  # noqa: E402
-from benchmarks.cluster.namespaces import address  # noqa: E402
+from hvdcomp.bench.cluster.launch import cores_of, host_command
+from hvdcomp.bench.cluster.namespaces import address
 
 _GRACE_SECONDS = 5
 

@@ -8,8 +8,8 @@ is in docs/emulated-cluster.md.
         code = cluster.run([sys.executable, "train.py"])
 """
 
-from benchmarks.cluster.cluster import Cluster
-from benchmarks.cluster.errors import ClusterError
-from benchmarks.cluster.rates import parse_rate
+from hvdcomp.bench.cluster.cluster import Cluster
+from hvdcomp.bench.cluster.errors import ClusterError
+from hvdcomp.bench.cluster.rates import parse_rate
 
 __all__ = ["Cluster", "ClusterError", "parse_rate"]

@@ -15,9 +15,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.cluster import records
-from benchmarks.cluster.errors import ClusterError
-from benchmarks.cluster.rates import QUEUE_MILLISECONDS, bucket_bytes, parse_rate
+from hvdcomp.bench.cluster import records
+from hvdcomp.bench.cluster.errors import ClusterError
+from hvdcomp.bench.cluster.rates import QUEUE_MILLISECONDS, bucket_bytes, parse_rate
 
 MOST_HOSTS = 64
 _ETC = Path("/etc/netns")  # what `ip netns exec` puts over /etc

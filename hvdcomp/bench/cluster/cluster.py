@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from benchmarks.cluster import launch, namespaces, records
-from benchmarks.cluster.errors import ClusterError
-from benchmarks.cluster.rates import parse_rate
-from benchmarks.cluster.records import STANDING, Facts, Record
+from hvdcomp.bench.cluster import launch, namespaces, records
+from hvdcomp.bench.cluster.errors import ClusterError
+from hvdcomp.bench.cluster.rates import parse_rate
+from hvdcomp.bench.cluster.records import STANDING, Facts, Record
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _numbers = itertools.count(1)  # of this process's clusters, for their names
@@ -62,7 +62,7 @@ class Cluster:
         facts = records.read(STANDING)
         if facts is None or not facts.standing:
             raise ClusterError(
-                "no cluster is up; make one with `python -m benchmarks.cluster up --hosts 4 --rate 1gbit`, or give "
+                "no cluster is up; make one with `python -m hvdcomp.bench.cluster up --hosts 4 --rate 1gbit`, or give "
                 "--hosts and --rate for one that lasts as long as the run"
             )
         cluster = cls(facts.hosts, facts.rate, standing=True)
@@ -152,7 +152,7 @@ class Cluster:
                 record.release()
                 raise ClusterError(
                     f"a cluster of {facts.hosts} hosts at {facts.rate} is up already; use it by leaving out --hosts "
-                    "and --rate, or remove it: python -m benchmarks.cluster down"
+                    "and --rate, or remove it: python -m hvdcomp.bench.cluster down"
                 )
             self._stays = True
         elif self._made_before:

@@ -1,7 +1,7 @@
 """Measures the time of a training step with several compressions, on every rank of a Horovod run.
 
-    python -m benchmarks.cluster run --hosts 4 --rate 100mbit -- \\
-        python benchmarks/cluster/steps_worker.py --model mlp --method none --method topk:ratio=0.01 --output steps.json
+    python -m hvdcomp.bench.cluster run --hosts 4 --rate 100mbit -- \\
+        python -m hvdcomp.bench.steps_worker --model mlp --method none --method topk:ratio=0.01 --output steps.json
 
 Each method trains a model of its own. They take turns in blocks of a few steps, in an order that rotates, so that
 whatever else the machine does falls on all alike and blocks of the same round can be compared with each other. So
