@@ -328,7 +328,8 @@ def test_dense_steps_take_the_time_that_their_bytes_need(clean: None, tmp_path: 
     lines: list[str] = []
     with Cluster(2, "100mbit") as cluster:
         command = [sys.executable, "-m", "hvdcomp.bench.steps_worker", "--model", "mlp", "--rounds", "3"]
-        code = cluster.run([*command, "--steps", "3", *methods, "--output", str(file)], output=lines.append, timeout=300)
+        command = [*command, "--steps", "3", *methods, "--output", str(file)]
+        code = cluster.run(command, output=lines.append, timeout=300)
     assert code == 0, "".join(lines)
     measured = json.loads(file.read_text())
     none, fp16, topk = measured["methods"]
