@@ -9,7 +9,6 @@ from hvdcomp.compressors import Compressor, Level
 from hvdcomp.compressors.contraction import methods_of, require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.policies import LevelSchedule, Policy
-from hvdcomp.policies.decisions import Factors, MultiLevel, Probe
 
 # The hardest level is asked for with a factor and a tensor beyond all that is in use.
 _HARDEST_FACTOR = 1e12
@@ -50,9 +49,7 @@ def check_policy(
         SpecError: if the policy cannot work with this compressor, memory or run.
     """
     policy.check(steps_per_epoch, _Watched(compressor, memory))
-    if isinstance(policy, Policy) and isinstance(
-        policy.decision(policy.initial_state(())), Factors | MultiLevel | Probe
-    ):  # any level may come of a compression factor
+    if isinstance(policy, Policy) and policy.first_decision.uses_factors:
         for method in methods_of(compressor):
             hardest = method.at_level(method.level_for(_HARDEST_FACTOR, _LARGEST_TENSOR))
             require_bounded_residuals(hardest, memory)

@@ -111,7 +111,7 @@ def test_the_log_of_every_policy_tells_the_levels_of_every_step(
     for step, plan in enumerate(runs[0].plans):
         # A decision that leaves open what is sent waits for the next one, in the same step.
         told = [each for begin, each in decided if begin <= step and getattr(each, "send", 1) is not None]
-        right = Plans(engine, COMPRESSED).of(told[-1])
+        right = told[-1].plan(Plans(engine, COMPRESSED))
         assert plan == {name: str(compressor) for name, compressor in right.items()}, step
     assert len({str(plan) for plan in runs[0].plans}) > 1
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import ATOMO, FP16, ByName, BySize, NoCompression, PowerSGD, RandomK, TopK
-from hvdcomp.adaptation.plans import Plans, batch_of, levelled_tensors
+from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.parsing import parse_compressor
@@ -34,7 +34,7 @@ def plan(decision: Decision, compressor: Compressor) -> dict[str, Compressor]:
     engine = engine_of(compressor)
     names = levelled_tensors(engine)
     assert names == NAMES
-    found = dict(Plans(engine, names).of(decision))
+    found = dict(decision.plan(Plans(engine, names)))
     own = engine.plan_for(compressor)
     assert list(found) == list(engine.tensors)
     assert {name: found[name] for name in SHAPES if name not in NAMES} == {
@@ -91,7 +91,7 @@ def test_methods_are_of_all_tensors_also_of_those_too_small_to_be_compressed() -
     plans = Plans(engine, NAMES)
 
     def of(methods: dict[str, str | None], others: str | None) -> dict[str, Compressor]:
-        return dict(plans.of(Methods(methods, others)))
+        return dict(Methods(methods, others).plan(plans))
 
     small = {"small": NONE, "bias": NONE, "none": NONE}
     assert of({}, None) == dict(engine.plan_for(TopK(0.1)))
@@ -103,7 +103,7 @@ def test_methods_are_of_all_tensors_also_of_those_too_small_to_be_compressed() -
     }  # fmt: skip
     mixed = of({"linear": None, "small": None}, "fp16")
     assert mixed == {"conv": FP16(), "linear": TopK(0.1), "bias": FP16(), "small": NONE, "none": NONE}
-    with pytest.raises(ValueError, match="tensors that there are not: other"):
+    with pytest.raises(ValueError, match="methods of unknown tensors: other"):
         of({"other": None}, "none")
     with pytest.raises(SpecError, match="unknown compressor 'dense'"):
         of({}, "dense")
@@ -120,20 +120,20 @@ def test_multilevel_compresses_to_what_is_sent_or_to_the_minimum_while_that_is_o
 def test_the_plan_of_a_factor_is_made_once() -> None:
     """A decision that only says what is sent then costs no more than looking it up."""
     plans = Plans(engine_of(TopK(0.1)), NAMES)
-    first = plans.of(MultiLevel(5.0, 40.0, "minimum"))
-    assert plans.of(MultiLevel(5.0, 160.0, None)) is first
+    first = MultiLevel(5.0, 40.0, "minimum").plan(plans)
+    assert MultiLevel(5.0, 160.0, None).plan(plans) is first
     assert plans.at_factor(5.0) is first
-    assert plans.of(MultiLevel(5.0, 40.0, "candidate")) is plans.at_factor(40.0)
-    assert plans.of(MultiLevel(5.0, 40.0, "dense")) is plans.of(MultiLevel(2.0, None, "dense"))
+    assert MultiLevel(5.0, 40.0, "candidate").plan(plans) is plans.at_factor(40.0)
+    assert MultiLevel(5.0, 40.0, "dense").plan(plans) is MultiLevel(2.0, None, "dense").plan(plans)
 
 
 def test_joint_is_its_levels_and_its_batch() -> None:
     joint = LevelsAndBatch(Levels({"conv": 0.5, "linear": 0.25}), BatchSize(3, 3.0))
     assert plan(joint, TopK(0.1)) == {"conv": TopK(0.5), "linear": TopK(0.25)}
-    assert batch_of(joint) == BatchSize(3, 3.0)
-    assert batch_of(BatchSize(2, 2.0)) == BatchSize(2, 2.0)
+    assert joint.batch() == BatchSize(3, 3.0)
+    assert BatchSize(2, 2.0).batch() == BatchSize(2, 2.0)
     for other in (Levels({}), Factors({}), MultiLevel(2.0, None, None), Probe((2.0, 4.0), 1, 2.0)):
-        assert batch_of(other) == BatchSize(1, 1.0)
+        assert other.batch() == BatchSize(1, 1.0)
 
 
 def test_powersgd_goes_dense_where_a_rank_saves_nothing() -> None:

@@ -41,7 +41,7 @@ from hvdcomp.policies.decisions import (
     Methods,
     MultiLevel,
     Probe,
-    decision_to_json,
+    decision_from_json,
 )
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
@@ -211,8 +211,9 @@ def test_lag(policy: Policy) -> None:
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
 def test_decisions_as_json(decision: Decision, expected: dict) -> None:
-    assert decision_to_json(decision) == expected
-    assert json.loads(json.dumps(decision_to_json(decision), allow_nan=False)) == expected
+    assert decision.to_json() == expected
+    assert json.loads(json.dumps(decision.to_json(), allow_nan=False)) == expected
+    assert decision_from_json(expected) == decision
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hvdcomp.adaptation.decision_log import DecisionLog, read_decisions
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.cli import main
-from hvdcomp.policies import POLICIES, Policy, decision_to_json, parse_policy
+from hvdcomp.policies import POLICIES, Policy, parse_policy
 from hvdcomp.policies.base import Candidate, GravacGains, LearningRates, Statistic, Statistics, Survey, Timing
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number
@@ -88,14 +88,14 @@ def drive(path: Path, policy: Policy[Any], moments: int, seed: int, state: Any =
     log = DecisionLog(path)
     log.start(
         step=first, epoch=0, policy=str(policy), compressor="topk:ratio=0.01", tensors=TENSORS, steps_per_epoch=3,
-        ranks=2, state=policy.to_json(state), decision=decision_to_json(policy.decision(state)),
+        ranks=2, state=policy.to_json(state), decision=policy.decision(state).to_json(),
     )  # fmt: skip
     for step in range(first + 1, first + moments + 1):
         statistics = drawn_statistics(policy, state, step, draw)
         state, decision = policy.decide(state, statistics)
         log.decision(
             step=step, epoch=None, from_step=step + policy.lag, statistics=statistics, state=policy.to_json(state),
-            decision=decision_to_json(decision),
+            decision=decision.to_json(),
         )  # fmt: skip
     log.close()
     return state

@@ -17,7 +17,7 @@ pytest.importorskip("jinja2")
 
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.cli import main
-from hvdcomp.policies import Policy, decision_to_json, parse_policy
+from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.base import GravacGains, LearningRates, Statistics, Timing
 from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.decisions import load_decisions
@@ -56,7 +56,7 @@ def write_log(
         steps_per_epoch=EPOCH,
         ranks=2,
         state=policy.to_json(state),
-        decision=decision_to_json(policy.decision(state)),
+        decision=policy.decision(state).to_json(),
     )
     assert policy.period is not None
     every = policy.period.steps or policy.period.epochs * EPOCH
@@ -69,7 +69,7 @@ def write_log(
             from_step=step + policy.lag,
             statistics=statistics,
             state=policy.to_json(state),
-            decision=decision_to_json(decision),
+            decision=decision.to_json(),
         )
     log.close()
     return path
@@ -184,7 +184,7 @@ def write_two_calls_a_step(path: Path, policy: Any) -> Path:
     log = DecisionLog(path)
 
     def logged(now: Any) -> dict[str, Any]:
-        return {"state": policy.to_json(now), "decision": decision_to_json(policy.decision(now))}
+        return {"state": policy.to_json(now), "decision": policy.decision(now).to_json()}
 
     log.start(
         step=0,

@@ -71,7 +71,7 @@ def test_two_levels_of_gravac_are_those_of_numpy_in_all_three_modes(backend: str
             decision = MultiLevel(minimum, candidate, what)  # type: ignore[arg-type]
             stage = TwoLevels(plans, decision, communicator.rank == 0, None)
             attach(engine, stage)
-            engine.set_plan(plans.of(decision))
+            engine.set_plan(decision.plan(plans))
             engine.begin()
             result = engine.step(gradients_of(backend, communicator.rank, step))
             told = stage.gains()
@@ -107,13 +107,13 @@ def test_two_levels_decided_in_the_step_itself(backend: str) -> None:
                 if measures:
                     told = stage.gains()  # noqa: B023
                     np.testing.assert_allclose([told.minimum, told.candidate], models[0].gains(), rtol=1e-5)
-                engine.set_plan(plans.of(now))
+                engine.set_plan(now.plan(plans))
                 engine.begin()
                 return now
 
             stage = TwoLevels(plans, known, measures, decide)
             attach(engine, stage)
-            engine.set_plan(plans.of(heard))
+            engine.set_plan(heard.plan(plans))
             engine.begin()
             result = engine.step(gradients_of(backend, communicator.rank, step))
             check_step(engine, models, what, result, f"{step} {what}")
@@ -131,7 +131,7 @@ def test_without_a_candidate_only_the_first_gain_is_measured(backend: str, what:
     decision = MultiLevel(4.0, None, what)
     stage = TwoLevels(plans, decision, True, None)
     attach(engine, stage)
-    engine.set_plan(plans.of(decision))
+    engine.set_plan(decision.plan(plans))
     engine.begin()
     engine.step(gradients_of(backend, 0, 0))
     model = Model(0)
@@ -155,7 +155,7 @@ def test_gains_of_what_is_not_finite_are_nan(backend: str, what: Any, bad: float
         plans, decision = Plans(engine, COMPRESSED), MultiLevel(4.0, 20.0, what)
         stage = TwoLevels(plans, decision, True, None)
         attach(engine, stage)
-        engine.set_plan(plans.of(decision))
+        engine.set_plan(decision.plan(plans))
         engine.begin()
         values = random_gradients(communicator.rank, 0)
         if communicator.rank == 0:
@@ -185,7 +185,7 @@ def test_two_levels_of_any_method_keep_a_share_and_send_the_smaller_thing(backen
         plans = Plans(engine, COMPRESSED)
         stage = TwoLevels(plans, decision, communicator.rank == 0, None)
         attach(engine, stage)
-        engine.set_plan(plans.of(decision))
+        engine.set_plan(decision.plan(plans))
         out = []
         for step in range(3):
             engine.begin()
@@ -298,13 +298,13 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
     decided = MultiLevel(2.0, 6.0, what)
 
     def decide() -> MultiLevel:
-        engine.set_plan(plans.of(decided))
+        engine.set_plan(decided.plan(plans))
         engine.begin()
         return decided
 
     stage = TwoLevels(plans, MultiLevel(2.0, 6.0, None if in_step else what), True, decide if in_step else None)
     attach(engine, stage)
-    engine.set_plan(plans.of(decided))
+    engine.set_plan(decided.plan(plans))
     engine.begin()
     engine.step(random_gradients(0, 0))
     first, second = COMPRESSIONS[in_step, what]
@@ -335,7 +335,7 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
         decision = MultiLevel(3.0, 8.0, what)
         stage = TwoLevels(plans, decision, communicator.rank == 0, None)
         attach(engine, stage)
-        engine.set_plan(plans.of(decision))
+        engine.set_plan(decision.plan(plans))
         for step, due in enumerate((True, False)):
             stage.due = due
             engine.begin()
@@ -371,13 +371,13 @@ def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing
             now = decision if looks != "in the step" else dataclasses.replace(decision, send=None)
 
             def decide() -> MultiLevel:
-                engine.set_plan(plans.of(decision))
+                engine.set_plan(decision.plan(plans))
                 engine.begin()
                 return decision
 
             stage = TwoLevels(plans, now, measures, decide if looks == "in the step" else None)
             attach(engine, stage)
-            engine.set_plan(plans.of(decision))
+            engine.set_plan(decision.plan(plans))
             found: list[Any] = []
             for step in range(3):
                 engine.begin()

@@ -20,7 +20,6 @@ from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFa
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.policies.auto import DENSE
 from hvdcomp.policies.base import Candidate, Survey
-from hvdcomp.policies.decisions import Methods
 
 FP16, COMPRESSED = "fp16", "compressed"
 
@@ -126,13 +125,13 @@ class _Model:
                 sent.append(sends)
 
         for name, rest in ((DENSE, "none"), (FP16, "fp16"), (COMPRESSED, None)):
-            plan = self._plans.of(Methods({}, rest))
+            plan = self._plans.with_methods({}, rest)
             spent = encode if rest is None else self.facts.compute.encode.get(rest)
             offer(name, Candidate(self._seconds(plan, spent), 0, rest), plan)
         order = tuple(tensor.name for tensor in worthwhile)
         for name, rest in ((f"{COMPRESSED} and {DENSE}", "none"), (f"{COMPRESSED} and {FP16}", "fp16")):
             if encode is not None and (mixed := self._best_mixture(worthwhile, rest, encode)) is not None:
-                offer(name, mixed, self._plans.of(Methods(dict.fromkeys(order[: mixed.compressed]), rest)))
+                offer(name, mixed, self._plans.with_methods(dict.fromkeys(order[: mixed.compressed]), rest))
         others = tuple(name for name in self._plans.names if name not in order)
         return Survey((*order, *others), found)
 
@@ -155,7 +154,7 @@ class _Model:
         for name, compressor in self._own.items():
             tensor = self.engine.tensors[name]
             if compressor.wire_dtype(tensor.dtype) is None:
-                dense = self._plans.of(Methods({}, "none"))[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
+                dense = self._plans.with_methods({}, "none")[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
                 saved = dense - compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
                 found.append(_Tensor(name, tensor.size + _STARTING, saved))
         return sorted(found, key=lambda one: (-one.saved / one.weight, one.name))
@@ -167,7 +166,7 @@ class _Model:
         best = None
         for number in sorted({round(count * cut / (_CUTS + 1)) for cut in range(1, _CUTS + 1)} - {0, count}):
             share = sum(tensor.weight for tensor in tensors[:number]) / total
-            plan = self._plans.of(Methods(dict.fromkeys(tensor.name for tensor in tensors[:number]), rest))
+            plan = self._plans.with_methods(dict.fromkeys(tensor.name for tensor in tensors[:number]), rest)
             seconds = self._seconds(plan, _part(encode, share))
             if best is None or seconds < best.seconds:
                 best = Candidate(seconds, number, rest)

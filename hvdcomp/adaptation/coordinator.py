@@ -23,7 +23,7 @@ from hvdcomp.adaptation.channel import Broadcaster, MessageChannel
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.gains import LevelProbe, TwoLevels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
-from hvdcomp.adaptation.plans import Plans, batch_of, levelled_tensors
+from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.step_counter import Progress, StepClock
 from hvdcomp.adaptation.wants import Wants
 from hvdcomp.arrays.types import Array
@@ -31,7 +31,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.base import LearningRates, Period, Policy, Statistic, Statistics, Survey, Timing
-from hvdcomp.policies.decisions import BatchSize, Decision, LevelsAndBatch, MultiLevel, Probe, decision_to_json
+from hvdcomp.policies.decisions import BatchSize, Decision, MultiLevel, Probe
 
 Rates = tuple[float, ...]
 
@@ -93,8 +93,8 @@ class Coordinator:
         self._stage: TwoLevels | LevelProbe | None = None
         self.clock = StepClock(clock)
         self._step_times: list[float] = []
-        self.decision: Decision = BatchSize(1, 1.0)
-        self.batch_size = BatchSize(1, 1.0)
+        self.decision: Decision = BatchSize()
+        self.batch_size = BatchSize()
         self._obey(policy.decision(self.state))
 
     # In the order in which a step goes through them.
@@ -123,8 +123,7 @@ class Coordinator:
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
         waits = self._wants.survey or (self.policy.lag == 0 and self._ended is not None)
-        measures = isinstance(self.decision, Probe) or (isinstance(self.decision, MultiLevel) and self._gains_are_due)
-        return waits or measures
+        return waits or self.decision.measures(self._gains_are_due)
 
     @property
     def _gains_are_due(self) -> bool:
@@ -204,7 +203,7 @@ class Coordinator:
                 steps_per_epoch=self.progress.steps_per_epoch,
                 ranks=self._engine.communicator.world_size,
                 state=self.policy.to_json(self._latest),
-                decision=decision_to_json(self.policy.decision(self._latest)),
+                decision=self.policy.decision(self._latest).to_json(),
             )
 
     # What is gathered.
@@ -254,7 +253,7 @@ class Coordinator:
 
     @property
     def _changes_batch(self) -> bool:
-        return isinstance(self.decision, BatchSize | LevelsAndBatch)
+        return self.decision.sets_batch_size
 
     def _decide_now(self, following: Rates) -> None:
         assert self._ended is not None
@@ -284,7 +283,7 @@ class Coordinator:
                 from_step=self.progress.step,
                 statistics=statistics,
                 state=self.policy.to_json(self._latest),
-                decision=decision_to_json(decision),
+                decision=decision.to_json(),
             )
 
     def _write_down(self, write: Callable[..., None], **record: Any) -> None:
@@ -328,14 +327,14 @@ class Coordinator:
     def _obey(self, decision: Decision) -> None:
         if decision == self.decision:
             return
-        if batch_of(decision) != self.batch_size:
-            self.progress.grow(batch_of(decision).accumulation)
+        if decision.batch() != self.batch_size:
+            self.progress.grow(decision.batch().accumulation)
         self._put_in_force(decision)
 
     def _put_in_force(self, decision: Decision) -> None:
         self.decision = decision
-        self.batch_size = batch_of(decision)
-        self._engine.set_plan(self._plans.of(decision))
+        self.batch_size = decision.batch()
+        self._engine.set_plan(decision.plan(self._plans))
         self._set_stage(decision)
 
     def _set_stage(self, decision: Decision) -> None:
@@ -402,7 +401,7 @@ class Coordinator:
         heard = self.policy.decision(self.state)
         assert isinstance(heard, MultiLevel)
         # Rank 0 knows more than what was heard, but the ranks compare their plans when the step begins.
-        self._engine.set_plan(self._plans.of(dataclasses.replace(heard, send=None)))
+        self._engine.set_plan(dataclasses.replace(heard, send=None).plan(self._plans))
         self._set_stage(self.policy.decision(self._latest))
 
     def _decide_in_step(self) -> MultiLevel:
@@ -415,7 +414,7 @@ class Coordinator:
         self._hear()
         self.decision = self.policy.decision(self.state)
         assert isinstance(self.decision, MultiLevel)
-        self._engine.set_plan(self._plans.of(self.decision))
+        self._engine.set_plan(self.decision.plan(self._plans))
         self._take_up_in_step()
         return self.decision
 

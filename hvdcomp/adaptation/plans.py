@@ -9,7 +9,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import Router
 from hvdcomp.exchange.engine import Engine, Plan
-from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Levels, LevelsAndBatch, Methods, MultiLevel, Probe
+from hvdcomp.policies.schedules import Level
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
@@ -22,7 +22,7 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
 
 
 class Plans:
-    """The plans that decisions ask for; each compression factor's is made once.
+    """The plans that decisions ask for (`hvdcomp.policies.decisions.PlanMaker`); each is made when it is first used.
 
     Args:
         engine: whose plans they are.
@@ -33,42 +33,38 @@ class Plans:
         self.engine = engine
         self.names = names
         self._own = engine.plan_for(engine.compressor)
-        self._at_factors: dict[float, Plan] = {}
+        self._at_factor: dict[float, Plan] = {}
 
-    def of(self, decision: Decision) -> Plan:
-        """The plan of one decision."""
-        if isinstance(decision, LevelsAndBatch):
-            return self.of(decision.levels)
-        if isinstance(decision, Levels):
-            return self._with({name: self.engine.compressor.at_level(at) for name, at in decision.levels.items()})
-        if isinstance(decision, Factors):
-            return self._with({name: at_factor(self.engine, name, at) for name, at in decision.factors.items()})
-        if isinstance(decision, Methods):
-            return self._by_method(decision)
-        if isinstance(decision, Probe):
-            return self.at_factor(decision.send)
-        if isinstance(decision, MultiLevel):
-            # Before it is known what is sent, the plan only says which memory goes with it.
-            return self.at_factor(decision.minimum if decision.sent is None else decision.sent)
+    def own(self) -> Plan:
+        """The plan of the engine's compressor."""
         return self._own
 
-    def at_factor(self, factor: float) -> Plan:
-        """The plan that compresses all of `names` to one factor."""
-        if factor not in self._at_factors:
-            self._at_factors[factor] = self._with({name: at_factor(self.engine, name, factor) for name in self.names})
-        return self._at_factors[factor]
+    def at_levels(self, levels: Mapping[str, Level | None]) -> Plan:
+        """Each named tensor at a level of the engine's compressor."""
+        return self._with({name: self.engine.compressor.at_level(level) for name, level in levels.items()})
 
-    def _by_method(self, decision: Methods) -> Plan:
+    def at_factors(self, factors: Mapping[str, float]) -> Plan:
+        """Each named tensor at a compression factor."""
+        return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
+
+    def at_factor(self, factor: float) -> Plan:
+        """All of `names` at one compression factor. It is made once, because every step of GraVAC asks for it."""
+        if factor not in self._at_factor:
+            self._at_factor[factor] = self.at_factors(dict.fromkeys(self.names, factor))
+        return self._at_factor[factor]
+
+    def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> Plan:
+        """Each named tensor with the compressor of a spec, all others with another; None for the engine's."""
         compressors = {
             spec: self.engine.compressor if spec is None else parse_compressor(spec)
-            for spec in {decision.others, *decision.methods.values()}
+            for spec in {others, *methods.values()}
         }
-        unknown = decision.methods.keys() - self.engine.tensors.keys()
+        unknown = methods.keys() - self.engine.tensors.keys()
         if unknown:
-            raise ValueError(f"methods of tensors that there are not: {', '.join(sorted(unknown))}")
+            raise ValueError(f"methods of unknown tensors: {', '.join(sorted(unknown))}")
         return MappingProxyType(
             {
-                name: self.engine.choose(compressors[decision.methods.get(name, decision.others)], tensor)
+                name: self.engine.choose(compressors[methods.get(name, others)], tensor)
                 for name, tensor in self.engine.tensors.items()
             }
         )
@@ -88,10 +84,3 @@ def at_factor(engine: Engine, name: str, factor: float) -> Compressor:
         compressor = compressor.choose(tensor)
     level, least = compressor.level_for(factor, tensor.shape), compressor.least_level(engine.communicator.world_size)
     return compressor.at_level(level if level is None or least is None else max(level, least))
-
-
-def batch_of(decision: Decision) -> BatchSize:
-    """The part of a decision that is about the batch; the starting batch if there is none."""
-    if isinstance(decision, LevelsAndBatch):
-        return decision.batch_size
-    return decision if isinstance(decision, BatchSize) else BatchSize(accumulation=1, learning_rate_factor=1.0)

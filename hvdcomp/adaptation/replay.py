@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, read_decisions, to_json, with_numbers
-from hvdcomp.policies import Policy, decision_to_json, parse_policy
+from hvdcomp.policies import Policy, parse_policy
 
 ABSENT = object()
 """In place of a value that one of the two sides does not have."""
@@ -127,7 +127,7 @@ def _begin(path: Path, start: Start) -> tuple[Policy[Any], Any]:
 
 def _compare(policy: Policy[Any], state: Any, decision: Any, record: Start | Decided) -> Difference | None:
     pairs = {
-        "decision": (record.decision, to_json(decision_to_json(decision))),
+        "decision": (record.decision, to_json(decision.to_json())),
         "state": (record.state, to_json(policy.to_json(state))),
     }
     parts = [part for name, (logged, made) in pairs.items() for part in _parts((name,), logged, made)]

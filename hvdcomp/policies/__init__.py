@@ -10,7 +10,6 @@ from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import Constant, Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
-from hvdcomp.policies.decisions import BatchSize, LevelsAndBatch, decision_to_json
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.schedules import DENSE, LevelSchedule, WarmUp
@@ -36,9 +35,7 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
     """Whether decisions of a policy are about the batch size, beside or instead of levels."""
-    if not isinstance(policy, Policy):
-        return False
-    return isinstance(policy.decision(policy.initial_state(())), BatchSize | LevelsAndBatch)
+    return isinstance(policy, Policy) and policy.first_decision.sets_batch_size
 
 
 def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
@@ -68,6 +65,5 @@ __all__ = [
     "Policy",
     "WarmUp",
     "changes_batch_size",
-    "decision_to_json",
     "parse_policy",
 ]

@@ -235,6 +235,11 @@ class Policy(Described, Generic[State]):
         """What is in force in a state: at the beginning, after a decision and after a restart."""
         raise NotImplementedError
 
+    @property
+    def first_decision(self) -> Decision:
+        """A decision of this policy without tensors: of the kind that all of its decisions are, or like it."""
+        return self.decision(self.initial_state(()))
+
     def update(self, state: State, statistics: Statistics) -> State:
         """The state after a moment of decision."""
         raise NotImplementedError

@@ -1,36 +1,126 @@
-"""What policies decide, and how a decision is written as JSON."""
+"""What policies decide. A decision knows which plan it asks for, how it is written as JSON, and what a report shows.
+
+A new kind of decision is a subclass of `Decision` and nothing else.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from hvdcomp.policies.schedules import Level
 
+PlanT = TypeVar("PlanT", covariant=True)
+
+
+class PlanMaker(Protocol[PlanT]):
+    """Makes plans, which say how each tensor is compressed. Tensors that are not named keep their own method."""
+
+    def own(self) -> PlanT:
+        """What the training was given."""
+
+    def at_levels(self, levels: Mapping[str, Level | None]) -> PlanT:
+        """Each named tensor at a level; None for the compressor's own."""
+
+    def at_factors(self, factors: Mapping[str, float]) -> PlanT:
+        """Each named tensor at a compression factor."""
+
+    def at_factor(self, factor: float) -> PlanT:
+        """All tensors whose level is decided at one compression factor."""
+
+    def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> PlanT:
+        """Each named tensor with a compressor, all others with another; None for that of the training."""
+
 
 @dataclass(frozen=True)
-class Levels:
+class Decision:
+    """Base of all decisions.
+
+    Class attributes:
+        kind: the word for it in JSON.
+        sets_batch_size: whether it is about the batch size, beside or instead of compression.
+        uses_factors: whether it may ask for any level that a compression factor leads to.
+    """
+
+    kind: ClassVar[str]
+    sets_batch_size: ClassVar[bool] = False
+    uses_factors: ClassVar[bool] = False
+
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        """The plan that it asks for."""
+        return plans.own()
+
+    def batch(self) -> BatchSize:
+        """The batch size that it asks for: without a word of it, that of the start."""
+        return BatchSize()
+
+    def measures(self, period_ends: bool) -> bool:
+        """Whether a step that obeys it is measured, on all ranks alike.
+
+        Args:
+            period_ends: whether the step is the last of a period.
+        """
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        """Its `kind` and its fields."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Decision:
+        """The decision that `to_json` of this class wrote. Raises LookupError if a field is not there."""
+        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        """The numbers that a report shows of it, by the attributes of `hvdcomp.report.decisions.Decisions`.
+
+        Args:
+            state: the policy's, as JSON.
+            tensors: names of those whose level is decided.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: if the state is not of a policy that decides so.
+        """
+        critical = state.get("critical")
+        return {"critical": sum(map(bool, critical.values())) / len(critical)} if critical else {}
+
+
+@dataclass(frozen=True)
+class Levels(Decision):
     """The level of each tensor by name; None for the compressor's own."""
 
     levels: Mapping[str, Level | None]
 
     kind: ClassVar[str] = "levels"
 
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        return plans.at_levels(self.levels)
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        return {**super().row(state, tensors), "levels": self.levels}
+
 
 @dataclass(frozen=True)
-class Factors:
+class Factors(Decision):
     """The compression factor (dense bytes / sent bytes) of each tensor by name; 1.0 for uncompressed."""
 
     factors: Mapping[str, float]
 
     kind: ClassVar[str] = "factors"
+    uses_factors: ClassVar[bool] = True
+
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        return plans.at_factors(self.factors)
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        return {**super().row(state, tensors), "factors": self.factors}
 
 
 @dataclass(frozen=True)
-class MultiLevel:
-    """For the whole model: to which compression factors to compress, and what of it to send.
+class MultiLevel(Decision):
+    """For the whole model: to which compression factors to compress, and which result to send.
 
     Attributes:
         minimum: factor of the first compression, of the gradient with its residual.
@@ -43,6 +133,7 @@ class MultiLevel:
     send: Literal["dense", "minimum", "candidate"] | None
 
     kind: ClassVar[str] = "multilevel"
+    uses_factors: ClassVar[bool] = True
 
     @property
     def sent(self) -> float | None:
@@ -51,39 +142,77 @@ class MultiLevel:
             return 1.0
         return {"minimum": self.minimum, "candidate": self.candidate}.get(self.send or "")
 
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        # Before it is known what is sent, the plan only says which memory goes with it.
+        return plans.at_factor(self.minimum if self.sent is None else self.sent)
+
+    def measures(self, period_ends: bool) -> bool:
+        return period_ends
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        by_factor = {key: {float(cf): value for cf, value in state[key].items()} for key in ("gains", "throughput")}
+        own = {"minimum": self.minimum, "candidate": self.candidate, "sent": self.sent}
+        return {**super().row(state, tensors), **own, **by_factor}
+
 
 @dataclass(frozen=True)
-class BatchSize:
+class BatchSize(Decision):
     """How much larger than at the start the batch is.
 
     Attributes:
-        accumulation: so many batches of the starting size are accumulated for one update, which takes their mean.
+        accumulation: batches of the starting size that are accumulated for one update, which takes their mean.
         learning_rate_factor: what the schedule's learning rate is to be multiplied with.
     """
 
-    accumulation: int
-    learning_rate_factor: float
+    accumulation: int = 1
+    learning_rate_factor: float = 1.0
 
     kind: ClassVar[str] = "batch_size"
+    sets_batch_size: ClassVar[bool] = True
+
+    def batch(self) -> BatchSize:
+        return self
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        return {**super().row(state, tensors), "accumulation": self.accumulation}
 
 
 @dataclass(frozen=True)
-class LevelsAndBatch:
+class LevelsAndBatch(Decision):
     """Levels and a batch size at the same time."""
 
     levels: Levels
     batch_size: BatchSize
 
     kind: ClassVar[str] = "joint"
+    sets_batch_size: ClassVar[bool] = True
+
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        return self.levels.plan(plans)
+
+    def batch(self) -> BatchSize:
+        return self.batch_size
+
+    def to_json(self) -> dict[str, Any]:
+        """In it `levels` is the mapping of names itself, and `batch_size` an object of the two numbers."""
+        return {**super().to_json(), "levels": dict(self.levels.levels)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> LevelsAndBatch:
+        batch = data["batch_size"]
+        return cls(Levels(data["levels"]), BatchSize(batch["accumulation"], batch["learning_rate_factor"]))
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        return {**self.levels.row(state["levels"], tensors), **self.batch_size.row({}, tensors)}
 
 
 @dataclass(frozen=True)
-class Probe:
+class Probe(Decision):
     """Levels are to be measured: in some steps rank 0 compresses the same gradients to several factors.
 
     Attributes:
         factors: the compression factors to try, ascending. Nothing of it is sent.
-        every: in the first step of the period and in every so many-th after it.
+        every: in the first step of the period, and in every `every`-th step after it.
         send: the factor at which all tensors are sent, in every step.
     """
 
@@ -92,10 +221,27 @@ class Probe:
     send: float
 
     kind: ClassVar[str] = "probe"
+    uses_factors: ClassVar[bool] = True
+
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        return plans.at_factor(self.send)
+
+    def measures(self, period_ends: bool) -> bool:
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "factors": list(self.factors)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Probe:
+        return cls(tuple(data["factors"]), data["every"], data["send"])
+
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        return {**super().row(state, tensors), "factors": dict.fromkeys(tensors, self.send)}
 
 
 @dataclass(frozen=True)
-class Methods:
+class Methods(Decision):
     """The method of each tensor.
 
     Attributes:
@@ -108,18 +254,26 @@ class Methods:
 
     kind: ClassVar[str] = "methods"
 
+    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+        return plans.with_methods(self.methods, self.others)
 
-Decision = Levels | Factors | MultiLevel | BatchSize | LevelsAndBatch | Probe | Methods
+    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
+        return {
+            **super().row(state, tensors),
+            "chosen": {name: name == state["chosen"] for name in state["candidates"]},
+            "predicted": {name: one["seconds"] for name, one in state["candidates"].items()},
+            "measured": {name: one["seconds"] for name, one in state["measured"].items()},
+        }
 
 
-def decision_to_json(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON can hold it: its `kind` and its fields.
+def decision_from_json(data: Mapping[str, Any]) -> Decision:
+    """The decision that `Decision.to_json` wrote.
 
-    In a joint decision `levels` is the mapping of names itself and `batch_size` an object of the two numbers.
+    Raises:
+        ValueError: if it is of no kind that there is.
+        LookupError: if a field is not there.
     """
-    data = dataclasses.asdict(decision)
-    if isinstance(decision, LevelsAndBatch):
-        data["levels"] = dict(decision.levels.levels)
-    if isinstance(decision, Probe):
-        data["factors"] = list(decision.factors)
-    return {"kind": decision.kind, **data}
+    kinds = {kind.kind: kind for kind in Decision.__subclasses__()}
+    if data["kind"] not in kinds:
+        raise ValueError(f"unknown kind of decision {data['kind']!r}")
+    return kinds[data["kind"]].from_json(data)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.adaptation.decision_log import DecisionLogError, Start, read_decisions, with_numbers
-from hvdcomp.policies.decisions import MultiLevel
+from hvdcomp.policies.decisions import decision_from_json
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
 MOST_STEPS = 2**53  # whole numbers up to here are told apart in an array of numbers
@@ -119,39 +119,15 @@ def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[s
     Raises:
         LookupError, TypeError, ValueError, AttributeError, OverflowError: if something is not there or is no number.
     """
-    row: dict[str, Any] = {}
-    kind = decision["kind"]
-    if kind in ("levels", "joint"):
-        row["levels"] = _numbers(decision["levels"])
-    elif kind == "factors":
-        row["factors"] = _numbers(decision["factors"])
-    elif kind == "probe":
-        row["factors"] = dict.fromkeys(tensors, _number(decision["send"]))
-    elif kind == "multilevel":
-        model = MultiLevel(decision["minimum"], decision["candidate"], decision["send"])
-        row |= _numbers({"minimum": model.minimum, "candidate": model.candidate, "sent": model.sent})
-        row |= {key: {float(cf): _number(value) for cf, value in state[key].items()} for key in ("gains", "throughput")}
-    elif kind == "methods":
-        candidates = state["candidates"]
-        row["chosen"] = {name: float(name == state["chosen"]) for name in candidates}
-        row["predicted"] = {name: _number(one["seconds"]) for name, one in candidates.items()}
-        row["measured"] = {name: _number(one["seconds"]) for name, one in state["measured"].items()}
-    elif kind != "batch_size":
-        raise ValueError(f"unknown kind of decision {kind!r}")
-    if kind in ("batch_size", "joint"):
-        row["accumulation"] = _number((decision["batch_size"] if kind == "joint" else decision)["accumulation"])
-    critical = (state["levels"] if kind == "joint" else state).get("critical")
-    if critical:
-        row["critical"] = sum(map(bool, critical.values())) / len(critical)
-    return row
+    row = decision_from_json(decision).row(state, tensors)
+    return {
+        key: {name: _number(one) for name, one in value.items()} if key in _TABLES else _number(value)
+        for key, value in row.items()
+    }
 
 
 def _number(value: Any) -> float:
     return np.nan if value is None else float(value)
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {key: _number(value) for key, value in values.items()}
 
 
 def _table(rows: list[dict[Any, float]]) -> dict[Any, np.ndarray]:
