@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor, Level
 from hvdcomp.compressors.base import refuse_description
 from hvdcomp.compressors.contraction import require_bounded_residuals
@@ -274,16 +275,25 @@ class Compression:
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
     def _bind(self, optimizer: Any, tensor: Any = None) -> Any:
-        arguments = (self, self._parameters, self._process_set, self._grad_scaler, optimizer)
+        setup = Setup(
+            compression=self,
+            settings=self.settings,
+            ledger=self.ledger,
+            decision_log=self.decision_log,
+            parameters=self._parameters,
+            process_set=self._process_set,
+            grad_scaler=self._grad_scaler,
+            optimizer=optimizer,
+        )
         binding: Any
         if self._framework == "torch":
             from hvdcomp.torch.binding import TorchBinding
 
-            binding = TorchBinding(*arguments)
+            binding = TorchBinding(setup)
         else:
             from hvdcomp.tensorflow.binding import TensorFlowBinding
 
-            binding = TensorFlowBinding(*arguments, tensor)
+            binding = TensorFlowBinding(setup, tensor)
         if self._restored is not None:
             binding.load_state_dict(self._restored)
         if self._level is not None:

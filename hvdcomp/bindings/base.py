@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy
 
@@ -19,6 +19,7 @@ from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings import checkpoint
+from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators import HorovodCommunicator
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
@@ -28,9 +29,6 @@ from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import Auto, LevelSchedule, Policy
 from hvdcomp.policies.base import Survey
 from hvdcomp.policies.decisions import BatchSize
-
-if TYPE_CHECKING:
-    from hvdcomp.compression import Compression
 
 # What each rank puts in for one step: this number plus a digest of its levels, so that the ranks' sum tells whether all
 # of them take part, and all at the same levels.
@@ -44,7 +42,7 @@ class Binding(ABC):
     """Ties one `Compression` to one training.
 
     Args:
-        compression: whose settings, ledger and identity are used.
+        setup: what the user gave.
         tensors: all parameters that may have a gradient.
         communicator: of the ranks that exchange.
         like: an empty array of the framework, where the communicator works.
@@ -62,17 +60,17 @@ class Binding(ABC):
 
     def __init__(
         self,
-        compression: Compression,
+        setup: Setup,
         tensors: Iterable[TensorInfo],
         communicator: HorovodCommunicator,
         like: Array,
     ) -> None:
-        self.compression = compression
+        self.setup = setup
         self.communicator = communicator
         self._like = like
         self._loss_scale: float | None = None
         self._refused: str | None = None  # why this rank cannot make the step that has begun
-        settings = compression.settings
+        settings = setup.settings
         self.engine = Engine(
             communicator,
             tensors,
@@ -82,7 +80,7 @@ class Binding(ABC):
             min_numel=settings.min_numel,
             min_ndim=settings.min_ndim,
             bytes_per_tensor=PRESENCE_BYTES,
-            ledger=compression.ledger,
+            ledger=setup.ledger,
         )
         self._waste = WasteWarning(self.engine)
         self._log_error: str | None = None
@@ -161,7 +159,7 @@ class Binding(ABC):
                 "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
             )
         self._agree()
-        settings = self.compression.settings
+        settings = self.setup.settings
         if isinstance(settings.policy, LevelSchedule):
             step = self.engine.step_number
             own = settings.compressor.level
@@ -252,10 +250,11 @@ class Binding(ABC):
     def _facts(self) -> dict[str, Any]:
         tensors, trained = self.engine.tensors, self.trained()
         parameters = {f"parameter {name}": f"{tensors[name].dtype} {tensors[name].shape}" for name in sorted(trained)}
+        settings = self.setup.settings
         return {
-            **self.compression.settings.describe(),
+            **settings.describe(),
             **self.facts(),
-            "level": self.compression.level,
+            "level": settings.compressor.level if self.engine.level is None else self.engine.level,
             "step": self.engine.step_number,
             "error of the decision log": self._log_error,
             "error of the calibration": self._calibration_error,
@@ -309,7 +308,7 @@ class Binding(ABC):
     # What concerns a policy that rank 0 decides by.
 
     def _make_coordinator(self) -> Coordinator | None:
-        settings = self.compression.settings
+        settings = self.setup.settings
         if not isinstance(settings.policy, Policy):
             return None
         survey = self._make_survey(settings.policy) if isinstance(settings.policy, Auto) else None
@@ -341,7 +340,7 @@ class Binding(ABC):
 
     def _open_log(self) -> DecisionLog | None:
         """Rank 0's log. One that cannot be written is told to all ranks with the settings."""
-        path = self.compression.decision_log
+        path = self.setup.decision_log
         if path is None or self.communicator.rank != 0:
             return None
         try:

@@ -15,15 +15,16 @@ cast, and no policy may change that, Horovod carries the cast gradients itself, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvdcomp.bindings.base import Binding
+from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
@@ -32,9 +33,6 @@ from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
 from hvdcomp.tensorflow.names import by_name
 from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
-
-if TYPE_CHECKING:
-    from hvdcomp.compression import Compression
 
 
 @dataclass
@@ -74,11 +72,9 @@ class TensorFlowBinding(Binding):
     """Ties one `Compression` to the tapes or the optimizer of one training.
 
     Args:
-        compression: whose settings, ledger and identity are used.
-        variables: by name, or a function that returns them; None for those of the list that `tensor` is in.
-        process_set: of the tape or optimizer; None for all ranks.
-        grad_scaler: the Keras LossScaleOptimizer in use, or None to take the one that is calling.
-        optimizer: the Keras optimizer, or None to take the one that is calling.
+        setup: what the user gave. Its `parameters` are variables by name, or a function that returns them; None for
+            those of the list that `tensor` is in. Its `grad_scaler` and `optimizer` are those of Keras; None for those
+            that are calling.
         tensor: the gradient that is to be compressed; None before the first step.
 
     Raises:
@@ -87,33 +83,23 @@ class TensorFlowBinding(Binding):
 
     overlaps_with_policy = False
 
-    def __init__(
-        self,
-        compression: Compression,
-        variables: Mapping[str, tf.Variable] | Callable[[], Iterable[tf.Variable]] | None,
-        process_set: Any,
-        grad_scaler: Any,
-        optimizer: Any,
-        tensor: tf.Tensor | None = None,
-    ) -> None:
-        self._were_given = variables is not None
-        self._variables = _known_variables(variables, tensor)
+    def __init__(self, setup: Setup, tensor: tf.Tensor | None = None) -> None:
+        self._variables = _known_variables(setup.parameters, tensor)
         self._names = {variable.ref(): name for name, variable in self._variables.items()}
-        self._process_set = process_set
-        self._grad_scaler = grad_scaler
-        self._optimizer = None if optimizer is None else unwrapped(optimizer)
+        self._grad_scaler = setup.grad_scaler
+        self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
         self._scaled: ScaledRate | None = None
         self._traced: _Traced | None = None
         self._facts_of_call: dict[str, Any] = {}
         self._trained: set[str] = set()  # names of variables that had a gradient in any trace
         self._steps_per_call = 1
-        communicator = HorovodTensorFlowCommunicator(process_set)
+        communicator = HorovodTensorFlowCommunicator(setup.process_set)
         tensors = [
             TensorInfo(name, tuple(variable.shape), variable.dtype.base_dtype.name)  # float32, where it is float32_ref
             for name, variable in self._variables.items()
         ]
         with tf.init_scope(), tf.device("CPU:0"):  # not in the graph that is being traced
-            super().__init__(compression, tensors, communicator, tf.zeros((0,)))
+            super().__init__(setup, tensors, communicator, tf.zeros((0,)))
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
@@ -159,7 +145,7 @@ class TensorFlowBinding(Binding):
         self._facts_of_call = {"op": call.op, "prescale_factor": call.prescale_factor}
         self._steps_per_call = call.steps_per_execution
         self._trained.update(names.values())
-        settings = self.compression.settings
+        settings = self.setup.settings
         if changes_batch_size(settings.policy) and self._scaled is None:
             with tf.init_scope():
                 self._scaled = ScaledRate(self._known_optimizer())
@@ -190,7 +176,7 @@ class TensorFlowBinding(Binding):
         if name is not None:
             return name
         known = "variables of hvdcomp.Compression"
-        if not self._were_given:
+        if self.setup.parameters is None:
             known = f"{len(self._variables)} variables that hvdcomp.Compression took from the first list of gradients"
         raise ConfigurationError(
             f"a gradient of {variable.name!r} arrived, which is not in the {known}; give it all that are trained: "
@@ -201,12 +187,12 @@ class TensorFlowBinding(Binding):
         if call.op not in (hvd.Average, hvd.Sum):
             op = "hvd.Adasum" if call.op == hvd.Adasum else call.op
             raise ConfigurationError(f"gradient compression works with op=hvd.Average and op=hvd.Sum, not op={op}")
-        if self._process_set is not None and call.process_set != self._process_set:
+        if self.setup.process_set is not None and call.process_set != self.setup.process_set:
             raise ConfigurationError(
-                f"hvdcomp.Compression was given process set {self._process_set}, Horovod {call.process_set}; give "
+                f"hvdcomp.Compression was given process set {self.setup.process_set}, Horovod {call.process_set}; give "
                 "both the same"
             )
-        if self._process_set is None and call.process_set.process_set_id != 0:
+        if self.setup.process_set is None and call.process_set.process_set_id != 0:
             raise ConfigurationError(
                 f"Horovod averages over process set {call.process_set}: give it to hvdcomp.Compression too, "
                 "process_set=..."
@@ -279,7 +265,7 @@ class TensorFlowBinding(Binding):
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the policy {self.compression.settings.policy} needs the optimizer, whose learning rate it follows: "
+                f"the policy {self.setup.settings.policy} needs the optimizer, whose learning rate it follows: "
                 "give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
             )
         return self._optimizer

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdcomp.compression import Compression
+from hvdcomp.bindings.setup import UsedCompression
 
 _ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
 _PAIRS = "pairs of hvdcomp"  # the key of an object that stands for one whose keys are no text, which JSON has not
@@ -32,7 +32,7 @@ class CompressionState(tf.train.experimental.PythonState):
         compression: whose state is saved and restored.
     """
 
-    def __init__(self, compression: Compression) -> None:
+    def __init__(self, compression: UsedCompression) -> None:
         self._compression = compression
 
     def serialize(self) -> bytes:

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 import tf_keras
 
-from hvdcomp.compression import Compression
+from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.policies import changes_batch_size
@@ -45,7 +45,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     """
 
     def __init__(
-        self, compression: Compression, log_dir: str | Path | None = None, update_freq: str | int = "epoch"
+        self, compression: UsedCompression, log_dir: str | Path | None = None, update_freq: str | int = "epoch"
     ) -> None:
         super().__init__()
         if update_freq != "epoch" and (not isinstance(update_freq, int) or update_freq < 1):

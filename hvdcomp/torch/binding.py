@@ -11,13 +11,14 @@ once all were compressed. A step takes one of two ways, the same on all ranks:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence, Set
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
 
 from hvdcomp.bindings.base import Binding
+from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError, RankMismatchError
@@ -28,9 +29,6 @@ from hvdcomp.torch.caller import ParameterNames, caller_local
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 from hvdcomp.torch.optimizer import HorovodOptimizer, OpenSteps, compression_of
 from hvdcomp.torch.parameters import by_name
-
-if TYPE_CHECKING:
-    from hvdcomp.compression import Compression
 
 
 class _Ticket(NamedTuple):
@@ -55,33 +53,22 @@ class TorchBinding(Binding):
     """Ties one `Compression` to one Horovod optimizer.
 
     Args:
-        compression: whose settings, ledger and identity are used.
-        parameters: by name, or a function that returns pairs; None to take those of Horovod's optimizer.
-        process_set: of the optimizer; None to take the optimizer's own.
-        grad_scaler: the AMP scaler in use, or None.
-        optimizer: Horovod's optimizer; None where it is calling.
+        setup: what the user gave. Its `parameters` are by name, or a function that returns pairs; None for those of
+            Horovod's optimizer. Its `optimizer` is Horovod's; None where it is calling.
     """
 
     overlaps_with_policy = True
 
-    def __init__(
-        self,
-        compression: Compression,
-        parameters: Mapping[str, torch.nn.Parameter] | Callable[[], Any] | None,
-        process_set: Any,
-        grad_scaler: Any,
-        optimizer: Any = None,
-    ) -> None:
-        self.compression = compression
-        self._grad_scaler = grad_scaler
-        self._optimizer = self._checked_optimizer(optimizer, process_set)
-        communicator = HorovodTorchCommunicator(process_set or getattr(self._optimizer, "process_set", None))
+    def __init__(self, setup: Setup) -> None:
+        self._grad_scaler = setup.grad_scaler
+        self._optimizer = _checked_optimizer(setup)
+        communicator = HorovodTorchCommunicator(setup.process_set or getattr(self._optimizer, "process_set", None))
         like = torch.empty(0)
         with refused_on_every_rank(communicator, like):
-            self._parameters = by_name(parameters, self._optimizer)
+            self._parameters = by_name(setup.parameters, self._optimizer)
             self._horovods = HorovodOptimizer(self._optimizer, self._parameters)
             tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
-            super().__init__(compression, tensors, communicator, like)
+            super().__init__(setup, tensors, communicator, like)
         self._passes = getattr(self._optimizer, "backward_passes_per_step", 1)  # at the start
         self._scaled: ScaledSteps | None = None
         self._casting = False
@@ -154,7 +141,7 @@ class TorchBinding(Binding):
 
     def begin(self) -> None:
         """`Binding.begin`, and which way the step takes."""
-        self._horovods.check_caller(self.compression)
+        self._horovods.check_caller(self.setup.compression)
         _OPEN_STEPS.enter(self._optimizer)
         self._results.clear()
         self._pending.clear()
@@ -165,7 +152,7 @@ class TorchBinding(Binding):
         if self._casting:
             self.refuse()
             self._follow_casts()
-        if not self._casting or self.compression.settings.policy is not None:
+        if not self._casting or self.setup.settings.policy is not None:
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
         coordinator = self.coordinator
         self._observed = None if coordinator is None or not coordinator.observes else coordinator.source
@@ -251,27 +238,28 @@ class TorchBinding(Binding):
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the policy {self.compression.settings.policy} needs the optimizer that Horovod made: use "
+                f"the policy {self.setup.settings.policy} needs the optimizer that Horovod made: use "
                 "hvd.DistributedOptimizer(..., compression=compression)"
             )
         return self._optimizer
 
-    def _checked_optimizer(self, optimizer: Any, process_set: Any) -> Any:
-        """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
-        if optimizer is None:
-            ours = self.compression
-            optimizer = caller_local("self", object, lambda one: compression_of(one) is ours)
-        elif compression_of(optimizer) is not self.compression:
-            raise ConfigurationError(
-                f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
-                "hvd.DistributedOptimizer(..., compression=compression) returned"
-            )
-        theirs = getattr(optimizer, "process_set", None)
-        if process_set is not None and theirs is not None and process_set != theirs:
-            raise ConfigurationError(
-                f"hvdcomp.Compression was given process set {process_set}, the optimizer {theirs}; give both the same"
-            )
-        return optimizer
+
+def _checked_optimizer(setup: Setup) -> Any:
+    """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
+    ours, optimizer = setup.compression, setup.optimizer
+    if optimizer is None:
+        optimizer = caller_local("self", object, lambda one: compression_of(one) is ours)
+    elif compression_of(optimizer) is not ours:
+        raise ConfigurationError(
+            f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
+            "hvd.DistributedOptimizer(..., compression=compression) returned"
+        )
+    theirs = getattr(optimizer, "process_set", None)
+    if setup.process_set is not None and theirs is not None and setup.process_set != theirs:
+        raise ConfigurationError(
+            f"hvdcomp.Compression was given process set {setup.process_set}, the optimizer {theirs}; give both the same"
+        )
+    return optimizer
 
 
 def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:

@@ -1,0 +1,54 @@
+"""What a `Compression` hands to the binding that serves it, and what else of it a framework's folder uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdcomp.compressors import Level
+from hvdcomp.exchange.ledger import Ledger
+from hvdcomp.settings import Settings
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a binding is made of.
+
+    Attributes:
+        compression: the object in Horovod's `compression=`. A binding only compares its identity.
+        settings: the same on every rank.
+        ledger: where the costs of steps are entered.
+        decision_log: where rank 0 writes the policy's decisions; None for nowhere.
+        parameters: by name, or a function that returns them, or None where the framework finds them itself.
+        process_set: of Horovod; None for the optimizer's own, or for all ranks.
+        grad_scaler: what scales the loss; None for nothing, or where the framework finds it itself.
+        optimizer: whose gradients are compressed; None where the framework finds it itself.
+    """
+
+    compression: object
+    settings: Settings
+    ledger: Ledger
+    decision_log: Path | None
+    parameters: Any
+    process_set: Any
+    grad_scaler: Any
+    optimizer: Any
+
+
+class UsedCompression(Protocol):
+    """What callbacks and checkpoints of a framework use of a `hvdcomp.Compression`, where it says what each means."""
+
+    settings: Settings
+    ledger: Ledger
+
+    @property
+    def levels(self) -> dict[str, Level]: ...
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None: ...
