@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from hvdcomp import TopK
 from hvdcomp.adaptation.gradient_sums import densified
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.compressors import TopK
 from hvdcomp.compressors.protocol import SparseVector, TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.train.data import epoch_shard, load_data

@@ -10,31 +10,16 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from hvdcomp.compression import Compression
-from hvdcomp.compressors import (
-    ATOMO,
-    BF16,
-    DGC,
-    FP16,
-    QSGD,
-    ByDimensions,
-    ByName,
-    BySize,
-    Compressor,
-    EFSignSGD,
-    GlobalQSGD,
-    MSTopK,
-    Natural,
-    NoCompression,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    RedSync,
-    SIDCo,
-    SignSGD,
-    TernGrad,
-    TopK,
-)
+from hvdcomp.compressors import COMPRESSORS, MEMORIES, Compressor
+from hvdcomp.compressors.casts import BF16, FP16, NoCompression
+from hvdcomp.compressors.low_rank import PowerSGD
+from hvdcomp.compressors.low_rank_sampling import ATOMO
 from hvdcomp.compressors.memory import ErrorFeedback, MomentumCorrection, NoMemory
+from hvdcomp.compressors.quantization import QSGD, GlobalQSGD, Natural, TernGrad
+from hvdcomp.compressors.routing import ByDimensions, ByName, BySize
+from hvdcomp.compressors.signs import EFSignSGD, OneBit, SignSGD
+from hvdcomp.compressors.sparsification import RandomK, TopK
+from hvdcomp.compressors.thresholds import DGC, MSTopK, RedSync, SIDCo
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from hvdcomp.policies import (
     Accordion,
@@ -93,3 +78,8 @@ __all__ = [
     "WarmUp",
     "__version__",
 ]
+
+# What is written above is for type checkers. A class that registration found is offered without a line here.
+_found = {kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values())}
+globals().update(_found)
+__all__ += [name for name in _found if name not in __all__]

@@ -13,8 +13,8 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor, Level
 from hvdcomp.compressors.base import refuse_description
 from hvdcomp.compressors.contraction import require_bounded_residuals
-from hvdcomp.compressors.memory import Memory, parse_memory
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy

@@ -12,8 +12,7 @@ from click.testing import CliRunner, Result
 
 from hvdcomp.cli import main
 from hvdcomp.commands.compressors import BEGIN, END
-from hvdcomp.compressors import COMPRESSORS
-from hvdcomp.compressors.memory import MEMORIES
+from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors.parsing import parse_compressor
 
 MANUAL = Path(__file__).parents[1] / "docs" / "compressors.md"

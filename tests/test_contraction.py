@@ -11,8 +11,7 @@ import pytest
 from hvdcomp import ByName, Compression, ErrorFeedback, NoMemory, SpecError
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.contraction import require_bounded_residuals
-from hvdcomp.compressors.memory import parse_memory
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies import parse_policy
 from hvdcomp.settings import check_policy

@@ -9,8 +9,7 @@ import pytest
 
 from hvdcomp import DGC, ErrorFeedback, MomentumCorrection, NoCompression, PowerSGD, SpecError, TopK
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.compressors.memory import parse_memory
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
 from tests.harness import BACKENDS, as_numpy, assert_same_on_all_ranks, infos, make, run_engines, set_to

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvdcomp import ErrorFeedback, NoMemory, SpecError
-from hvdcomp.compressors.memory import MEMORIES
+from hvdcomp.compressors import MEMORIES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.exchange.engine import Engine

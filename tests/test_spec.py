@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, SpecError, TopK
-from hvdcomp.compressors import COMPRESSORS
-from hvdcomp.compressors.memory import MEMORIES, Memory, parse_memory
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors import COMPRESSORS, MEMORIES
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.policies import (
     POLICIES,
     Accordion,

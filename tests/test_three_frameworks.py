@@ -15,7 +15,6 @@ import pytest
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from tests.harness import DTYPES, EXAMPLES, INSTALLED, as_numpy, bits, dtype_of, infos, make
@@ -116,17 +115,11 @@ class Agreement(NamedTuple):
 
 
 MEANS = Agreement("means are sums of the elements, added in another order", rounding=8, gathered=0.1, doubles=False)
+# What is not named here agrees bit by bit. Norms are added up in double precision, and rounded to the same float32.
 AGREEMENT = {
-    "none": Agreement(),
-    "fp16": Agreement(),
-    "bf16": Agreement(),
-    "topk": Agreement(),
-    "randomk": Agreement(),
     "randomk:unbiased": Agreement(
         "PyTorch multiplies half precision by d / k itself, the others by d / k in half precision", halves_only=True
     ),
-    "mstopk": Agreement(),
-    "redsync": Agreement(),
     "dgc": Agreement(
         "PyTorch adds momentum times velocity in one rounding, the others in two; of elements that are nearly equal "
         "another may then be sent",
@@ -134,28 +127,18 @@ AGREEMENT = {
         gathered=0.1,
         others_chosen=0.01,
     ),
-    "sidco": Agreement(),
     "powersgd": Agreement("matrix products are sums, added in another order", rounding=200),
     "atomo": Agreement(
         "an eigenvector's sign is free, and LAPACK is not the same one everywhere", rounding=1000, gathered=1
     ),
-    "signsgd": Agreement(),
     "onebit": MEANS,
     "efsignsgd": MEANS,
-    "qsgd": Agreement(),  # norms are added up in double precision, and then rounded to the same float32
-    "terngrad": Agreement(),  # likewise
-    "natural": Agreement(),
-    "globalqsgd": Agreement(),
 }
 
 
 def agreement_of(spec: str) -> Agreement:
-    name = spec.partition(":")[0]
-    return AGREEMENT["randomk:unbiased" if "unbiased=True" in spec else name]
-
-
-def test_the_table_holds_every_method() -> None:
-    assert {key.partition(":")[0] for key in AGREEMENT} == set(COMPRESSORS)
+    name = "randomk:unbiased" if "unbiased=True" in spec else spec.partition(":")[0]
+    return AGREEMENT.get(name, Agreement())
 
 
 @pytest.mark.skipif(len(INSTALLED) < 2, reason="needs PyTorch or TensorFlow")

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.memory import parse_memory
+from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.engine import Engine, TensorState
 from hvdcomp.exchange.ledger import Cost

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.routing import Router
 from hvdcomp.errors import SpecError

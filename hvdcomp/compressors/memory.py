@@ -16,7 +16,6 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.described import Described
-from hvdcomp.specs.parsing import parse
 
 State = tuple[Array, ...]
 
@@ -183,15 +182,3 @@ def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
     if isinstance(sent, SparseVector):
         return xp.reshape(xp.add_at(xp.flatten(x), sent.indices, -sent.values), x.shape)
     return xp.finite_or_zero(x - sent)
-
-
-MEMORIES: dict[str, type[Memory]] = {kind.name: kind for kind in (ErrorFeedback, MomentumCorrection, NoMemory)}
-
-
-def parse_memory(spec: str) -> Memory:
-    """The memory that a spec string describes: `error_feedback`, `error_feedback:decay=0.9` or `none`.
-
-    Raises:
-        SpecError: for an unknown name or setting, or a value of the wrong kind; lists what exists.
-    """
-    return parse(spec, MEMORIES, "memory")

@@ -1,4 +1,4 @@
-"""Spec strings of compressors, routers included."""
+"""Spec strings of compressors, routers included, and of memories."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import sys
 from typing import Any
 
-from hvdcomp.compressors import COMPRESSORS, Compressor
+from hvdcomp.compressors import COMPRESSORS, MEMORIES, Compressor
+from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, require_nested
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.parsing import convert, parse
@@ -31,6 +32,15 @@ def parse_compressor(spec: str) -> Compressor:
     except RecursionError:  # in the JSON decoder, which is deeper than any router may be
         require_nested(sys.getrecursionlimit())
         raise
+
+
+def parse_memory(spec: str) -> Memory:
+    """The memory that a spec string describes: `error_feedback`, `error_feedback:decay=0.9` or `none`.
+
+    Raises:
+        SpecError: for an unknown name or setting, or a value of the wrong kind; lists what exists.
+    """
+    return parse(spec, MEMORIES, "memory")
 
 
 def _router(rules: tuple[tuple[str, Any], ...], depth: int = 1) -> Compressor:
