@@ -15,7 +15,8 @@ from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.policies.base import Policy, Survey
+from hvdcomp.policies.base import Policy
+from hvdcomp.policies.request import Candidates
 from tests.harness import as_numpy, bits, copy, infos, make
 
 # The bias is too small to be compressed.
@@ -41,7 +42,7 @@ class Driven:
         rates: the learning rates, by step.
         gradients: of (rank, step).
         state: of `state`, to go on from.
-        survey, clock: of the coordinator; the survey for rank 0 alone.
+        candidates, clock: of the coordinator; the candidates for rank 0 alone.
 
     Attributes:
         plans, batches, results: of each step: compressors as text, batches accumulated, bits of the results.
@@ -61,7 +62,7 @@ class Driven:
         log: DecisionLog | None = None,
         state: Mapping[str, Any] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
-        survey: Survey | None = None,
+        candidates: Candidates | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine = Engine(communicator, infos(shapes or SHAPES), parse_compressor(spec), min_numel=16)
@@ -69,7 +70,7 @@ class Driven:
         log = log if communicator.rank == 0 else None
         self.coordinator = Coordinator(
             policy, self.engine, lambda: CommunicatorBroadcaster(communicator, like), like, steps_per_epoch, log,
-            survey if communicator.rank == 0 else None, clock,
+            candidates if communicator.rank == 0 else None, clock,
         )  # fmt: skip
         self.backend = backend
         self._rates = rates

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Decision, Levels
+from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from tests.driven import COMPRESSED, Driven
 
 EPOCH = 4  # steps
@@ -38,20 +39,9 @@ class Spy(Policy[SpyState]):
     name: ClassVar[str] = "spy"
     state_type: ClassVar[type] = SpyState
 
-    @property
-    def statistics(self) -> frozenset[Statistic]:  # type: ignore[override]
-        return self.asked
-
-    @property
-    def period(self) -> Period:
-        return self.often
-
-    @property
-    def source(self) -> str:
-        return self.of
-
-    def wanted(self, state: SpyState) -> frozenset[Statistic]:
-        return self.asked if (state.decided + 1) % self.every == 0 else self.asked & {Statistic.LEARNING_RATES}
+    def request(self, state: SpyState) -> Request:
+        rates = self.asked & {Statistic.LEARNING_RATES}
+        return Request(rates if (state.decided + 1) % self.every else self.asked, self.often, self.of, ever=self.asked)
 
     def initial_state(self, tensors: Sequence[str]) -> SpyState:
         return SpyState()

@@ -16,8 +16,9 @@ from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies import parse_policy
-from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision, LevelsAndBatch
+from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from tests.driven import COMPRESSED, SHAPES, Driven
 from tests.harness import BACKENDS, copy
 from tests.spy_policy import EPOCH, Spy, at_ratio, drive
@@ -150,8 +151,8 @@ class Talkative(Spy):
 
     state_type: ClassVar[type] = Growing
 
-    def wanted(self, state: Any) -> frozenset[Statistic]:
-        return frozenset()
+    def request(self, state: Any) -> Request:
+        return Request(period=self.often)
 
     def initial_state(self, tensors: Sequence[str]) -> Any:
         return Growing()

@@ -1,4 +1,4 @@
-"""`auto` driven by a coordinator on ranks in one process: the survey, the clock of rank 0, and restarts."""
+"""`auto` driven by a coordinator on ranks in one process: candidates, the clock of rank 0, and restarts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies import Auto
-from hvdcomp.policies.base import Candidate, Period, Statistic, Survey
+from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic
 from tests.driven import SHAPES, Driven
 from tests.harness import BACKENDS, as_numpy
 from tests.spy_policy import Spy, SpyState, at_ratio, drive
 from tests.test_coordinator import lines
 
-SURVEY = Survey(
+CANDIDATES = Candidates(
     ("linear", "conv"),
     {
         "dense": Candidate(1.0, 0, "none"),
@@ -64,7 +64,7 @@ def run(
     def work(communicator: InProcessCommunicator) -> Any:
         clock = Clock(lambda name: {"dense": 1.0, "fp16": 0.5, "compressed": 1.1, "compressed and dense": 1.2}[name])
         state = None if states is None else states[communicator.rank]
-        driven = Driven(communicator, AUTO, backend, log=log, survey=SURVEY, clock=clock, state=state)
+        driven = Driven(communicator, AUTO, backend, log=log, candidates=CANDIDATES, clock=clock, state=state)
         clock.driven = driven
         driven.run(steps)
         return (driven, clock) if end is None else end(driven)
@@ -79,19 +79,19 @@ def test_all_ranks_change_in_the_same_step_to_what_the_log_names(backend: str, t
     assert first.plans == second.plans
     assert first.result_bits() == second.result_bits()
     assert (clock.looked, other.looked) == (40, 0)
-    start, survey, *decided = lines(log.path)
-    assert (start["step"], survey["step"], survey["from_step"]) == (0, 0, 0)
-    assert survey["statistics"]["survey"]["order"] == ["linear", "conv"]
+    start, first_decision, *decided = lines(log.path)
+    assert (start["step"], first_decision["step"], first_decision["from_step"]) == (0, 0, 0)
+    assert first_decision["statistics"]["survey"]["order"] == ["linear", "conv"]
     assert "survey" not in decided[0]["statistics"]
     obeyed = [tuple(plan.values()) for plan in first.plans]
-    chosen = {line["from_step"]: line["state"]["chosen"] for line in (survey, *decided)}
+    chosen = {line["from_step"]: line["state"]["chosen"] for line in (first_decision, *decided)}
     for step, plan in enumerate(obeyed):
         name = chosen[max(begin for begin in chosen if begin <= step)]
         assert plan == PLANS[name], step
     assert set(chosen.values()) == set(PLANS)
     assert obeyed[-1] == PLANS["fp16"]
     assert replay(log.path).difference is None
-    # Only the first step, in which the survey is heard, needs the engine whatever its plan.
+    # Only the first step, in which the candidates are told, needs the engine whatever its plan.
     assert first.needed_engine == second.needed_engine == [True] + [False] * 39
 
 
@@ -119,8 +119,8 @@ def test_a_period_that_the_state_names_ends_on_all_ranks_alike() -> None:
     class Fitful(Spy):
         """Decides after 2, 3, 5, 9... steps."""
 
-        def period_in(self, state: SpyState) -> Period:
-            return Period(until=1 + 2**state.decided)
+        def request(self, state: SpyState) -> Request:
+            return Request(period=Period(until=1 + 2**state.decided))
 
     def work(communicator: InProcessCommunicator) -> tuple[Driven, Spy]:
         spy = Fitful(asked=frozenset(), often=Period(until=2), decisions=at_ratio(0.5, 0.1, 0.2))

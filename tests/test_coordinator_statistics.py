@@ -11,8 +11,8 @@ import pytest
 from hvdcomp import NoCompression
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.policies.base import Period, Statistic
 from hvdcomp.policies.decisions import BatchSize, MultiLevel, Probe
+from hvdcomp.policies.request import Period, Request, Statistic
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
 from tests.harness import BACKENDS
 from tests.spy_policy import EPOCH, Spy, SpyState, at_ratio, drive
@@ -51,7 +51,7 @@ def model_norm(norms: Mapping[str, float]) -> float:
 def test_norms_are_those_of_exactly_the_steps_of_the_period(
     often: Period, length: int, every: int, with_rates: bool, source: str, lag: int
 ) -> None:
-    """Only where they are wanted, only on rank 0, and nothing is accumulated otherwise."""
+    """Only where they are asked for, only on rank 0, and nothing is accumulated otherwise."""
     periods = 2 * every + 1
     steps = periods * length + 1
     asked = {NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD} | ({RATES} if with_rates else set())
@@ -252,9 +252,9 @@ def test_gains_are_those_of_the_last_step_of_a_period_and_times_of_all_its_steps
 class InStep(Spy):
     """Is told gains while it has not decided what is sent, and the time of the step afterwards."""
 
-    def wanted(self, state: SpyState) -> frozenset[Statistic]:
-        open_ = self.decision(state).send is None  # type: ignore[union-attr]
-        return frozenset({Statistic.GAINS if open_ else Statistic.TIMING})
+    def request(self, state: SpyState) -> Request:
+        open_ = self.decision(state).send is None  # type: ignore[attr-defined]
+        return Request(frozenset({Statistic.GAINS if open_ else Statistic.TIMING}), self.often, ever=self.asked)
 
 
 @every_backend

@@ -29,7 +29,7 @@ from hvdcomp.adaptation.decision_log import (
     to_json,
     with_numbers,
 )
-from hvdcomp.policies.base import Candidate, GravacGains, LearningRates, Statistics, Survey, Timing
+from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistics, Timing
 
 START: dict[str, Any] = {
     "step": 0,
@@ -69,7 +69,7 @@ shapes = {
     "level_gains": levels,
     "level_costs": levels,
     "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),
-    "survey": st.builds(Survey, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
+    "candidates": st.builds(Candidates, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
     "step_times": st.lists(floats).map(tuple),
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, PowerSGD, SpecError, TopK
 from hvdcomp.policies.accordion import Accordion
-from hvdcomp.policies.base import LearningRates, Statistic, Statistics
 from hvdcomp.policies.decisions import Levels
+from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 
 LOW, HIGH = 2, 1
 
@@ -31,7 +31,7 @@ def expected_level(norms: list[float], falls: list[bool], end: int, interval: in
 
 
 def levels(
-    policy: Accordion, norms: list[float], rates: list[float] | None = None, only_when_wanted: bool = True
+    policy: Accordion, norms: list[float], rates: list[float] | None = None, only_when_asked_for: bool = True
 ) -> list[int]:
     """The level after each epoch's end; rates[e] is of epoch e, and one more of the epoch after the last."""
     rates = rates or [0.1] * (len(norms) + 1)
@@ -39,12 +39,12 @@ def levels(
     assert policy.decision(state) == Levels({"w": LOW})
     found = []
     for epoch, norm in enumerate(norms):
-        wanted = Statistic.NORMS in policy.wanted(state)
+        asked = Statistic.NORMS in policy.request(state).statistics
         statistics = Statistics(
             step=100 * (epoch + 1),
             epoch=epoch + 1,
             learning_rates=LearningRates((rates[epoch],), (rates[epoch + 1],)),
-            norms={"w": norm} if wanted or not only_when_wanted else None,
+            norms={"w": norm} if asked or not only_when_asked_for else None,
         )
         state, decision = policy.decide(state, statistics)
         assert isinstance(decision, Levels)
@@ -68,7 +68,7 @@ def test_the_rule_over_whole_histories(histories: list, interval: int, eta: floa
     falls = [after < before for before, after in pairwise(rates)]
     policy = Accordion(low=LOW, high=HIGH, interval=interval, eta=eta)
     expected = [expected_level(norms, falls, end, interval, eta) for end in range(1, len(norms) + 1)]
-    assert levels(policy, norms, rates, only_when_wanted=not always) == expected
+    assert levels(policy, norms, rates, only_when_asked_for=not always) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,17 @@ def test_every_tenth_epoch_by_default() -> None:
     policy = Accordion(low=LOW, high=HIGH)
     wild = [float(2 ** (epoch % 7)) for epoch in range(9)]  # norms between boundaries do not matter
     norms = [*wild, 1.0, *wild, 1.4, *wild, 2.1, *wild, 2.1]
-    found = levels(policy, norms, only_when_wanted=False)
+    found = levels(policy, norms, only_when_asked_for=False)
     assert found == [LOW] * 19 + [HIGH] * 10 + [LOW] * 10 + [HIGH]
 
 
-def test_norms_are_wanted_at_boundaries_only() -> None:
+def test_norms_are_asked_for_at_boundaries_only() -> None:
     policy = Accordion(low=LOW, high=HIGH, interval=3)
     state = policy.initial_state(["w"])
     seen = []
     for epoch in range(7):
-        seen.append(Statistic.NORMS in policy.wanted(state))
-        assert Statistic.LEARNING_RATES in policy.wanted(state)
+        seen.append(Statistic.NORMS in policy.request(state).statistics)
+        assert Statistic.LEARNING_RATES in policy.request(state).statistics
         statistics = Statistics(step=epoch, learning_rates=LearningRates((1.0,), (1.0,)), norms={"w": 1.0})
         state, _ = policy.decide(state, statistics)
     assert seen == [False, False, True, False, False, True, False]
@@ -155,8 +155,10 @@ def test_by_steps_every_window_is_compared() -> None:
 
 
 def test_whose_gradients() -> None:
-    assert Accordion(low=2, high=1).source == "local"
-    assert Accordion(low=2, high=1, statistic="aggregated").source == "aggregated"
+    for source in ("local", "aggregated"):
+        policy = Accordion(low=2, high=1, statistic=source)
+        assert policy.request(policy.initial_state(["w"])).source == source
+    assert Accordion(low=2, high=1).statistic == "local"
 
 
 @pytest.mark.parametrize("norms", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}, {}])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
 from hvdcomp.policies import AutoAccordion
-from hvdcomp.policies.base import LearningRates, Statistic, Statistics
 from hvdcomp.policies.decisions import Decision, Factors, Probe
+from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 from tests.test_policies_accordion import LOW as CRITICAL
 from tests.test_policies_accordion import expected_level
 
@@ -166,12 +166,12 @@ def decisions(policy: AutoAccordion, norms: list[float], rates: list[float], res
     """The decision after each epoch's end; rates[e] is of epoch e. With `restart`, each from a state kept as JSON."""
     state, found = policy.initial_state(["w"]), []
     for epoch, (norm, following) in enumerate(zip(norms, pairwise(rates), strict=True)):
-        wanted = policy.wanted(state)
-        probing = Statistic.LEVEL_GAINS in wanted
+        asked = policy.request(state).statistics
+        probing = Statistic.LEVEL_GAINS in asked
         told = moment(
             GAINS if probing else None,
             COSTS if probing else None,
-            {"w": norm} if Statistic.NORMS in wanted else None,
+            {"w": norm} if Statistic.NORMS in asked else None,
             following,
             step=epoch,
         )
@@ -231,16 +231,16 @@ L, H, P = 4.0, 8.0, None
 def test_regimes(what: str, norms: list, falls_after: int | None, settings: dict, expected: list) -> None:
     rates = [0.1 if falls_after is None or epoch <= falls_after else 0.01 for epoch in range(1, len(norms) + 2)]
     policy = AutoAccordion(largest=16, **settings)
-    wanted = [Probe(CANDIDATES, 10, 2.0) if factor is P else Factors({"w": factor}) for factor in expected]
-    assert decisions(policy, norms, rates) == wanted, what
+    right = [Probe(CANDIDATES, 10, 2.0) if factor is P else Factors({"w": factor}) for factor in expected]
+    assert decisions(policy, norms, rates) == right, what
 
 
-def test_what_is_wanted() -> None:
+def test_what_is_asked_for() -> None:
     policy = AutoAccordion(interval=2, probe=3)
     state, seen = policy.initial_state(["w"]), []
     for _ in range(6):
-        seen.append({each.value for each in policy.wanted(state)} - {"learning_rates"})
-        assert Statistic.LEARNING_RATES in policy.wanted(state)
+        seen.append({each.value for each in policy.request(state).statistics} - {"learning_rates"})
+        assert Statistic.LEARNING_RATES in policy.request(state).statistics
         state, _ = policy.decide(state, moment(GAINS, COSTS, {"w": 1.0}))
     assert seen == [{"level_gains"}, {"level_gains", "norms"}, {"level_gains"}, {"norms"}, set(), {"norms"}]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
 from hvdcomp.policies.adaqs import AdaQS
-from hvdcomp.policies.base import Statistic, Statistics
 from hvdcomp.policies.decisions import Factors
+from hvdcomp.policies.request import Statistic, Statistics
 
 
 def factors(policy: AdaQS, ratios: list[float]) -> list[float]:
@@ -70,10 +70,10 @@ def test_each_tensor_by_itself_until_none_can_change() -> None:
         ({"a": 0.1, "b": 0.5}, {"a": 2.0, "b": 2.0}),
     ]
     for step, (ratios, expected) in enumerate(history):
-        assert policy.wanted(state) == {Statistic.MEAN_TO_STD}
+        assert policy.request(state).statistics == {Statistic.MEAN_TO_STD}
         state, decision = policy.decide(state, Statistics(step=step, mean_to_std=ratios))
         assert decision == Factors(expected)
-    assert policy.wanted(state) == set()
+    assert policy.request(state).statistics == set()
     assert policy.decide(state, Statistics(step=9)) == (state, Factors({"a": 2.0, "b": 2.0}))
 
 

@@ -15,8 +15,8 @@ from hvdcomp import SpecError
 from hvdcomp.policies import Auto
 from hvdcomp.policies.auto import SETTLING, WARM_UP
 from hvdcomp.policies.auto_state import PATIENCE, AutoState
-from hvdcomp.policies.base import Candidate, Period, Statistics, Survey
 from hvdcomp.policies.decisions import Methods
+from hvdcomp.policies.request import Candidate, Candidates, Period, Statistics
 
 TENSORS = ("conv", "fc", "head")
 KINDS = {"dense": (0, "none"), "fp16": (0, "fp16"), "compressed": (0, None), "compressed and dense": (2, "none")}
@@ -26,9 +26,9 @@ AUTO = Auto(calibration="cluster.json")
 Times = Mapping[str, float | Callable[[int], float]]
 
 
-def survey(predicted: Mapping[str, float]) -> Survey:
+def candidates_with(predicted: Mapping[str, float]) -> Candidates:
     candidates = {name: Candidate(seconds, *KINDS[name]) for name, seconds in predicted.items()}
-    return Survey(("fc", "conv", "head"), candidates)
+    return Candidates(("fc", "conv", "head"), candidates)
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Run:
         self, predicted: Mapping[str, float], steps: int, restart: Callable[[int], bool] = lambda step: False
     ) -> Run:
         policy = self.policy
-        state, _ = policy.decide(policy.initial_state(TENSORS), Statistics(0, survey=survey(predicted)))
+        state, _ = policy.decide(policy.initial_state(TENSORS), Statistics(0, candidates=candidates_with(predicted)))
         self.states = [(0, state)]
         told: list[float] = []
         for step in range(steps):
@@ -53,7 +53,7 @@ class Run:
             seconds = self.static(state.chosen, step)
             self.took.append(seconds * (FLUSH if step and state.since == step else 1))
             told.append(self.took[-1] if step else float("nan"))
-            if policy.period_in(state) == Period(until=step + 1):
+            if policy.request(state).period == Period(until=step + 1):
                 state, decision = policy.decide(state, Statistics(step + 1, step_times=tuple(told)))
                 assert policy.decision(state) == decision
                 assert state.until > step + 1
@@ -82,12 +82,12 @@ FAST_DENSE = {"dense": 1.0, "fp16": 1.1, "compressed": 1.3, "compressed and dens
 # What it decides ------------------------------------------------------------------------------------------------------
 
 
-def test_before_the_survey_everything_is_dense_and_the_survey_is_all_it_wants() -> None:
+def test_before_candidates_are_told_everything_is_dense_and_they_are_all_it_asks_for() -> None:
     state = AUTO.initial_state(TENSORS)
     assert AUTO.decision(state) == Methods({}, "none")
-    assert {each.value for each in AUTO.wanted(state)} == {"survey"}
-    state, _ = AUTO.decide(state, Statistics(0, survey=survey(FAST_DENSE)))
-    assert {each.value for each in AUTO.wanted(state)} == {"step_times"}
+    assert {each.value for each in AUTO.request(state).statistics} == {"candidates"}
+    state, _ = AUTO.decide(state, Statistics(0, candidates=candidates_with(FAST_DENSE)))
+    assert {each.value for each in AUTO.request(state).statistics} == {"step_times"}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_before_the_survey_everything_is_dense_and_the_survey_is_all_it_wants() 
 )
 def test_it_begins_with_the_fastest_by_the_model(fastest: str, decision: Methods) -> None:
     predicted = dict.fromkeys(KINDS, 0.5) | {fastest: 0.4}
-    state, made = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=survey(predicted)))
+    state, made = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, candidates=candidates_with(predicted)))
     assert made == decision
     assert state.why == f"begins with {fastest}: predicted 400 ms, the fastest of 4"
 
@@ -346,7 +346,8 @@ def test_stopped_anywhere_it_goes_on_as_if_it_had_not(
 
 def test_steps_that_were_not_timed_are_made_up_for() -> None:
     """After a restart the first step has no time."""
-    state, _ = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=survey({"dense": 1.0, "fp16": 1.0})))
+    told = candidates_with({"dense": 1.0, "fp16": 1.0})
+    state, _ = AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, candidates=told))
     nan = float("nan")
     state, _ = AUTO.decide(state, Statistics(14, step_times=(nan, *[1.0] * 11, nan, 1.0)))
     assert (state.chosen, state.until, state.times) == ("dense", 18, (1.0,))
@@ -359,15 +360,15 @@ def test_steps_that_were_not_timed_are_made_up_for() -> None:
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (Survey(("conv", "fc"), {"dense": Candidate(1.0, 0, "none")}), "survey of other tensors .* missing: head"),
-        (Survey(TENSORS, {}), "needs candidates"),
-        (Survey(TENSORS, {"dense": Candidate(float("nan"), 0, "none")}), "positive finite times"),
-        (Survey(TENSORS, {"dense": Candidate(0.0, 0, "none")}), "positive finite times"),
+        (Candidates(("conv", "fc"), {"dense": Candidate(1.0, 0, "none")}), "candidates of other tensors .*: head"),
+        (Candidates(TENSORS, {}), "needs candidates"),
+        (Candidates(TENSORS, {"dense": Candidate(float("nan"), 0, "none")}), "positive finite times"),
+        (Candidates(TENSORS, {"dense": Candidate(0.0, 0, "none")}), "positive finite times"),
     ],
 )
-def test_surveys_that_cannot_be(told: Survey, words: str) -> None:
+def test_candidates_that_cannot_be(told: Candidates, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, survey=told))
+        AUTO.decide(AUTO.initial_state(TENSORS), Statistics(0, candidates=told))
 
 
 @pytest.mark.parametrize(

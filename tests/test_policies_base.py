@@ -19,18 +19,7 @@ from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
-from hvdcomp.policies.base import (
-    Candidate,
-    Constant,
-    GravacGains,
-    LearningRates,
-    Period,
-    Policy,
-    Statistic,
-    Statistics,
-    Survey,
-    Timing,
-)
+from hvdcomp.policies.base import Constant, Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import (
     BatchSize,
@@ -45,6 +34,17 @@ from hvdcomp.policies.decisions import (
 )
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
+from hvdcomp.policies.request import (
+    Candidate,
+    Candidates,
+    GravacGains,
+    LearningRates,
+    Period,
+    Request,
+    Statistic,
+    Statistics,
+    Timing,
+)
 
 TENSORS = ("conv", "fc")
 KINDS: list[type[Policy]] = [
@@ -76,7 +76,7 @@ POLICIES: list[Policy] = [
     Auto(calibration="c.json", model="m", batch=8, window=3, every=6, margin=0.5, budget=0.5, drift=0.1),
 ]
 
-SURVEY = Survey(TENSORS, {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 0, None)})
+CANDIDATES = Candidates(TENSORS, {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 0, None)})
 
 numbers = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.8, 1.0, 2.0])
 by_tensor = st.fixed_dictionaries(dict.fromkeys(TENSORS, numbers))
@@ -88,8 +88,9 @@ moments = st.lists(
 
 
 def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics:
-    """Statistics for one moment: exactly what the policy wants in this state, and nothing more."""
-    assert policy.wanted(state) <= policy.statistics
+    """Statistics for one moment: exactly what the policy asks for in this state, and nothing more."""
+    request = policy.request(state)
+    assert request.statistics <= request.ever == policy.request(policy.initial_state(TENSORS)).ever
     norms, model_norm, ratios, learning_rates, gain, candidate_gain, seconds = drawn
     candidate = getattr(state, "candidate", None)
     known = {
@@ -100,11 +101,11 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.GAINS: GravacGains(gain, None if candidate is None else candidate_gain, ranks=20),
         Statistic.TIMING: Timing(640, seconds),
         Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
-        Statistic.SURVEY: SURVEY,
+        Statistic.CANDIDATES: CANDIDATES,
         Statistic.STEP_TIMES: (model_norm, *norms.values(), seconds),
     }
-    told = {each.value: known[each] for each in policy.wanted(state)}
-    if Statistic.LEVEL_GAINS in policy.wanted(state):
+    told = {each.value: known[each] for each in request.statistics}
+    if Statistic.LEVEL_GAINS in request.statistics:
         told["level_costs"] = {name: {2.0: 0.5, 4.0: ratios[name], 8.0: 0.1} for name in TENSORS}
     return Statistics(step=step, **told)
 
@@ -147,10 +148,10 @@ def test_deciding_changes_nothing_it_was_given(policy: Policy, drawn: list[tuple
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_what_is_wanted_and_missing_is_named(policy: Policy) -> None:
+def test_what_is_asked_for_and_missing_is_named(policy: Policy) -> None:
     state = policy.initial_state(TENSORS)
     for step in range(12):
-        for each in policy.wanted(state):
+        for each in policy.request(state).statistics:
             with pytest.raises(ValueError, match=f"{policy.name} needs .*{each.value}.* after step {step}"):
                 policy.decide(state, Statistics(step=step))
         drawn = (dict.fromkeys(TENSORS, 1.0), 1.0, dict.fromkeys(TENSORS, 1.0), LearningRates((1.0,), (1.0,)), 1, 1, 1)
@@ -237,7 +238,7 @@ def keys_of(value: object) -> set[type]:
 
 def test_constant() -> None:
     policy = Constant(level=4)
-    assert policy.period is None
+    assert policy.request(policy.initial_state(["a"])) == Request()
     assert policy.decision(policy.initial_state(["a", "b"])) == Levels({"a": 4, "b": 4})
     assert Constant().decision(Constant().initial_state(["a"])) == Levels({"a": None})
     policy.check(None, PowerSGD(rank=2))
@@ -275,7 +276,7 @@ def test_learning_rates() -> None:
     ids=str,
 )
 def test_when_it_decides(policy: Policy, period: Period) -> None:
-    assert policy.period == period
+    assert policy.request(policy.initial_state(TENSORS)).period == period
     compressor = PowerSGD(rank=2)
     policy.check(100, compressor)
     if period.epochs:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hvdcomp import PowerSGD, SpecError
 from hvdcomp.policies import AccordionJoint, Policy
-from hvdcomp.policies.base import LearningRates, Statistic, Statistics
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 
 norms_and_falls = st.lists(
     st.tuples(st.sampled_from([0.0, 0.5, 0.6, 1.0, 1.4, 1.5, 2.0]), st.booleans()), min_size=1, max_size=25
@@ -75,7 +75,7 @@ def test_accordion_wants_nothing_between_boundaries_nor_once_grown() -> None:
     policy = AccordionBatchSize(low=1, high=2, interval=2)
     state, seen = policy.initial_state(["w"]), []
     for epoch in range(7):
-        seen.append(policy.wanted(state))
+        seen.append(policy.request(state).statistics)
         statistics = Statistics(step=epoch, model_norm=1.0, learning_rates=LearningRates((1.0,), (1.0,)))
         state, _ = policy.decide(state, statistics)
     both = {Statistic.MODEL_NORM, Statistic.LEARNING_RATES}

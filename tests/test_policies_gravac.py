@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
-from hvdcomp.policies.base import GravacGains, Period, Statistics, Timing
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.gravac import GraVAC, GraVACState, error_gain
+from hvdcomp.policies.request import GravacGains, Period, Statistics, Timing
 
 SAMPLES, RANKS = 640, 20  # N b, N
 
@@ -104,7 +104,7 @@ def test_gains_of_one_in_several_steps(draws: list[Step], every: int, windows: i
     """Told of one step in each period, it decides what the algorithm does that sees nothing else, with windows as many
     times shorter; the weight of a new gain is what a gain that stays would have had after as many steps."""
     seldom = GraVAC(window=every * windows, every=every, epsilon=epsilon)
-    assert seldom.period == Period(steps=every)
+    assert seldom.request(seldom.initial_state(())).period == Period(steps=every)
     weight = 1 - (1 - RANKS / 100) ** every
     assert drive(seldom, draws) == drive(GraVAC(window=windows, smoothing=weight, epsilon=epsilon), draws)
 
@@ -146,7 +146,8 @@ def test_windows_by_default() -> None:
     ],
 )
 def test_how_often_gains_are_measured(settings: dict, every: int) -> None:
-    assert GraVAC(**settings).period == Period(steps=every)
+    policy = GraVAC(**settings)
+    assert policy.request(policy.initial_state(())).period == Period(steps=every)
 
 
 def test_the_first_step() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
 from hvdcomp.policies import AccordionJoint
-from hvdcomp.policies.base import LearningRates, Statistic, Statistics
 from hvdcomp.policies.decisions import BatchSize, Levels, LevelsAndBatch
+from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 
 LOW, HIGH = 0.5, 0.1
 SETTINGS = {"low": LOW, "high": HIGH, "batch_low": 64, "batch_high": 256}
@@ -55,12 +55,12 @@ def drive(
     state, found = policy.initial_state(list(norms[0])), []
     assert policy.decision(state) == LevelsAndBatch(Levels(dict.fromkeys(norms[0], LOW)), BatchSize(1, 1.0))
     for epoch, (now, following) in enumerate(pairwise(rates)):
-        wanted = policy.wanted(state)
+        asked = policy.request(state).statistics
         told = Statistics(
             step=epoch,
             learning_rates=LearningRates((now,), (following,)),
-            norms=norms[epoch] if Statistic.NORMS in wanted else None,
-            model_norm=model_norms[epoch] if Statistic.MODEL_NORM in wanted else None,
+            norms=norms[epoch] if Statistic.NORMS in asked else None,
+            model_norm=model_norms[epoch] if Statistic.MODEL_NORM in asked else None,
         )
         state, decision = policy.decide(state, told)
         assert isinstance(decision, LevelsAndBatch)
@@ -143,11 +143,11 @@ def test_decisions(
     assert found == [({"w": level}, count) for level, count in zip(levels, accumulation, strict=True)], what
 
 
-def test_what_is_wanted_is_what_either_wants() -> None:
+def test_what_is_asked_for_is_what_either_asks_for() -> None:
     policy = AccordionJoint(**SETTINGS, interval=2)
     state, seen = policy.initial_state(["w"]), []
     for epoch in range(6):
-        seen.append({each.value for each in policy.wanted(state)})
+        seen.append({each.value for each in policy.request(state).statistics})
         rates = LearningRates((1.0,), (1.0,))
         state, _ = policy.decide(state, Statistics(step=epoch, learning_rates=rates, norms={"w": 1.0}, model_norm=1.0))
     rates_only, both = {"learning_rates"}, {"learning_rates", "norms", "model_norm"}
@@ -160,7 +160,7 @@ def test_its_settings_are_those_of_both() -> None:
         assert (part.eta, part.steps, part.statistic, part.lag) == (0.4, 7, "aggregated", 0)
     assert AccordionJoint(**SETTINGS, interval=3).levels.interval == 3
     assert AccordionJoint(**SETTINGS, interval=3).batch_size.interval == 3
-    assert policy.source == "aggregated"
+    assert policy.request(policy.initial_state(())).source == "aggregated"
 
 
 def test_a_state_of_one_of_its_parts_is_refused() -> None:

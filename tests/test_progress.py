@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvdcomp.adaptation.step_counter import Progress, StepClock
-from hvdcomp.policies.base import Period
+from hvdcomp.policies.request import Period
 
 
 class Step(NamedTuple):

@@ -21,7 +21,7 @@ from hvdcomp.adaptation.decision_log import DecisionLog, read_decisions
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.cli import main
 from hvdcomp.policies import POLICIES, Policy, parse_policy
-from hvdcomp.policies.base import Candidate, GravacGains, LearningRates, Statistic, Statistics, Survey, Timing
+from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistic, Statistics, Timing
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number
 SPECS = [
@@ -59,7 +59,7 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
     def rates() -> tuple[float, float]:
         return draw.choice([0.1, 0.1, 0.02, 1 / 3]), draw.random()
 
-    wanted = policy.wanted(state)
+    asked = policy.request(state).statistics
     made: dict[Statistic, Callable[[], Any]] = {
         Statistic.NORMS: by_tensor,
         Statistic.MODEL_NORM: number,
@@ -67,14 +67,14 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         Statistic.LEARNING_RATES: lambda: LearningRates(rates(), rates()),
         Statistic.GAINS: lambda: GravacGains(number(), None if state.candidate is None else number(), ranks=20),
         Statistic.LEVEL_GAINS: lambda: {name: {cf: number() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
-        Statistic.SURVEY: lambda: Survey(
+        Statistic.CANDIDATES: lambda: Candidates(
             tuple(sorted(TENSORS, key=lambda name: draw.random())),
             {name: Candidate(0.1 + draw.random(), 2, rest) for name, rest in (("dense", "none"), ("other", None))},
         ),
         Statistic.STEP_TIMES: lambda: tuple(number() for _ in range(draw.randint(0, 9))),
         Statistic.TIMING: lambda: Timing(draw.randint(1, 640), number(), number() / 10),
     }
-    known = {each.value: made[each]() for each in sorted(wanted, key=lambda each: each.value)}
+    known = {each.value: made[each]() for each in sorted(asked, key=lambda each: each.value)}
     if "level_gains" in known:
         table = known["level_gains"]
         known["level_costs"] = {name: {cf: draw.random() for cf in gains} for name, gains in table.items()}

@@ -18,7 +18,7 @@ pytest.importorskip("jinja2")
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.cli import main
 from hvdcomp.policies import Policy, parse_policy
-from hvdcomp.policies.base import GravacGains, LearningRates, Statistics, Timing
+from hvdcomp.policies.request import GravacGains, LearningRates, Statistics, Timing
 from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.decisions import load_decisions
 from hvdcomp.report.runs import RunError, find_runs
@@ -58,8 +58,9 @@ def write_log(
         state=policy.to_json(state),
         decision=policy.decision(state).to_json(),
     )
-    assert policy.period is not None
-    every = policy.period.steps or policy.period.epochs * EPOCH
+    period = policy.request(state).period
+    assert period is not None
+    every = period.steps or period.epochs * EPOCH
     for step in range(start + every, start + steps + 1, every):
         statistics = told(state, step)
         state, decision = policy.decide(state, statistics)

@@ -20,7 +20,7 @@ from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies import Policy, parse_policy
-from hvdcomp.policies.base import Candidate, Survey
+from hvdcomp.policies.request import Candidate, Candidates
 from hvdcomp.report.decisions import load_decisions
 from tests.driven import Driven
 
@@ -41,7 +41,10 @@ STOPS = {
 }
 """By policy, the steps after which its checkpoint was written."""
 POLICIES = list(STOPS)
-CANDIDATES = Survey(("linear", "conv"), {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 1, "fp16")})
+CANDIDATES = Candidates(
+    ("linear", "conv"),
+    {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 1, "fp16")},
+)
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -66,7 +69,7 @@ def drive(spec: str, log: Path | None, steps: int, states: list[Any] | None = No
             log=None if log is None else DecisionLog(log),
             state=None if states is None else with_arrays(states[communicator.rank]),
             shapes=SHAPES,
-            survey=CANDIDATES,
+            candidates=CANDIDATES,
             clock=lambda: float(next(ticks)),
         ).run(steps)
         return driven, without_arrays(driven.state())

@@ -19,23 +19,23 @@ from hvdcomp.exchange.engine import Engine, Plan
 from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.policies.auto import DENSE
-from hvdcomp.policies.base import Candidate, Survey
+from hvdcomp.policies.request import Candidate, Candidates
 
 FP16, COMPRESSED = "fp16", "compressed"
 
 _STARTING = 2**16
-"""A tensor takes as long to encode as its elements and so many more, for the operations that have to be started.
+"""Elements that a tensor seems to have beside its own, for the time to start the operations that encode it.
 
 The calibration knows the time of the whole model alone. This says how it is shared out among its tensors, and so only
 which mixtures are worth a trial; what they really take is measured.
 """
 
-_CUTS = 16  # so many mixtures are predicted for each way to send the rest
+_CUTS = 16  # mixtures that are predicted for each way to send the rest
 
 
-def survey_of(
+def candidates_of(
     engine: Engine, source: str, model: str | None = None, batch: int | None = None, overlaps: bool = True
-) -> Survey:
+) -> Candidates:
     """The candidates of a training, with their predicted times.
 
     Args:
@@ -52,7 +52,7 @@ def survey_of(
     facts = _facts(calibration, engine.tensors.values(), source, model)
     try:
         setting = Setting(engine.communicator.world_size, batch_size=batch)
-        return _Model(engine, calibration, facts, setting, overlaps).survey(source)
+        return _Model(engine, calibration, facts, setting, overlaps).candidates(source)
     except ValueError as error:
         if isinstance(error, CalibrationError):
             raise
@@ -112,7 +112,7 @@ class _Model:
         self._plans = Plans(engine, levelled_tensors(engine))
         self._own = engine.plan_for(engine.compressor)
 
-    def survey(self, source: str) -> Survey:
+    def candidates(self, source: str) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
         worthwhile = self._worthwhile()
         encode = self._encode(source) if worthwhile else None
@@ -133,7 +133,7 @@ class _Model:
             if encode is not None and (mixed := self._best_mixture(worthwhile, rest, encode)) is not None:
                 offer(name, mixed, self._plans.with_methods(dict.fromkeys(order[: mixed.compressed]), rest))
         others = tuple(name for name in self._plans.names if name not in order)
-        return Survey((*order, *others), found)
+        return Candidates((*order, *others), found)
 
     def _sends(self, plan: Plan) -> dict[str, object]:
         """By tensor what is sent: the element type of a cast, or the compressor."""

@@ -25,15 +25,16 @@ from hvdcomp.adaptation.gains import LevelProbe, TwoLevels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.step_counter import Progress, StepClock
-from hvdcomp.adaptation.wants import Wants
 from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.policies.base import LearningRates, Period, Policy, Statistic, Statistics, Survey, Timing
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision, MultiLevel, Probe
+from hvdcomp.policies.request import Candidates, LearningRates, Period, Request, Statistic, Statistics, Timing
 
 Rates = tuple[float, ...]
+_SUMS = frozenset({Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD})
 
 
 class Coordinator:
@@ -46,7 +47,7 @@ class Coordinator:
         like: an array of the framework and place that the engine's communicator works on.
         steps_per_epoch: None if the policy counts no epochs.
         log: where rank 0 writes decisions; None for nowhere.
-        survey: what rank 0's policy is told before the first exchange, if it wants that.
+        candidates: that rank 0's policy is told of before the first exchange, if it asks for them.
         clock: seconds, by which steps are timed.
 
     Attributes:
@@ -58,9 +59,9 @@ class Coordinator:
     """
 
     state: Any
-    _wants: Wants  # of that state
+    _request: Request  # of that state
     _latest: Any  # on rank 0 ahead of it while a broadcast is under way
-    _wants_latest: Wants
+    _request_latest: Request
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Coordinator:
         like: Array,
         steps_per_epoch: int | None = None,
         log: DecisionLog | None = None,
-        survey: Survey | None = None,
+        candidates: Candidates | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy = policy
@@ -80,9 +81,8 @@ class Coordinator:
         self._plans = Plans(engine, self.names)
         self._like = like
         self._log = log
-        self._survey = survey
+        self._candidates = candidates
         self._decides = engine.communicator.rank == 0
-        self._ever = Wants.ever(policy)
         self._go_on_from(policy.initial_state(self.names))
         self._channel = MessageChannel(make_broadcaster, self._room())
         self._in_flight = False
@@ -122,23 +122,27 @@ class Coordinator:
     @property
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
-        waits = self._wants.survey or (self.policy.lag == 0 and self._ended is not None)
+        waits = self._asks_for_candidates or (self.policy.lag == 0 and self._ended is not None)
         return waits or self.decision.measures(self._gains_are_due)
+
+    @property
+    def _asks_for_candidates(self) -> bool:
+        return Statistic.CANDIDATES in self._request.statistics
 
     @property
     def _gains_are_due(self) -> bool:
         """Whether the step that has begun, or comes next, is one whose gains are measured; the same on all ranks."""
-        return self.progress.next_ends(self._wants.period)
+        return self.progress.next_ends(self._request.period)
 
     def before_exchange(self) -> None:
         """To be called when all gradients of a step are there, before the engine's step."""
         if self._ended is not None and self.policy.lag == 0:
             self._decide_now(self._rates)
             self._take_up_in_step()
-        elif self._wants.survey:
-            # Not earlier: until the ranks have compared their settings, others may not know of any survey.
+        elif self._asks_for_candidates:
+            # Not earlier: until the ranks have compared their settings, others may not know that there are candidates.
             progress = self.progress
-            self._decide(Statistics(step=progress.step, epoch=progress.epoch_or_none, survey=self._survey))
+            self._decide(Statistics(step=progress.step, epoch=progress.epoch_or_none, candidates=self._candidates))
             self._receive()
             self._take_up_in_step()
 
@@ -156,17 +160,18 @@ class Coordinator:
     def observes(self) -> bool:
         """Whether gradients are to be accumulated on this rank in this step."""
         # While a decision is on its way, nobody knows yet whether the next one wants them.
-        pending = self._ended is not None and self._ever.sums
-        return self._decides and (pending or self._wants_latest.sums)
+        request = self._request_latest
+        asked = request.statistics if self._ended is None else request.ever
+        return self._decides and bool(_SUMS & asked)
 
     @property
     def source(self) -> str:
-        """Whose gradients are to be observed, as in `Policy.source`."""
-        return self.policy.source
+        """Whose gradients are to be observed, as in `Request.source`."""
+        return self._request_latest.source
 
     def end_step(self) -> None:
         """To be called at the end of a step, when its results are there."""
-        period = self._wants.period
+        period = self._request.period
         self._time_step()
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
@@ -178,7 +183,7 @@ class Coordinator:
         self._sums.clear()
         if isinstance(self._stage, LevelProbe):
             self._stage.clear()
-        if Statistic.LEARNING_RATES in self._ever.statistics:
+        if Statistic.LEARNING_RATES in self._request.ever:
             self._ended = statistics
         elif self.policy.lag:
             self._decide(statistics)
@@ -213,7 +218,7 @@ class Coordinator:
         step, epoch = self.progress.step, self.progress.epoch_or_none
         if not self._decides:
             return Statistics(step, epoch)
-        wanted = self._wants_latest.statistics
+        wanted = self._request_latest.statistics
         known = self._gains_and_timing(period.steps)
         if Statistic.NORMS in wanted:
             known["norms"] = self._sums.norms(self.names)
@@ -241,7 +246,7 @@ class Coordinator:
 
     def _time_step(self) -> None:
         """Notes how long the step that ends took. The host's clock: on an accelerator true on average."""
-        if self._decides and self._ever.step_times:
+        if self._decides and Statistic.STEP_TIMES in self._request.ever:
             self._step_times.append(self.clock.lap())
 
     def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
@@ -312,12 +317,12 @@ class Coordinator:
     def _go_on_from(self, state: Any) -> None:
         """Enters a state that all ranks know."""
         self.state = state
-        self._wants = Wants.of(self.policy, state)
-        self._latest, self._wants_latest = state, self._wants
+        self._request = self.policy.request(state)
+        self._latest, self._request_latest = state, self._request
 
     def _be_ahead(self, state: Any) -> None:
         """Enters a state on rank 0 that the others have yet to hear of."""
-        self._latest, self._wants_latest = state, Wants.of(self.policy, state)
+        self._latest, self._request_latest = state, self.policy.request(state)
 
     def _receive(self) -> None:
         self._in_flight = False
@@ -394,7 +399,7 @@ class Coordinator:
 
     @property
     def _told_in_step(self) -> bool:
-        return self.policy.lag == 0 and Statistic.GAINS in self._ever.statistics
+        return self.policy.lag == 0 and Statistic.GAINS in self._request.ever
 
     def _await_gains(self) -> None:
         """Prepares for a step of which nobody knows yet what it sends."""

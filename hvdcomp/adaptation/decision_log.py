@@ -25,10 +25,13 @@ from typing import Any
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.files import RecordFile
-from hvdcomp.policies.base import Statistics
+from hvdcomp.policies.request import Statistics
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON cannot hold, by the text that stands for them."""
+
+_WRITTEN = {"candidates": "survey"}
+"""Fields of `Statistics` that a log has under another name, that of the first versions."""
 
 _FIRST_BYTES = b'{"kind": "start", '
 
@@ -161,7 +164,7 @@ class DecisionLog:
                 "step": step,
                 "epoch": epoch,
                 "from_step": from_step,
-                "statistics": statistics.known(),
+                "statistics": _renamed(statistics.known(), _WRITTEN),
                 "state": state,
                 "decision": decision,
             }
@@ -294,7 +297,13 @@ def _record(number: int, line: bytes) -> Start | Decided:
     kind = data.pop("kind", None) if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
+    if isinstance(data.get("statistics"), dict):
+        data["statistics"] = _renamed(data["statistics"], {written: name for name, written in _WRITTEN.items()})
     return _rebuild(kinds[kind], {**data, "line": number}, kind)
+
+
+def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in values.items()}
 
 
 def _no_constant(text: str) -> float:

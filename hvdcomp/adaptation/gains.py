@@ -20,9 +20,9 @@ from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.exchange.engine import Plan
-from hvdcomp.policies.base import GravacGains
 from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
+from hvdcomp.policies.request import GravacGains
 
 Sent = dict[str, Array | SparseVector]  # C(x) by tensor name
 

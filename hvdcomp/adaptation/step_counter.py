@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hvdcomp.policies.base import Period
+from hvdcomp.policies.request import Period
 
 
 @dataclass

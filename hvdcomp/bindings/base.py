@@ -27,8 +27,8 @@ from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_a
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import Auto, LevelSchedule, Policy
-from hvdcomp.policies.base import Survey
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.request import Candidates
 
 # What each rank puts in for one step: this number plus a digest of its levels, so that the ranks' sum tells whether all
 # of them take part, and all at the same levels.
@@ -311,7 +311,7 @@ class Binding(ABC):
         settings = self.setup.settings
         if not isinstance(settings.policy, Policy):
             return None
-        survey = self._make_survey(settings.policy) if isinstance(settings.policy, Auto) else None
+        candidates = self._make_candidates(settings.policy) if isinstance(settings.policy, Auto) else None
 
         def broadcaster() -> Broadcaster:
             if self.communicator.has_mpi:
@@ -321,19 +321,25 @@ class Binding(ABC):
             return CommunicatorBroadcaster(self.communicator, self._like)
 
         return Coordinator(
-            settings.policy, self.engine, broadcaster, self._like, settings.steps_per_epoch, self._open_log(), survey
+            settings.policy,
+            self.engine,
+            broadcaster,
+            self._like,
+            settings.steps_per_epoch,
+            self._open_log(),
+            candidates,
         )
 
-    def _make_survey(self, policy: Auto) -> Survey | None:
+    def _make_candidates(self, policy: Auto) -> Candidates | None:
         """What rank 0's policy has to choose from. A calibration that will not do is told to all with the settings."""
-        from hvdcomp.adaptation.candidates import survey_of
+        from hvdcomp.adaptation.candidates import candidates_of
         from hvdcomp.perfmodel import CalibrationError
 
         if self.communicator.rank != 0:
             return None
         model, batch = policy.model or None, policy.batch or None
         try:
-            return survey_of(self.engine, policy.calibration, model, batch, self.overlaps_with_policy)
+            return candidates_of(self.engine, policy.calibration, model, batch, self.overlaps_with_policy)
         except CalibrationError as error:
             self._calibration_error = str(error)
             return None

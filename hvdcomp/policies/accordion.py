@@ -15,14 +15,12 @@ from typing import ClassVar, TypeVar
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import (
     AccumulatedGradientPolicy,
-    Period,
     Policy,
     State,
-    Statistic,
-    Statistics,
     is_number,
 )
 from hvdcomp.policies.decisions import Levels
+from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Level, Levelled
 
 
@@ -48,9 +46,9 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
 
     Attributes:
         eta: the relative change of the norm from which on a regime is critical.
-        interval: norms are compared at the end of every so many epochs, over which only the last one's gradients are
+        interval: norms are compared at the end of every `interval` epochs, of which only the last one's gradients are
             accumulated.
-        steps: instead of `interval`: compare at the end of every so many steps, and accumulate over all of these.
+        steps: instead of `interval`: compare at the end of every `steps` steps, and accumulate over all of these.
             Falling learning rates are then noticed at the end of these steps too.
     """
 
@@ -63,11 +61,6 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
         self.require_whole("interval", 1)
         if self.steps and self.interval != CriticalRegimes.interval:
             raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
-
-    @property
-    def period(self) -> Period:
-        """Every epoch, because of the learning rates."""
-        return Period(steps=self.steps) if self.steps else Period(epochs=1)
 
     def compares_at(self, end: int) -> bool:
         """Whether norms are compared at the end of a period, the first one being number 1."""
@@ -103,9 +96,10 @@ class CriticalTensors(CriticalRegimes[TensorsState]):
     def initial_state(self, tensors: Sequence[str]) -> TensorsState:
         return self.state_type(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))
 
-    def wanted(self, state: TensorsState) -> frozenset[Statistic]:
-        always = frozenset({Statistic.LEARNING_RATES})
-        return always | {Statistic.NORMS} if self.compares_at(state.ends + 1) else always
+    def request(self, state: TensorsState) -> Request:
+        norms = {Statistic.NORMS} if self.compares_at(state.ends + 1) else set()
+        # Every epoch, because of the learning rates.
+        return self.request_after(1, {Statistic.LEARNING_RATES} | norms, ever={Statistic.NORMS})
 
     def update(self, state: TensorsState, statistics: Statistics) -> TensorsState:
         critical, previous = state.critical, state.previous
@@ -149,7 +143,6 @@ class Accordion(CriticalTensors[AccordionState]):
     name: ClassVar[str] = "accordion"
     examples: ClassVar[tuple[str, ...]] = ("accordion:low=4,high=1",)
     state_type: ClassVar[type] = AccordionState
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES, Statistic.NORMS})
 
     def __post_init__(self) -> None:
         super().__post_init__()

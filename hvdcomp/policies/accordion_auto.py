@@ -15,9 +15,10 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.accordion import Accordion, AccordionState, CriticalTensors
-from hvdcomp.policies.base import Statistic, Statistics, is_number, number_keys, require_level
+from hvdcomp.policies.accordion import AccordionState, CriticalTensors
+from hvdcomp.policies.base import is_number, number_keys, require_level
 from hvdcomp.policies.decisions import Factors, Probe
+from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 
 Table = Mapping[str, Mapping[float, float]]
@@ -51,9 +52,9 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
     of several periods are averaged; those that are not finite, or missing, keep nothing.
 
     Attributes:
-        probe: for so many epochs at the beginning (with `steps`: windows) levels are measured, with all tensors sent
-            at factor `smallest`.
-        every: measure in the first step of these and in every so many-th after it.
+        probe: number of epochs at the beginning (with `steps`: windows) in which levels are measured, while all tensors
+            are sent at factor `smallest`.
+        every: measure in the first step of these and in every `every`-th after it.
         keep_low, keep_high: the gains that low and high compression have to keep, above 0 and at most 1.
         smallest, largest: candidates are `smallest` and its doubles up to `largest`.
     """
@@ -68,7 +69,6 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
     name: ClassVar[str] = "accordion:auto"
     examples: ClassVar[tuple[str, ...]] = ("accordion:auto",)
     state_type: ClassVar[type] = AutoAccordionState
-    statistics: ClassVar[frozenset[Statistic]] = Accordion.statistics | {Statistic.LEVEL_GAINS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,9 +104,9 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
         super().check(steps_per_epoch, compressor)
         require_level(self.name, compressor)
 
-    def wanted(self, state: AutoAccordionState) -> frozenset[Statistic]:
-        probing = {Statistic.LEVEL_GAINS} if state.ends < self.probe else set()
-        return super().wanted(state) | probing
+    def request(self, state: AutoAccordionState) -> Request:
+        gains = frozenset({Statistic.LEVEL_GAINS})
+        return super().request(state) | Request(gains if state.ends < self.probe else frozenset(), ever=gains)
 
     def decision(self, state: AutoAccordionState) -> Factors | Probe:
         if state.ends < self.probe:

@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import (
-    AccumulatedGradientPolicy,
-    Period,
-    Statistic,
-    Statistics,
-    is_number,
-    require_level,
-)
+from hvdcomp.policies.base import AccumulatedGradientPolicy, is_number, require_level
 from hvdcomp.policies.decisions import Factors
+from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 
 
@@ -50,8 +44,8 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         start: the compression factor to begin with.
         fall: the relative fall from which on the factor is halved, between 0 and 1. The papers name no value.
         floor: the smallest compression factor.
-        interval: decide at the end of every so many epochs, over which gradients are accumulated.
-        steps: instead of `interval`: decide at the end of every so many steps, and accumulate over these.
+        interval: decide at the end of every `interval` epochs, over which gradients are accumulated.
+        steps: instead of `interval`: decide at the end of every `steps` steps, and accumulate over these.
     """
 
     start: float
@@ -62,7 +56,6 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     name: ClassVar[str] = "adaqs"
     examples: ClassVar[tuple[str, ...]] = ("adaqs:start=64,fall=0.2",)
     state_type: ClassVar[type] = AdaQSState
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.MEAN_TO_STD})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,10 +66,6 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         if self.steps and self.interval != AdaQS.interval:
             raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
 
-    @property
-    def period(self) -> Period:
-        return Period(steps=self.steps) if self.steps else Period(epochs=self.interval)
-
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
         require_level(self.name, compressor)
@@ -84,17 +73,17 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     def initial_state(self, tensors: Sequence[str]) -> AdaQSState:
         return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))
 
-    def wanted(self, state: AdaQSState) -> frozenset[Statistic]:
-        """Nothing once every factor has reached the floor."""
-        if all(factor <= self.floor for factor in state.factors.values()):
-            return frozenset()
-        return frozenset({Statistic.MEAN_TO_STD})
+    def request(self, state: AdaQSState) -> Request:
+        """No statistic once every factor has reached the floor."""
+        ended = all(factor <= self.floor for factor in state.factors.values())
+        ratios = {Statistic.MEAN_TO_STD}
+        return self.request_after(self.interval, set() if ended else ratios, ever=ratios)
 
     def decision(self, state: AdaQSState) -> Factors:
         return Factors(dict(state.factors))
 
     def update(self, state: AdaQSState, statistics: Statistics) -> AdaQSState:
-        if not self.wanted(state):
+        if not self.request(state).statistics:
             return state
         assert statistics.mean_to_std is not None
         ratios = self.of_tensors(statistics.mean_to_std, state.factors, "ratios")

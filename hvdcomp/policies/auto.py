@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdcomp.policies.auto_state import PATIENCE, AutoState, Measured
-from hvdcomp.policies.base import Candidate, Period, Policy, Statistic, Statistics, Survey, is_number
+from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Methods
+from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 
 SETTLING = 2
@@ -78,7 +79,6 @@ class Auto(Policy[AutoState]):
     name: ClassVar[str] = "auto"
     examples: ClassVar[tuple[str, ...]] = ("auto:calibration=calibration.json",)
     state_type: ClassVar[type] = AutoState
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.SURVEY, Statistic.STEP_TIMES})
     state_growth: ClassVar[int] = 4096
 
     def __post_init__(self) -> None:
@@ -93,15 +93,10 @@ class Auto(Policy[AutoState]):
             self.require(is_number(value) and value > 0, setting, "above 0, such as 0.15 for 15 %")
         self.require(is_number(self.budget) and 0 < self.budget < 1, "budget", "a share of the time, above 0, below 1")
 
-    @property
-    def period(self) -> Period:
-        return Period(until=1)
-
-    def period_in(self, state: AutoState) -> Period:
-        return Period(until=state.until)
-
-    def wanted(self, state: AutoState) -> frozenset[Statistic]:
-        return frozenset({Statistic.STEP_TIMES if state.candidates else Statistic.SURVEY})
+    def request(self, state: AutoState) -> Request:
+        next_read = Statistic.STEP_TIMES if state.candidates else Statistic.CANDIDATES
+        both = frozenset({Statistic.CANDIDATES, Statistic.STEP_TIMES})
+        return Request(frozenset({next_read}), Period(until=max(1, state.until)), ever=both)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         """Any compressor will do. The calibration is looked at when the tensors are known, on rank 0."""
@@ -118,8 +113,8 @@ class Auto(Policy[AutoState]):
     def update(self, state: AutoState, statistics: Statistics) -> AutoState:
         step = statistics.step
         if not state.candidates:
-            assert statistics.survey is not None
-            return self._begin(state, statistics.survey, step)
+            assert statistics.candidates is not None
+            return self._begin(state, statistics.candidates, step)
         assert statistics.step_times is not None
         state, counted = self._count(state, statistics.step_times, step)
         if state.trying:
@@ -157,13 +152,13 @@ class Auto(Policy[AutoState]):
 
     # What has been measured.
 
-    def _begin(self, state: AutoState, survey: Survey, step: int) -> AutoState:
+    def _begin(self, state: AutoState, told: Candidates, step: int) -> AutoState:
         """Takes the fastest by the model."""
-        self.of_tensors(dict.fromkeys(survey.order), dict.fromkeys(state.order), "a survey")
-        candidates = survey.candidates
+        self.of_tensors(dict.fromkeys(told.order), dict.fromkeys(state.order), "candidates")
+        candidates = told.candidates
         if not candidates or not all(0 < one.seconds < math.inf for one in candidates.values()):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
-        state = dataclasses.replace(state, order=tuple(survey.order), candidates=candidates)
+        state = dataclasses.replace(state, order=tuple(told.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
         why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
         tried = self._try(state, first, step, why)

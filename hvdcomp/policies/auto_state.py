@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdcomp.policies.base import Candidate
 from hvdcomp.policies.median import median_with_error
+from hvdcomp.policies.request import Candidate
 
 PATIENCE = 4
 """Looks in a row that have to find another time, before all is open again for the first time."""
@@ -33,7 +33,7 @@ class Measured:
         return cls(*median_with_error(times), len(times))
 
     def scaled(self, factor: float) -> Measured:
-        """The same of steps that take so many times as long."""
+        """The same of steps that take `factor` times as long."""
         return Measured(factor * self.seconds, factor * self.error, self.steps)
 
     def with_more(self, other: Measured, most: int) -> Measured:
@@ -50,11 +50,11 @@ class AutoState:
 
     Attributes:
         order: names of the tensors, those first that are most worth compressing.
-        candidates: by name, with predicted times; none before the survey is told.
+        candidates: by name, with predicted times; none before they are told.
         chosen: the candidate in force.
         why: it is, in words.
         since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
-        until: the next decision is made when so many steps have ended.
+        until: the next decision is made when this number of steps have ended.
         trying: whether it is being tried; else it stays until something speaks against it.
         rival: the candidate that is compared with what is being tried; "" for none, as of the first of all.
         tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
@@ -66,7 +66,7 @@ class AutoState:
         before: by name, medians that were measured before that.
         usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
         drifted: looks in a row that found another time.
-        patience: so many of them open all again.
+        patience: number of them that opens all again.
         reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
         elapsed: seconds of all steps so far.
         spent: seconds of these that trials and changes took beyond steps of the best.

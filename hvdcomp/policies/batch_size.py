@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import CriticalRegimes, finite, is_critical
-from hvdcomp.policies.base import Period, Policy, Statistic, Statistics
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 
 ROUNDING = 1e-9
@@ -66,7 +67,6 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     name: ClassVar[str] = "accordion_batch_size"
     examples: ClassVar[tuple[str, ...]] = ("accordion_batch_size:low=512,high=4096",)
     state_type: ClassVar[type] = AccordionBatchSizeState
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES, Statistic.MODEL_NORM})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,10 +79,10 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     def initial_state(self, tensors: Sequence[str]) -> AccordionBatchSizeState:
         return AccordionBatchSizeState()
 
-    def wanted(self, state: AccordionBatchSizeState) -> frozenset[Statistic]:
-        if state.grown or not self.compares_at(state.ends + 1):
-            return frozenset()
-        return frozenset({Statistic.LEARNING_RATES, Statistic.MODEL_NORM})
+    def request(self, state: AccordionBatchSizeState) -> Request:
+        both = {Statistic.LEARNING_RATES, Statistic.MODEL_NORM}
+        compares = not state.grown and self.compares_at(state.ends + 1)
+        return self.request_after(1, both if compares else set(), ever=both)
 
     def decision(self, state: AccordionBatchSizeState) -> BatchSize:
         factor = self.high // self.low if state.grown else 1
@@ -107,7 +107,6 @@ def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | 
             f"{policy}: the largest batch takes {accumulation} of the starting ones, and an epoch has only "
             f"{steps_per_epoch} (steps_per_epoch); choose a smaller high, or start with a larger batch"
         )
-
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     Attributes:
         low: the batch that the training is started with, in samples.
         high: the largest batch.
-        steps: look at the learning rate at the end of every so many steps; 0 for at the end of every epoch.
+        steps: look at the learning rate at the end of every `steps` steps; 0 for at the end of every epoch.
     """
 
     low: int
@@ -146,7 +145,6 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     name: ClassVar[str] = "increase_batch_size"
     examples: ClassVar[tuple[str, ...]] = ("increase_batch_size:low=128,high=2048",)
     state_type: ClassVar[type] = IncreaseBatchSizeState
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEARNING_RATES})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,10 +156,6 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
                 f"high must be at least twice low"
             )
 
-    @property
-    def period(self) -> Period:
-        return Period(steps=self.steps) if self.steps else Period(epochs=1)
-
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
         require_room(self, self.high // self.low, steps_per_epoch)
@@ -169,8 +163,9 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     def initial_state(self, tensors: Sequence[str]) -> IncreaseBatchSizeState:
         return IncreaseBatchSizeState()
 
-    def wanted(self, state: IncreaseBatchSizeState) -> frozenset[Statistic]:
-        return frozenset({Statistic.LEARNING_RATES})
+    def request(self, state: IncreaseBatchSizeState) -> Request:
+        period = Period(steps=self.steps) if self.steps else Period(epochs=1)
+        return Request(frozenset({Statistic.LEARNING_RATES}), period)
 
     def decision(self, state: IncreaseBatchSizeState) -> BatchSize:
         return BatchSize(accumulation=state.accumulation, learning_rate_factor=float(state.accumulation))

@@ -14,19 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import (
-    GravacGains,
-    Period,
-    Policy,
-    Statistic,
-    Statistics,
-    Timing,
-    is_number,
-    number_keys,
-    require_level,
-    text_keys,
-)
+from hvdcomp.policies.base import Policy, is_number, number_keys, require_level, text_keys
 from hvdcomp.policies.decisions import MultiLevel
+from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
 from hvdcomp.policies.schedules import Levelled
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
@@ -34,8 +24,6 @@ WINDOWS = {"exponential": 500, "geometric": 2000}
 
 SELDOM = 10
 """Steps of which one measures gains, and gains that a window has at least, unless `every` says otherwise."""
-
-_GAINS, _TIMING = frozenset({Statistic.GAINS}), frozenset({Statistic.TIMING})
 
 
 def error_gain(energy: float, error_energy: float) -> float:
@@ -100,7 +88,7 @@ class GraVAC(Policy[GraVACState]):
         window: steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
         smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
             `every` steps.
-        every: gains are measured, and what to send is decided, in one of so many steps; 1 for the published algorithm,
+        every: gains are measured, and what to send is decided, in one of `every` steps; 1 for the published algorithm,
             whose price short steps notice. None for 10 if that divides the window into 10 or more parts and `lag` is 1,
             and for 1 otherwise.
         lag: 1 to let steps obey what the one before them showed; all are dense until gains are first measured. 0 for
@@ -120,7 +108,6 @@ class GraVAC(Policy[GraVACState]):
     name: ClassVar[str] = "gravac"
     examples: ClassVar[tuple[str, ...]] = ("gravac:min=10,max=1000",)
     state_type: ClassVar[type] = GraVACState
-    statistics: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,14 +148,10 @@ class GraVAC(Policy[GraVACState]):
         parts, rest = divmod(self._window, SELDOM)
         return SELDOM if self.lag and parts >= SELDOM and not rest else 1
 
-    @property
-    def period(self) -> Period:
-        return Period(steps=self._every)
-
-    def wanted(self, state: GraVACState) -> frozenset[Statistic]:
-        if self.lag:
-            return self.statistics
-        return _GAINS if state.send is None else _TIMING
+    def request(self, state: GraVACState) -> Request:
+        both = frozenset({Statistic.GAINS, Statistic.TIMING})
+        in_step = Statistic.GAINS if state.send is None else Statistic.TIMING
+        return Request(both if self.lag else frozenset({in_step}), Period(steps=self._every), ever=both)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
@@ -182,11 +165,11 @@ class GraVAC(Policy[GraVACState]):
         return MultiLevel(state.minimum, state.candidate, state.send)
 
     def update(self, state: GraVACState, statistics: Statistics) -> GraVACState:
-        wanted = self.wanted(state)
-        if Statistic.GAINS in wanted:
+        asked = self.request(state).statistics
+        if Statistic.GAINS in asked:
             assert statistics.gains is not None
             state = self._smooth(state, statistics.gains)
-        if Statistic.TIMING in wanted:
+        if Statistic.TIMING in asked:
             assert statistics.timing is not None
             state = self._look(self._record(state, statistics.timing))
             if not self.lag:

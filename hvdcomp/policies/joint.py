@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdcomp.policies.accordion import Accordion, AccordionState, CriticalRegimes, require_two_levels
-from hvdcomp.policies.base import Statistic, Statistics
 from hvdcomp.policies.batch_size import AccordionBatchSize, AccordionBatchSizeState, require_multiple
 from hvdcomp.policies.decisions import LevelsAndBatch
+from hvdcomp.policies.request import Request, Statistics
 from hvdcomp.policies.schedules import Level, Levelled
 
 
@@ -43,7 +43,6 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
     name: ClassVar[str] = "accordion_joint"
     examples: ClassVar[tuple[str, ...]] = ("accordion_joint:low=4,high=1,batch_low=512,batch_high=4096",)
     state_type: ClassVar[type] = AccordionJointState
-    statistics: ClassVar[frozenset[Statistic]] = Accordion.statistics | AccordionBatchSize.statistics
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +71,8 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
     def initial_state(self, tensors: Sequence[str]) -> AccordionJointState:
         return AccordionJointState(self.levels.initial_state(tensors), self.batch_size.initial_state(tensors))
 
-    def wanted(self, state: AccordionJointState) -> frozenset[Statistic]:
-        return self.levels.wanted(state.levels) | self.batch_size.wanted(state.batch_size)
+    def request(self, state: AccordionJointState) -> Request:
+        return self.levels.request(state.levels) | self.batch_size.request(state.batch_size)
 
     def decision(self, state: AccordionJointState) -> LevelsAndBatch:
         return LevelsAndBatch(self.levels.decision(state.levels), self.batch_size.decision(state.batch_size))

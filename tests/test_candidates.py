@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from hvdcomp import ErrorFeedback
-from hvdcomp.adaptation.candidates import survey_of
+from hvdcomp.adaptation.candidates import candidates_of
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import Adviser, CalibrationError, Setting, load
-from hvdcomp.policies.base import Candidate, Survey
+from hvdcomp.policies.request import Candidate, Candidates
 from tests.harness import infos
 
 SHAPES = {"conv": (64, 32, 3, 3), "linear": (1000, 1280), "narrow": (2, 1024), "bias": (1000,)}
@@ -46,13 +46,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def survey(
+def candidates(
     source: Path | str, spec: str = "powersgd:rank=2", ranks: int = 4, memory: Memory | None = None,
     shapes: dict[str, tuple[int, ...]] = SHAPES, dtype: str = "float32", **options: Any,
-) -> Survey:  # fmt: skip
-    def work(communicator: InProcessCommunicator) -> Survey:
+) -> Candidates:  # fmt: skip
+    def work(communicator: InProcessCommunicator) -> Candidates:
         engine = Engine(communicator, infos(shapes, dtype), parse_compressor(spec), memory=memory)
-        return survey_of(engine, str(source), **options)
+        return candidates_of(engine, str(source), **options)
 
     return run_ranks(ranks, work)[0]
 
@@ -61,14 +61,14 @@ def survey(
 @pytest.mark.parametrize("spec", ["powersgd:rank=2", "topk:ratio=0.01"])
 def test_the_three_ways_for_all_tensors_are_what_advise_predicts(spec: str, ranks: int, file: Path) -> None:
     adviser = Adviser(load(file), specs=[spec])
-    found = survey(file, spec, ranks).candidates
+    found = candidates(file, spec, ranks).candidates
     for name, method in {"dense": "none", "fp16": "fp16", "compressed": spec}.items():
         rest = {"compressed": None}.get(name, method)
         assert found[name] == Candidate(float(adviser.step_s(method, Setting(ranks))), 0, rest)
 
 
 def test_a_mixture_compresses_what_saves_most_for_its_time(file: Path) -> None:
-    found = survey(file)
+    found = candidates(file)
     # Of `narrow` PowerSGD would send more than there is. The bias is too small. Neither is ever compressed.
     assert found.order == ("linear", "conv", "narrow")
     dense, fp16 = found.candidates["compressed and dense"], found.candidates["compressed and fp16"]
@@ -89,26 +89,26 @@ def test_a_mixture_compresses_what_saves_most_for_its_time(file: Path) -> None:
 
 
 def test_a_ways_second_name_is_left_out(file: Path) -> None:
-    assert set(survey(file, "none").candidates) == set(survey(file, "fp16").candidates) == {"dense", "fp16"}
+    assert set(candidates(file, "none").candidates) == set(candidates(file, "fp16").candidates) == {"dense", "fp16"}
     half = json.loads(file.read_text())
     for tensor in half["models"]["mine"]["tensors"]:
         tensor["dtype"] = "float16"
     file.write_text(json.dumps(half))
-    assert set(survey(file, "none", dtype="float16").candidates) == {"dense"}
+    assert set(candidates(file, "none", dtype="float16").candidates) == {"dense"}
 
 
 def test_what_horovod_does_not_carry_itself_is_not_hidden(file: Path) -> None:
     """With a memory of its own fp16 goes through the engine; with TensorFlow and a policy everything does."""
-    hidden, kept = survey(file).candidates, survey(file, memory=ErrorFeedback()).candidates
+    hidden, kept = candidates(file).candidates, candidates(file, memory=ErrorFeedback()).candidates
     assert kept["dense"] == hidden["dense"]
     assert kept["fp16"].seconds > hidden["fp16"].seconds
-    shown = survey(file, overlaps=False).candidates
+    shown = candidates(file, overlaps=False).candidates
     assert shown["dense"].seconds > hidden["dense"].seconds
     assert shown["fp16"] == kept["fp16"]
 
 
 def test_batches_and_ranks_count(file: Path) -> None:
-    times = [survey(file, ranks=ranks, batch=batch).candidates["dense"].seconds
+    times = [candidates(file, ranks=ranks, batch=batch).candidates["dense"].seconds
              for ranks, batch in ((2, None), (8, None), (8, 64))]  # fmt: skip
     assert times == sorted(set(times))
 
@@ -116,14 +116,14 @@ def test_batches_and_ranks_count(file: Path) -> None:
 def test_a_preset_by_its_name_and_a_model_by_its_shapes() -> None:
     facts = load("v100-p3.8xlarge").models["resnet50"]
     shapes = {f"my {tensor.name}": tensor.shape for tensor in facts.tensors}
-    found = survey("v100-p3.8xlarge", "powersgd:rank=4", ranks=2, shapes=shapes)
+    found = candidates("v100-p3.8xlarge", "powersgd:rank=4", ranks=2, shapes=shapes)
     assert set(found.candidates) >= {"dense", "fp16", "compressed", "compressed and dense"}
 
 
 def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     def refused(match: str, source: Path | str = file, **options: Any) -> None:
         with pytest.raises(CalibrationError, match=match):
-            survey(source, ranks=1, **options)
+            candidates(source, ranks=1, **options)
 
     refused("nowhere.json cannot be read", tmp_path / "nowhere.json")
     refused("neither a file nor a preset", "nowhere")
@@ -138,7 +138,7 @@ def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     del two["models"]["mine"]["batch_size"]
     file.write_text(json.dumps(two))
     refused("more than one model of these tensors; name one of them: model=mine or model=twin")
-    assert survey(file, ranks=1, model="twin").candidates
+    assert candidates(file, ranks=1, model="twin").candidates
     refused("which batch size", model="twin", batch=4)
     file.write_text("{")
     refused("is not JSON")

@@ -1,0 +1,190 @@
+"""What a policy asks for, and what it is then told.
+
+`Policy.request` names statistics and the period after which they are told, as one `Statistics`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Statistic(Enum):
+    """What a policy may ask for. Each value is the name of the field of `Statistics` that holds it."""
+
+    LEARNING_RATES = "learning_rates"
+    NORMS = "norms"
+    MODEL_NORM = "model_norm"
+    MEAN_TO_STD = "mean_to_std"
+    GAINS = "gains"
+    LEVEL_GAINS = "level_gains"
+    TIMING = "timing"
+    CANDIDATES = "candidates"
+    STEP_TIMES = "step_times"
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """What the training's schedule says, one rate for each parameter group, without any policy's own factor.
+
+    Attributes:
+        now: of the period that ends, at its first step, so that a change in the middle of a period is not missed.
+        next: of the step that follows.
+    """
+
+    now: tuple[float, ...]
+    next: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.now or len(self.now) != len(self.next):
+            raise ValueError(f"learning rates {self.now} and {self.next} must be of the same groups, at least one")
+
+    @property
+    def fall(self) -> bool:
+        """Whether that of any group falls."""
+        return any(after < before for before, after in zip(self.now, self.next, strict=True))
+
+
+@dataclass(frozen=True)
+class GravacGains:
+    """Compression gains of one step, whole model, see `hvdcomp.policies.gravac`; NaN if a gradient is not finite.
+
+    Attributes:
+        minimum: of the first compression.
+        candidate: of the second; None if there was none.
+        ranks: number of ranks.
+    """
+
+    minimum: float
+    candidate: float | None
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long the steps of a period took.
+
+    Attributes:
+        samples: that all ranks together took in, in any unit that stays the same throughout a training.
+        seconds: of the whole iterations.
+        evaluation_seconds: of these, those spent only to learn gains, which a steady state would not spend.
+    """
+
+    samples: float
+    seconds: float
+    evaluation_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to send all gradients, and what the performance model says of it.
+
+    Attributes:
+        seconds: predicted time of a step.
+        compressed: number of tensors, the first in the order of `Candidates`, that get the training's own compressor.
+        rest: spec of the compressor of all others; None for that of the training.
+    """
+
+    seconds: float
+    compressed: int
+    rest: str | None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What there is to choose from, see `hvdcomp.adaptation.candidates`.
+
+    Attributes:
+        order: names of the tensors whose method may be chosen, the most worth compressing first.
+        candidates: by name.
+    """
+
+    order: tuple[str, ...]
+    candidates: Mapping[str, Candidate]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known at one moment of decision. A field that the policy did not ask for may be None.
+
+    Attributes:
+        step: steps that ended, from the start of the training.
+        epoch: epochs that ended; None if they are not counted.
+        learning_rates: now and next.
+        norms: by tensor name, the 2-norm of the accumulated gradient: the sum of the raw gradients, before memory and
+            averaging, of all steps of the period that ends. 0.0 for a tensor that had no gradient.
+        model_norm: the same of the whole model: all tensors as one vector.
+        mean_to_std: by tensor name, the absolute mean of the accumulated gradient's elements over their standard
+            deviation.
+        gains, timing: of the last step of a period, and of all its steps; for policies whose periods are counted in
+            steps.
+        level_gains: by tensor name and compression factor, the gain 1 - ||x - C(x)||^2 / ||x||^2, both energies summed
+            over the probed steps of the period, on rank 0. A tensor without a gradient has no entry; NaN if a gradient
+            was not finite.
+        level_costs: given together with them, the tensor's sent bytes / dense bytes at the level that serves that
+            factor.
+        candidates: what there is to choose from; told once, before the first step is exchanged.
+        step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
+            that of the next, by rank 0's clock. NaN for the first step after a start.
+    """
+
+    step: int
+    epoch: int | None = None
+    learning_rates: LearningRates | None = None
+    norms: Mapping[str, float] | None = None
+    model_norm: float | None = None
+    mean_to_std: Mapping[str, float] | None = None
+    gains: GravacGains | None = None
+    level_gains: Mapping[str, Mapping[float, float]] | None = None
+    level_costs: Mapping[str, Mapping[float, float]] | None = None
+    timing: Timing | None = None
+    candidates: Candidates | None = None
+    step_times: tuple[float, ...] | None = None
+
+    def known(self) -> dict[str, Any]:
+        """The fields that are not None, by name."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Period:
+    """When a policy decides. Two of the three are 0.
+
+    Attributes:
+        epochs: at the end of every `epochs` epochs.
+        steps: at the end of every `steps` steps.
+        until: once, when `until` steps have ended.
+    """
+
+    epochs: int = 0
+    steps: int = 0
+    until: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a policy asks for while it is in one state.
+
+    Two requests joined with `|` ask for the statistics of both, at the period and from the source of the first.
+
+    Attributes:
+        statistics: what the next `decide` reads. Nothing else need be computed in the period before it.
+        period: at whose end `decide` is called, and over which gradients are accumulated; None for never.
+        source: whose gradients are accumulated: "local", rank 0's own, or "aggregated", the mean over the ranks.
+        ever: what requests of other states may name. All ranks go by it, whatever state rank 0 has reached.
+    """
+
+    statistics: frozenset[Statistic] = frozenset()
+    period: Period | None = None
+    source: str = "local"
+    ever: frozenset[Statistic] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ever", self.ever | self.statistics)
+
+    def __or__(self, other: Request) -> Request:
+        return Request(self.statistics | other.statistics, self.period, self.source, self.ever | other.ever)
