@@ -87,9 +87,10 @@ demo: setup  ## train with four compressions on two ranks each, one in TensorFlo
 	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \
 	  $(DEMO_OUTPUT)/tensorflow --turns $(DEMO_OUTPUT)/turns.json --output $(DEMO_OUTPUT)
 
-lint: setup  ## check style and types (ruff, mypy)
+lint: setup  ## check style, types, and what imports what (ruff, mypy, import-linter)
 	@ruff check .
 	@mypy
+	@lint-imports --no-cache --no-logo
 
 # `pytest` alone runs everything in turn, and `pytest FILE` all of a file; `-m "not thorough"` makes either quick.
 test: setup  ## lint, then the quick tests: what continuous integration runs (15 minutes on two cores)

@@ -110,14 +110,14 @@ def test_the_demo_compares_every_run_and_trains_in_both_frameworks() -> None:
 
 
 class Suite:
-    """`scripts/run-tests` with programs in place of ruff, mypy and pytest that note how they were called."""
+    """`scripts/run-tests` with programs in place of the linters and pytest, which note how they were called."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         for name in ("scripts", "bin"):
             (folder / name).mkdir()
         shutil.copy(ROOT / "scripts" / "run-tests", folder / "scripts")
-        for name in ("ruff", "mypy", "pytest"):
+        for name in ("ruff", "mypy", "lint-imports", "pytest"):
             program = folder / "bin" / name
             program.write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\ncase "$*" in $FAIL) exit 1 ;; esac\n')
             program.chmod(0o755)
@@ -158,14 +158,14 @@ def test_the_parts_together_are_all_tests_and_make_test_leaves_out_what_is_marke
         assert selected(everything, marks) == 1, marks
         assert selected(quick, marks) == (not marks & {"cluster", "thorough"}), marks
     for calls in (quick, everything):
-        assert calls[:2] == ["ruff check .", "mypy"]
-        assert all("--durations=40" in call for call in calls[2:])
+        assert calls[:3] == ["ruff check .", "mypy", "lint-imports --no-cache --no-logo"]
+        assert all("--durations=40" in call for call in calls[3:])
 
 
 def test_a_part_that_fails_is_said_and_keeps_no_other_from_running(suite: Suite) -> None:
     code, output, calls = suite.run("all", fail="*not?alone*")
     assert code == 1
-    assert len(calls) == 5
+    assert len(calls) == 6
     assert re.search(r"in-process +FAILED +0 min 0\d s", output)
     assert re.search(r"clusters +passed +0 min 0\d s", output)
     assert re.search(r"In all, with set-up: 1 min 4\d s", suite.run("quick", STARTED=str(int(time.time()) - 100))[1])

@@ -22,7 +22,8 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 EXTRAS = {name: [Requirement(line) for line in lines] for name, lines in PROJECT["optional-dependencies"].items()}
 
 
@@ -70,6 +71,16 @@ def test_a_picture_needs_no_more_than_the_extra_plot() -> None:
     plot, train = ({str(one) for one in EXTRAS[name]} for name in ("plot", "train"))
     assert {one.name for one in EXTRAS["plot"]} == {"jinja2", "matplotlib"}
     assert plot < train
+
+
+def test_the_package_has_few_parts_in_few_layers() -> None:
+    """`lint-imports` holds the imports to these layers, in which no part may be missing."""
+    layers = SETTINGS["tool"]["importlinter"]["contracts"][0]["layers"]
+    parts = [part for layer in layers for part in layer.split(" | ")]
+    assert len(layers) <= 11, f"{len(layers)} layers"
+    assert len(parts) <= 30, f"{len(parts)} parts"
+    there = {path.stem for path in (ROOT / "hvdcomp").iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert set(parts) == there - {"__init__", "__main__"}
 
 
 @pytest.fixture(scope="module")

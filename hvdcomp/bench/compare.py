@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import Adviser, Setting, from_json
+from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Setting, from_json
 from hvdcomp.policies.median import median_with_error
-
-STOCK_SPECS = {"none": "none", "hvd.fp16": "fp16"}
-"""Horovod's own compressions, by the spec that describes the same exchange."""
 
 
 @dataclass(frozen=True)

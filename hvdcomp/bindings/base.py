@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence, Set
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 import numpy
 
-import hvdcomp
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
@@ -259,7 +259,7 @@ class Binding(ABC):
             "error of the decision log": self._log_error,
             "error of the calibration": self._calibration_error,
             "momentum of the optimizer": self._doubled_momentum(),
-            "hvdcomp": hvdcomp.__version__,
+            "hvdcomp": version("hvdcomp"),
             "numpy": numpy.__version__,
             "parameters that are not trained": [name for name in tensors if name not in trained],
             **parameters,

@@ -19,6 +19,9 @@ from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited
 from hvdcomp.perfmodel.schedule import Parts
 
 DENSE = "none"
+STOCK_SPECS = {"none": DENSE, "hvd.fp16": "fp16"}
+"""Horovod's own compressions, by the spec that describes the same exchange."""
+
 _CASTS = (DENSE, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 

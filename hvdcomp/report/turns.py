@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdcomp.bench.compare import STOCK_SPECS
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import Adviser, Calibration, CalibrationError, Network, Setting, from_json
+from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Calibration, CalibrationError, Network, Setting, from_json
 from hvdcomp.report.runs import RunError
 
 RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
