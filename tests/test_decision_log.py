@@ -110,7 +110,8 @@ def test_statistics_come_back_exactly(statistics: Statistics) -> None:
     assert text.count("\n") == 1
     held = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not strict JSON"))
     known = [field.name for field in dataclasses.fields(statistics) if getattr(statistics, field.name) is not None]
-    assert list(held["statistics"]) == known
+    # The first versions called candidates a survey, and logs still do.
+    assert list(held["statistics"]) == ["survey" if name == "candidates" else name for name in known]
 
 
 def test_lines_come_back(tmp_path: Path) -> None:
