@@ -71,12 +71,12 @@ def measure(data: DataSet, settings: Settings, factor: float) -> GravacGains:
     xs: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
 
-    def witness(xp: ModuleType, sent: Mapping[str, tuple[Tensor, Tensor | SparseVector]]) -> None:
+    def after_sent(xp: ModuleType, sent: Mapping[str, tuple[Tensor, Tensor | SparseVector]]) -> None:
         for name in compressed:
             x, c = sent[name]
             xs[name], kept[name] = x.clone(), densified(xp, x, c)
 
-    engine.witness = witness
+    engine.after_sent = after_sent
     steps = []
     for epoch in range(1, settings.epochs + 1):
         for samples in epoch_shard(len(data.train_x), 1, 0, settings.batch_size, settings.seed, epoch):

@@ -170,7 +170,7 @@ def test_a_state_that_grows_reaches_all_ranks(lag: int) -> None:
         spy = Talkative(asked=frozenset(), often=Period(steps=1), decisions=at_ratio(0.5, 0.1), lag=lag)
         driven = Driven(communicator, spy, "numpy").run(6)
         driven.coordinator.settle(lambda: (0.1,))
-        return driven, driven.coordinator.state
+        return driven, driven.coordinator.channel.state
 
     (first, mine), (second, theirs) = run_ranks(2, work)
     assert mine == theirs == Growing("x" * 1001 * (6 if lag else 5))

@@ -303,7 +303,7 @@ def test_level_gains_are_those_of_the_period_and_measured_on_rank_0_alone(lag: i
     }  # fmt: skip
     (first, spy), (second, other) = drive(policy, "numpy", 9)
     assert not other.seen
-    assert second.engine.stage is None
+    assert second.engine.before_compress is None
     assert all(first.needed_engine)
     assert all(second.needed_engine)
     assert set(first.plans[0].values()) == {str(NoCompression())}

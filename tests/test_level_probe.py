@@ -29,7 +29,7 @@ def probe_on(backend: str, factors: tuple[float, ...], every: int, spec: str = "
 
 
 def look(probe: LevelProbe, inputs: Mapping[str, Any]) -> None:
-    assert probe.stage(arrays_for(inputs["bias"]), inputs) == {}
+    assert probe.before_compress(arrays_for(inputs["bias"]), inputs) == {}
 
 
 @every_backend
@@ -106,7 +106,8 @@ def test_probing_sends_nothing_and_changes_no_step(backend: str) -> None:
     def results(probing: bool) -> Any:
         def before(engine: Engine, step: int) -> None:
             if probing and step == 0 and engine.communicator.rank == 0:
-                engine.stage = LevelProbe(Plans(engine, COMPRESSED), Probe((2.0, 8.0), 2, send=2.0)).stage
+                probe = LevelProbe(Plans(engine, COMPRESSED), Probe((2.0, 8.0), 2, send=2.0))
+                engine.before_compress = probe.before_compress
 
         gradients: Callable[[int, int], Any] = lambda rank, step: gradients_of(backend, rank, step)  # noqa: E731
         runs = run_engines(

@@ -54,7 +54,7 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
     def before(made: Engine, step: int) -> None:
         nonlocal engine
         engine = made
-        engine.stage = look
+        engine.before_compress = look
 
     engine: Engine
     run_engines(
@@ -85,7 +85,7 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
             preview = engine.preview(xp, "w", x, engine.plan["w"])
             same.append(densify(preview, MATRIX).tobytes() == densify(kept, MATRIX).tobytes())
 
-        engine.witness = look
+        engine.after_sent = look
         for step in range(3):
             values = np.random.default_rng([communicator.rank, step]).normal(size=MATRIX)
             engine.step({"w": make(backend, values)})
@@ -97,8 +97,8 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
 
 @every_backend
 @pytest.mark.parametrize("spec", EXAMPLES)
-def test_a_witness_sees_what_is_sent_before_memories_are_updated(spec: str, backend: str) -> None:
-    """Also where a stage has something else compressed in place of x."""
+def test_after_sent_sees_what_is_sent_before_memories_are_updated(spec: str, backend: str) -> None:
+    """Also where `before_compress` has something else compressed in place of x."""
 
     def work(communicator: InProcessCommunicator) -> list[Any]:
         watched = communicator.rank == 0
@@ -111,8 +111,8 @@ def test_a_witness_sees_what_is_sent_before_memories_are_updated(spec: str, back
             seen.append((as_numpy(x), densify(kept, MATRIX)))
             assert states_of(engine) == before
 
-        engine.stage = lambda xp, inputs: {"w": inputs["w"] * 0.5}
-        engine.witness = look if watched else None
+        engine.before_compress = lambda xp, inputs: {"w": inputs["w"] * 0.5}
+        engine.after_sent = look if watched else None
         results = []
         for step in range(3):
             before = states_of(engine)

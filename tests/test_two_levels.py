@@ -28,8 +28,8 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 SENDING = ["minimum", "candidate", "candidate", "dense", "candidate", "minimum", "dense"]
 
 
-def attach(engine: Engine, stage: TwoLevels) -> None:
-    engine.stage, engine.witness = stage.stage, stage.witness
+def attach(engine: Engine, observer: TwoLevels) -> None:
+    engine.before_compress, engine.after_sent = observer.before_compress, observer.after_sent
 
 
 def check_step(engine: Engine, models: Sequence[Model], what: str | None, result: Mapping[str, Any], mark: str) -> None:
@@ -69,16 +69,16 @@ def test_two_levels_of_gravac_are_those_of_numpy_in_all_three_modes(backend: str
             for model in models:
                 model.begin(step, minimum, candidate)
             decision = MultiLevel(minimum, candidate, what)  # type: ignore[arg-type]
-            stage = TwoLevels(plans, decision, communicator.rank == 0, None)
-            attach(engine, stage)
+            observer = TwoLevels(plans, decision, communicator.rank == 0, None)
+            attach(engine, observer)
             engine.set_plan(decision.plan(plans))
             engine.begin()
             result = engine.step(gradients_of(backend, communicator.rank, step))
-            told = stage.gains()
+            told = observer.gains()
             assert told.ranks == 2
             right = models[0].gains() if communicator.rank == 0 else (1.0, 1.0)  # nothing was looked at
             np.testing.assert_allclose([told.minimum, told.candidate], right, rtol=1e-5)
-            assert communicator.rank == 0 or stage.seconds() == 0
+            assert communicator.rank == 0 or observer.seconds() == 0
             check_step(engine, models, what, result, f"{step} {what}")
             check_bytes(engine, {"minimum": minimum, "candidate": candidate, "dense": 1}[what])
 
@@ -105,14 +105,14 @@ def test_two_levels_decided_in_the_step_itself(backend: str) -> None:
 
             def decide(now: MultiLevel = now) -> MultiLevel:
                 if measures:
-                    told = stage.gains()  # noqa: B023
+                    told = observer.gains()  # noqa: B023
                     np.testing.assert_allclose([told.minimum, told.candidate], models[0].gains(), rtol=1e-5)
                 engine.set_plan(now.plan(plans))
                 engine.begin()
                 return now
 
-            stage = TwoLevels(plans, known, measures, decide)
-            attach(engine, stage)
+            observer = TwoLevels(plans, known, measures, decide)
+            attach(engine, observer)
             engine.set_plan(heard.plan(plans))
             engine.begin()
             result = engine.step(gradients_of(backend, communicator.rank, step))
@@ -129,18 +129,18 @@ def test_without_a_candidate_only_the_first_gain_is_measured(backend: str, what:
     (run,) = run_engines(1, infos(SHAPES), parse_compressor("topk:ratio=0.5"), lambda r, s: {}, 0, min_numel=16)
     engine, plans = run.engine, Plans(run.engine, COMPRESSED)
     decision = MultiLevel(4.0, None, what)
-    stage = TwoLevels(plans, decision, True, None)
-    attach(engine, stage)
+    observer = TwoLevels(plans, decision, True, None)
+    attach(engine, observer)
     engine.set_plan(decision.plan(plans))
     engine.begin()
     engine.step(gradients_of(backend, 0, 0))
     model = Model(0)
     model.begin(0, 4.0, 4.0)
-    assert stage.gains().minimum == pytest.approx(model.gains()[0], rel=1e-5)
-    assert stage.gains().candidate is None
+    assert observer.gains().minimum == pytest.approx(model.gains()[0], rel=1e-5)
+    assert observer.gains().candidate is None
     engine.step({"bias": gradients_of(backend, 0, 1)["bias"]})
-    assert stage.gains().minimum == 1.0  # nothing to compress, nothing lost
-    assert stage.seconds() == 0
+    assert observer.gains().minimum == 1.0  # nothing to compress, nothing lost
+    assert observer.seconds() == 0
 
 
 @every_backend
@@ -153,15 +153,15 @@ def test_gains_of_what_is_not_finite_are_nan(backend: str, what: Any, bad: float
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
         plans, decision = Plans(engine, COMPRESSED), MultiLevel(4.0, 20.0, what)
-        stage = TwoLevels(plans, decision, True, None)
-        attach(engine, stage)
+        observer = TwoLevels(plans, decision, True, None)
+        attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         engine.begin()
         values = random_gradients(communicator.rank, 0)
         if communicator.rank == 0:
             values["linear"][3, 5] = bad
         engine.step({name: make(backend, x) for name, x in values.items()})
-        told = stage.gains()
+        told = observer.gains()
         if communicator.rank == 0:
             assert np.isnan([told.minimum, told.candidate]).all()
         else:
@@ -183,15 +183,15 @@ def test_two_levels_of_any_method_keep_a_share_and_send_the_smaller_thing(backen
         engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
         decision = MultiLevel(2.0, 6.0, "candidate")
         plans = Plans(engine, COMPRESSED)
-        stage = TwoLevels(plans, decision, communicator.rank == 0, None)
-        attach(engine, stage)
+        observer = TwoLevels(plans, decision, communicator.rank == 0, None)
+        attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         out = []
         for step in range(3):
             engine.begin()
             result = engine.step(gradients_of(backend, communicator.rank, step))
             out += [as_numpy(x).tobytes() for x in result.values()]
-            told = stage.gains()
+            told = observer.gains()
             assert told.candidate is not None
             assert 0 <= told.candidate <= told.minimum + 1e-9 <= 1 + 1e-9
             assert engine.ledger.last is not None
@@ -225,7 +225,7 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
         levels = [plans.at_factor(factor) for factor in (3.0, 8.0)]
         heard = MultiLevel(3.0 if measures else 2.0, 8.0, None) if in_step else now
         decide = (lambda: now) if in_step else None
-        stage = TwoLevels(plans, heard, measures, decide)
+        observer = TwoLevels(plans, heard, measures, decide)
         x: dict[str, Any] = {}
         kept: list[dict[str, np.ndarray]] = []
 
@@ -237,9 +237,9 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
                     found[name] = densify(engine.preview(xp, name, source[name], plan[name]), SHAPES[name])
                     source[name] = make(backend, found[name])
                 kept.append(dict(found))
-            return stage.stage(xp, inputs)
+            return observer.before_compress(xp, inputs)
 
-        engine.stage, engine.witness = look, stage.witness
+        engine.before_compress, engine.after_sent = look, observer.after_sent
         engine.set_plan(levels[1])
         for step in range(3):
             engine.begin()
@@ -252,7 +252,7 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
                 inputs = {name: as_numpy(each).astype(float) for name, each in x.items()}
                 energy = sum(np.sum(each**2) for each in inputs.values())
                 lost = [sum(np.sum((inputs[name] - sent[name]) ** 2) for name in COMPRESSED) for sent in kept]
-                told = stage.gains()
+                told = observer.gains()
                 right = [max(0.0, 1 - each / energy) for each in lost]
                 np.testing.assert_allclose([told.minimum, told.candidate], right, atol=1e-5)
 
@@ -302,15 +302,15 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
         engine.begin()
         return decided
 
-    stage = TwoLevels(plans, MultiLevel(2.0, 6.0, None if in_step else what), True, decide if in_step else None)
-    attach(engine, stage)
+    observer = TwoLevels(plans, MultiLevel(2.0, 6.0, None if in_step else what), True, decide if in_step else None)
+    attach(engine, observer)
     engine.set_plan(decided.plan(plans))
     engine.begin()
     engine.step(random_gradients(0, 0))
     first, second = COMPRESSIONS[in_step, what]
     if not own and not in_step:
         first, second = max(first, what == "minimum"), max(second, what == "candidate")
-    assert stage.seconds() == len(COMPRESSED) * (10 * first + second)
+    assert observer.seconds() == len(COMPRESSED) * (10 * first + second)
 
 
 @pytest.mark.parametrize("what", ["dense", "minimum", "candidate"])
@@ -333,11 +333,11 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
         monkeypatch.setattr(engine, "preview", preview)
         plans = Plans(engine, COMPRESSED)
         decision = MultiLevel(3.0, 8.0, what)
-        stage = TwoLevels(plans, decision, communicator.rank == 0, None)
-        attach(engine, stage)
+        observer = TwoLevels(plans, decision, communicator.rank == 0, None)
+        attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         for step, due in enumerate((True, False)):
-            stage.due = due
+            observer.due = due
             engine.begin()
             previews.clear()
             engine.step(gradients_of("numpy", communicator.rank, step))
@@ -375,8 +375,8 @@ def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing
                 engine.begin()
                 return decision
 
-            stage = TwoLevels(plans, now, measures, decide if looks == "in the step" else None)
-            attach(engine, stage)
+            observer = TwoLevels(plans, now, measures, decide if looks == "in the step" else None)
+            attach(engine, observer)
             engine.set_plan(decision.plan(plans))
             found: list[Any] = []
             for step in range(3):
@@ -384,7 +384,7 @@ def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing
                 results = engine.step(gradients_of(backend, communicator.rank, step))
                 found.append(({name: bits(x) for name, x in results.items()}, states_of(engine)))
                 if measures:
-                    gains = stage.gains()
+                    gains = observer.gains()
                     (told if looks == "at the end" else previewed).append((gains.minimum, gains.candidate))
             return found
 

@@ -1,8 +1,9 @@
-"""Messages from rank 0 to all ranks, sent without waiting and received later."""
+"""Messages from rank 0 to all ranks, sent without waiting and received later; decisions of a policy above all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
+from hvdcomp.policies.base import Policy
+from hvdcomp.policies.decisions import Decision
+from hvdcomp.policies.request import Statistics
 
 _HEADER_BYTES = 8
 
@@ -86,3 +90,65 @@ class MessageChannel:
         if mine.size == missing:
             rest[:] = mine
         return received + self._broadcaster.wait(self._broadcaster.start(rest)).tobytes()
+
+
+class DecisionChannel:
+    """Carries what rank 0 decides to all ranks, as the policy's state in JSON, so that every rank can go on from it.
+
+    Args:
+        policy: the same on all ranks.
+        tensors: names of those whose level is decided.
+        decides: whether this is rank 0.
+        make_broadcaster: as in `MessageChannel`.
+
+    Attributes:
+        state: the policy's, as all ranks know it.
+        request: what the policy asks for in it.
+        latest: on rank 0 ahead of `state` from a decision until all ranks have received it.
+        latest_request: what the policy asks for in that.
+        in_flight: whether a state was sent and not yet received.
+    """
+
+    def __init__(
+        self,
+        policy: Policy[Any],
+        tensors: Sequence[str],
+        decides: bool,
+        make_broadcaster: Callable[[], Broadcaster],
+    ) -> None:
+        self.policy = policy
+        self.decides = decides
+        self.in_flight = False
+        self.enter(policy.initial_state(tensors))
+        room = len(self._message()) + 32 * len(tensors) + policy.state_growth
+        self._messages = MessageChannel(make_broadcaster, room)
+
+    def enter(self, state: Any) -> None:
+        """Goes over to a state that all ranks know."""
+        # Every step asks for the request, so it is worked out once per state.
+        self.state, self.request = state, self.policy.request(state)
+        self.latest, self.latest_request = state, self.request
+
+    def be_ahead(self, state: Any) -> None:
+        """Goes over, on rank 0, to a state that the other ranks have yet to receive."""
+        self.latest, self.latest_request = state, self.policy.request(state)
+
+    def decide(self, statistics: Statistics) -> Decision:
+        """Makes a decision, on rank 0 alone."""
+        state, decision = self.policy.decide(self.latest, statistics)
+        self.be_ahead(state)
+        return decision
+
+    def send(self) -> None:
+        """Starts to send rank 0's state, on all ranks."""
+        self._messages.start(self._message() if self.decides else b"")
+        self.in_flight = True
+
+    def receive(self) -> Decision:
+        """Waits for rank 0's state, goes over to it, and returns its decision."""
+        self.in_flight = False
+        self.enter(self.policy.from_json(json.loads(self._messages.finish())))
+        return self.policy.decision(self.state)
+
+    def _message(self) -> bytes:
+        return json.dumps(self.policy.to_json(self.latest)).encode()

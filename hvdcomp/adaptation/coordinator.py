@@ -1,40 +1,35 @@
-"""Rank 0 decides, every rank obeys in the same step.
+"""Rank 0 decides, every rank obeys in the same step: the coordinator says when.
 
-Rank 0 runs the policy. After each moment of decision it broadcasts the policy's new state as JSON, and every rank
-reads the decision off that state, so that all ranks can go on from it. The coordinator counts steps and epochs, sees
-to it that what the policy wants is gathered, and nothing else, and puts decisions into the engine's plan.
+Rank 0 runs the policy. What it decides travels over a `DecisionChannel`; what it decides by is measured by `Observers`,
+only while the policy asks for it. The coordinator counts steps and epochs, and puts decisions into the engine's plan.
 
 With `lag=1` a decision is made at the end of a step and taken up when the next one begins, so that its broadcast
 hides behind the optimizer's step and the forward pass. What depends on the learning rate of the step after a period is
 decided at the end of that step. With `lag=0` it is decided in that step itself, before anything is compressed; the
-ranks then wait for the broadcast.
+ranks then wait for the broadcast. The policy that decides by the gains of the step itself, GraVAC with `lag=0`, has a
+coordinator of its own (`hvdcomp.adaptation.in_step`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdcomp.adaptation.channel import Broadcaster, MessageChannel
+from hvdcomp.adaptation.channel import Broadcaster, DecisionChannel
 from hvdcomp.adaptation.decision_log import DecisionLog
-from hvdcomp.adaptation.gains import LevelProbe, TwoLevels
-from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.observers import Observers
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
-from hvdcomp.adaptation.step_counter import Progress, StepClock
+from hvdcomp.adaptation.run_log import RunLog
+from hvdcomp.adaptation.step_counter import PeriodRates, Progress, Rates, StepClock
 from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.base import Policy
-from hvdcomp.policies.decisions import BatchSize, Decision, MultiLevel, Probe
-from hvdcomp.policies.request import Candidates, LearningRates, Period, Request, Statistic, Statistics, Timing
-
-Rates = tuple[float, ...]
-_SUMS = frozenset({Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD})
+from hvdcomp.policies.decisions import BatchSize, Decision
+from hvdcomp.policies.request import Candidates, Statistic, Statistics
 
 
 class Coordinator:
@@ -51,17 +46,11 @@ class Coordinator:
         clock: seconds, by which steps are timed.
 
     Attributes:
-        state: of the policy, as of the decision in force.
+        channel: holds the policy's state, as of the decision in force.
         decision: in force.
-        batch_size: the part of it that is about the batch.
         progress: steps and epochs that ended.
         clock: that times the steps.
     """
-
-    state: Any
-    _request: Request  # of that state
-    _latest: Any  # on rank 0 ahead of it while a broadcast is under way
-    _request_latest: Request
 
     def __init__(
         self,
@@ -75,76 +64,66 @@ class Coordinator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy = policy
-        self.names = levelled_tensors(engine)
+        self.engine = engine
+        self.plans = Plans(engine, levelled_tensors(engine))
         self.progress = Progress(steps_per_epoch)
-        self._engine = engine
-        self._plans = Plans(engine, self.names)
-        self._like = like
-        self._log = log
-        self._candidates = candidates
-        self._decides = engine.communicator.rank == 0
-        self._go_on_from(policy.initial_state(self.names))
-        self._channel = MessageChannel(make_broadcaster, self._room())
-        self._in_flight = False
-        self._ended: Statistics | None = None  # a period that is over, and waits for the learning rate that follows
-        self._period_rates: Rates | None = None  # at the first step of the period
-        self._rates: Rates = ()  # at the latest step
-        self._sums = AccumulatedGradients()
-        self._stage: TwoLevels | LevelProbe | None = None
         self.clock = StepClock(clock)
-        self._step_times: list[float] = []
+        self.channel = DecisionChannel(policy, self.plans.names, engine.communicator.rank == 0, make_broadcaster)
+        self.observers = Observers(self.plans, self.channel.decides, self.clock)
+        self._log = RunLog(log, self.channel, self.progress)
+        self._like = like
+        self._candidates = candidates
+        self._ended: Statistics | None = None  # of a period that is over, and waits for the learning rate that follows
+        self._rates = PeriodRates()
         self.decision: Decision = BatchSize()
-        self.batch_size = BatchSize()
-        self._obey(policy.decision(self.state))
+        self._obey(policy.decision(self.channel.state))
+
+    @property
+    def batch_size(self) -> BatchSize:
+        """The part of the decision in force that is about the batch."""
+        return self.decision.batch()
+
+    def start_log(self) -> None:
+        """Writes down, on rank 0, where this run begins or is resumed."""
+        self._log.start(self.plans)
 
     # In the order in which a step goes through them.
 
     def settle(self, rates: Callable[[], Rates]) -> None:
         """Takes up what was decided, before a step begins; with lag=0 a decision about the batch is made here."""
         self.receive()
-        if self._ended is not None and self.policy.lag == 0 and self._changes_batch:
-            self._decide_now(rates())
+        if self._decides_before_step and self.decision.sets_batch_size:
+            self._decide_by(rates())
+            self.receive()
 
     def receive(self) -> None:
         """Takes up a decision that is on its way, between two steps."""
-        if self._in_flight:
-            self._receive()
+        if self.channel.in_flight:
+            self._obey(self.channel.receive())
 
     def begin_step(self, rates: Callable[[], Rates]) -> None:
         """To be called when a step begins, before the engine's `begin`."""
         self.settle(rates)
-        if isinstance(self._stage, TwoLevels):
-            self._stage.due = self._gains_are_due
-        self._rates = rates()
-        if self._period_rates is None:
-            self._period_rates = self._rates
+        self.observers.begin_step(self._period_ends)
+        self._rates.begin_step(rates())
 
     @property
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
-        waits = self._asks_for_candidates or (self.policy.lag == 0 and self._ended is not None)
-        return waits or self.decision.measures(self._gains_are_due)
-
-    @property
-    def _asks_for_candidates(self) -> bool:
-        return Statistic.CANDIDATES in self._request.statistics
-
-    @property
-    def _gains_are_due(self) -> bool:
-        """Whether the step that has begun, or comes next, is one whose gains are measured; the same on all ranks."""
-        return self.progress.next_ends(self._request.period)
+        waits = self._decides_before_step or self._asks_for_candidates
+        return waits or self.decision.measures(self._period_ends)
 
     def before_exchange(self) -> None:
         """To be called when all gradients of a step are there, before the engine's step."""
-        if self._ended is not None and self.policy.lag == 0:
-            self._decide_now(self._rates)
-            self._take_up_in_step()
+        if self._decides_before_step:
+            self._decide_by(self._rates.latest)
         elif self._asks_for_candidates:
             # Not earlier: until the ranks have compared their settings, others may not know that there are candidates.
-            progress = self.progress
-            self._decide(Statistics(step=progress.step, epoch=progress.epoch_or_none, candidates=self._candidates))
-            self._receive()
-            self._take_up_in_step()
+            self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
+        else:
+            return
+        self.receive()
+        self._take_up_in_step()
 
     def observe(self, gradients: Mapping[str, Array], factor: float, found_inf: Array | None) -> None:
         """Adds gradients of a step to what is accumulated: this rank's own, or the aggregated ones, as `source` says.
@@ -154,180 +133,83 @@ class Coordinator:
             found_inf: the element that is NaN if the step does not count; None where that is not known.
         """
         if self.observes:
-            self._sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
+            self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
 
     @property
     def observes(self) -> bool:
         """Whether gradients are to be accumulated on this rank in this step."""
-        # While a decision is on its way, nobody knows yet whether the next one wants them.
-        request = self._request_latest
+        request = self.channel.latest_request
+        # While a decision waits, nobody knows yet whether the next one asks for them.
         asked = request.statistics if self._ended is None else request.ever
-        return self._decides and bool(_SUMS & asked)
+        return self.channel.decides and bool(self.observers.sums.tells & asked)
 
     @property
     def source(self) -> str:
         """Whose gradients are to be observed, as in `Request.source`."""
-        return self._request_latest.source
+        return self.channel.latest_request.source
 
     def end_step(self) -> None:
         """To be called at the end of a step, when its results are there."""
-        period = self._request.period
-        self._time_step()
+        request = self.channel.request
+        self.observers.end_step(request.ever)
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
-            statistics, self._ended = self._with_rates(self._ended, self._rates), None
-            self._decide(statistics)
-        if period is None or not self.progress.ends(period, epoch_ended):
+            self._decide_by(self._rates.latest)
+        if request.period is None or not self.progress.ends(request.period, epoch_ended):
             return
-        statistics = self._period_statistics(period)
-        self._sums.clear()
-        if isinstance(self._stage, LevelProbe):
-            self._stage.clear()
-        if Statistic.LEARNING_RATES in self._request.ever:
-            self._ended = statistics
-        elif self.policy.lag:
-            self._decide(statistics)
-        elif self._told_in_step:
-            self._update(statistics)  # all ranks hear of it with the next step's gains
-            self._await_gains()
-        else:
-            self._ended = statistics
+        statistics = self._period_statistics(request.period.steps)
+        self.observers.clear()
+        self._end_period(statistics)
         if self._ended is None:
-            self._period_rates = None
+            self._rates.first = None
 
-    def start_log(self) -> None:
-        """Writes down, on rank 0, where this run begins or is resumed."""
-        if self._log is not None:
-            self._write_down(
-                self._log.start,
-                step=self.progress.step,
-                epoch=self.progress.epoch_or_none,
-                policy=str(self.policy),
-                compressor=str(self._engine.compressor),
-                tensors={name: self._engine.tensors[name].shape for name in self.names},
-                steps_per_epoch=self.progress.steps_per_epoch,
-                ranks=self._engine.communicator.world_size,
-                state=self.policy.to_json(self._latest),
-                decision=self.policy.decision(self._latest).to_json(),
-            )
-
-    # What is gathered.
-
-    def _period_statistics(self, period: Period) -> Statistics:
-        """What is known at the end of a period; without numbers on ranks other than 0."""
-        step, epoch = self.progress.step, self.progress.epoch_or_none
-        if not self._decides:
-            return Statistics(step, epoch)
-        wanted = self._request_latest.statistics
-        known = self._gains_and_timing(period.steps)
-        if Statistic.NORMS in wanted:
-            known["norms"] = self._sums.norms(self.names)
-        if Statistic.MODEL_NORM in wanted:
-            known["model_norm"] = self._sums.model_norm()
-        if Statistic.MEAN_TO_STD in wanted:
-            known["mean_to_std"] = self._sums.mean_to_std(self.names)
-        if Statistic.LEVEL_GAINS in wanted and isinstance(self._stage, LevelProbe):
-            known |= {"level_gains": self._stage.gains(), "level_costs": self._stage.costs()}
-        if Statistic.STEP_TIMES in wanted:
-            known["step_times"], self._step_times = tuple(self._step_times), []
-        return Statistics(step, epoch, **known)
-
-    def _gains_and_timing(self, steps: int) -> dict[str, Any]:
-        """Gains of the step that ends and times of the so many of its period, where they are wanted."""
-        if not isinstance(self._stage, TwoLevels):
-            return {}
-        told: dict[str, Any] = {}
-        if self.policy.lag:
-            told["gains"] = self._stage.gains()  # first, because it waits for the device: then times are known too
-        seconds = self.clock.lap()
-        samples = steps * self._engine.communicator.world_size * self.batch_size.accumulation
-        told["timing"] = Timing(samples, seconds, self._stage.seconds())
-        return told
-
-    def _time_step(self) -> None:
-        """Notes how long the step that ends took. The host's clock: on an accelerator true on average."""
-        if self._decides and Statistic.STEP_TIMES in self._request.ever:
-            self._step_times.append(self.clock.lap())
-
-    def _with_rates(self, statistics: Statistics, following: Rates) -> Statistics:
-        now, self._period_rates = self._period_rates, following
-        assert now is not None
-        return dataclasses.replace(statistics, learning_rates=LearningRates(now=now, next=following))
-
-    # How a decision is made and obeyed.
+    # What these are made of.
 
     @property
-    def _changes_batch(self) -> bool:
-        return self.decision.sets_batch_size
+    def _period_ends(self) -> bool:
+        """Whether the step that has begun, or comes next, is the last of a period of steps; the same on all ranks."""
+        return self.progress.next_ends(self.channel.request.period)
 
-    def _decide_now(self, following: Rates) -> None:
+    @property
+    def _decides_before_step(self) -> bool:
+        """Whether the step that has begun, or comes next, waits for a decision by the period before it."""
+        return self.policy.lag == 0 and self._ended is not None
+
+    @property
+    def _asks_for_candidates(self) -> bool:
+        return Statistic.CANDIDATES in self.channel.request.statistics
+
+    def _period_statistics(self, steps: int) -> Statistics:
+        """What is known at the end of a period; without numbers on ranks other than 0."""
+        known: dict[str, Any] = {}
+        if self.channel.decides:
+            asked = self.channel.latest_request.statistics
+            known = self.observers.statistics(asked, steps * self.batch_size.accumulation)
+        return Statistics(self.progress.step, self.progress.epoch_or_none, **known)
+
+    def _end_period(self, statistics: Statistics) -> None:
+        if self.policy.lag and Statistic.LEARNING_RATES not in self.channel.request.ever:
+            self._decide(statistics)
+        else:
+            self._ended = statistics
+
+    def _decide_by(self, following: Rates) -> None:
+        """Makes a decision by a period that is over and the learning rates that follow it."""
         assert self._ended is not None
-        statistics, self._ended = self._with_rates(self._ended, following), None
+        rates = self._rates.end_period(following)
+        statistics, self._ended = dataclasses.replace(self._ended, learning_rates=rates), None
         self._decide(statistics)
-        self._receive()
 
     def _decide(self, statistics: Statistics) -> None:
         """Makes a decision on rank 0 and starts its broadcast."""
-        self._update(statistics)
-        self._tell()
-        self._in_flight = True
+        self._decide_on_rank_0(statistics)
+        self.channel.send()
         if not self.observes:
-            self._sums.clear()
+            self.observers.sums.clear()
 
-    def _update(self, statistics: Statistics) -> None:
-        """Makes a decision on rank 0, for the step that comes next or is under way."""
-        if not self._decides:
-            return
-        state, decision = self.policy.decide(self._latest, statistics)
-        self._be_ahead(state)
-        if self._log is not None:
-            self._write_down(
-                self._log.decision,
-                step=statistics.step,
-                epoch=statistics.epoch,
-                from_step=self.progress.step,
-                statistics=statistics,
-                state=self.policy.to_json(self._latest),
-                decision=decision.to_json(),
-            )
-
-    def _write_down(self, write: Callable[..., None], **record: Any) -> None:
-        """Adds a line to the log. A full disk must not end the training, nor leave the other ranks waiting."""
-        try:
-            write(**record)
-        except ConfigurationError as error:
-            warnings.warn(f"decisions are no longer logged: {error}", stacklevel=3)
-            self._log = None
-
-    def _room(self) -> int:
-        """Bytes that a message is sent with at once."""
-        return len(self._message()) + 32 * len(self.names) + self.policy.state_growth
-
-    def _message(self) -> bytes:
-        return json.dumps(self.policy.to_json(self._latest)).encode()
-
-    def _tell(self) -> None:
-        """Starts sending rank 0's state to all ranks."""
-        self._channel.start(self._message() if self._decides else b"")
-
-    def _hear(self) -> None:
-        """Waits for rank 0's state, and goes on from it."""
-        self._go_on_from(self.policy.from_json(json.loads(self._channel.finish())))
-
-    def _go_on_from(self, state: Any) -> None:
-        """Enters a state that all ranks know."""
-        self.state = state
-        self._request = self.policy.request(state)
-        self._latest, self._request_latest = state, self._request
-
-    def _be_ahead(self, state: Any) -> None:
-        """Enters a state on rank 0 that the others have yet to hear of."""
-        self._latest, self._request_latest = state, self.policy.request(state)
-
-    def _receive(self) -> None:
-        self._in_flight = False
-        self._hear()
-        self._obey(self.policy.decision(self.state))
+    def _decide_on_rank_0(self, statistics: Statistics) -> None:
+        if self.channel.decides:
+            self._log.decision(statistics, self.channel.decide(statistics))
 
     def _obey(self, decision: Decision) -> None:
         if decision == self.decision:
@@ -338,19 +220,16 @@ class Coordinator:
 
     def _put_in_force(self, decision: Decision) -> None:
         self.decision = decision
-        self.batch_size = decision.batch()
-        self._engine.set_plan(decision.plan(self._plans))
-        self._set_stage(decision)
+        self.engine.set_plan(decision.plan(self.plans))
+        self._follow(decision)
 
-    def _set_stage(self, decision: Decision) -> None:
-        self._stage = None
-        if isinstance(decision, MultiLevel):
-            decide = self._decide_in_step if self._told_in_step else None
-            self._stage = TwoLevels(self._plans, decision, self._decides, decide)
-        elif isinstance(decision, Probe) and self._decides:
-            self._stage = LevelProbe(self._plans, decision)
-        self._engine.stage = None if self._stage is None else self._stage.stage
-        self._engine.witness = self._stage.witness if isinstance(self._stage, TwoLevels) else None
+    def _follow(self, decision: Decision) -> None:
+        self.observers.follow(decision)
+
+    def _take_up_in_step(self) -> None:
+        """Goes over to a plan that was decided in the step under way, when all ranks have the same one."""
+        self.engine.begin()
+        require_same_levels(self.engine.communicator, self.engine.digest, self._like)
 
     # What outlives a restart.
 
@@ -358,72 +237,32 @@ class Coordinator:
         """What all ranks know, between two steps, after `receive`."""
         return {
             "policy": str(self.policy),
-            "state": self.policy.to_json(self.state),
+            "state": self.policy.to_json(self.channel.state),
             "progress": [self.progress.step, self.progress.epoch, self.progress.taken],
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
-            "period_rates": self._period_rates,
+            "period_rates": self._rates.first,
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
         """What only rank 0 knows."""
         return {
-            "latest": self.policy.to_json(self._latest),
+            "latest": self.policy.to_json(self.channel.latest),
             "ended": None if self._ended is None else self._ended.known(),
-            "sums": {name: copy(array) for name, array in self._sums.sums.items()},
-            "probe": self._stage.state(copy) if isinstance(self._stage, LevelProbe) else None,
-            "step_times": list(self._step_times),
+            **self.observers.state(copy),
         }
 
     def restore(
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, place: Callable[[Array, str], Array]
     ) -> None:
         """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
-        if own is None and self._decides:
+        if own is None and self.channel.decides:
             raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
-        self._go_on_from(self.policy.from_json(shared["state"]))
+        self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
-        self._put_in_force(self.policy.decision(self.state))
+        self._put_in_force(self.policy.decision(self.channel.state))
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
-        self._period_rates = shared["period_rates"] and tuple(shared["period_rates"])
-        if own is not None and self._decides:
-            self._be_ahead(self.policy.from_json(own["latest"]))
+        self._rates.first = shared["period_rates"] and tuple(shared["period_rates"])
+        if own is not None and self.channel.decides:
+            self.channel.be_ahead(self.policy.from_json(own["latest"]))
             self._ended = None if own["ended"] is None else Statistics(**own["ended"])
-            self._sums.sums = {name: place(array, name) for name, array in own["sums"].items()}
-            self._step_times = list(own["step_times"])
-            if isinstance(self._stage, LevelProbe):
-                self._stage.restore(own["probe"], place)
-        if self._told_in_step:
-            self._await_gains()
-
-    # GraVAC to the letter: what a step sends is decided from its own gains.
-
-    @property
-    def _told_in_step(self) -> bool:
-        return self.policy.lag == 0 and Statistic.GAINS in self._request.ever
-
-    def _await_gains(self) -> None:
-        """Prepares for a step of which nobody knows yet what it sends."""
-        heard = self.policy.decision(self.state)
-        assert isinstance(heard, MultiLevel)
-        # Rank 0 knows more than what was heard, but the ranks compare their plans when the step begins.
-        self._engine.set_plan(dataclasses.replace(heard, send=None).plan(self._plans))
-        self._set_stage(self.policy.decision(self._latest))
-
-    def _decide_in_step(self) -> MultiLevel:
-        stage = self._stage
-        assert isinstance(stage, TwoLevels)
-        if self._decides:
-            gains = stage.gains()
-            self._update(Statistics(step=self.progress.step, epoch=self.progress.epoch_or_none, gains=gains))
-        self._tell()
-        self._hear()
-        self.decision = self.policy.decision(self.state)
-        assert isinstance(self.decision, MultiLevel)
-        self._engine.set_plan(self.decision.plan(self._plans))
-        self._take_up_in_step()
-        return self.decision
-
-    def _take_up_in_step(self) -> None:
-        """Goes over to a plan that was decided in the step under way, when all ranks have the same one."""
-        self._engine.begin()
-        require_same_levels(self._engine.communicator, self._engine.digest, self._like)
+            self.observers.restore(own, place)

@@ -1,33 +1,37 @@
 """Measures how much of the gradients compression keeps, or would keep.
 
-Both classes look at x = g + r of every tensor as stages of the engine, between memory and compression. `TwoLevels` is
-its witness as well: where C(x) follows from this rank's x alone, what is really sent shows its gain, and nothing is
-compressed to learn it. Everything else is compressed for measuring only, by `Engine.preview`: as if the rank were
-alone, so that no other rank has to join in.
+Both observers look at x = g + r of every tensor before it is compressed. `TwoLevels` looks at C(x) as well, when it has
+been sent: where C(x) follows from this rank's x alone, it shows its gain, and nothing is compressed to learn that.
+Everything else is compressed for measuring only, by `Engine.preview`: as if the rank were alone, so that no other rank
+has to join in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Set
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdcomp.adaptation.gradient_sums import densified, error_energy, error_terms
+from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
+from hvdcomp.adaptation.step_counter import StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.exchange.engine import Plan
-from hvdcomp.policies.decisions import MultiLevel, Probe
+from hvdcomp.policies.decisions import Decision, MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
-from hvdcomp.policies.request import GravacGains
+from hvdcomp.policies.request import GravacGains, Statistic, Timing
 
 Sent = dict[str, Array | SparseVector]  # C(x) by tensor name
+Decide = Callable[[], MultiLevel]
 
 
-class TwoLevels:
+class TwoLevels(Observer):
     """The two compressions of GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
     Args:
@@ -36,28 +40,47 @@ class TwoLevels:
         measuring: whether this rank is to learn the gains.
         decide: called when the gains are known, if the decision leaves open what is sent; returns the one that says.
             Without it the gains are known when the step ends.
+        clock: that times the steps.
 
     Attributes:
-        due: whether the gains of the step that comes next are wanted, where this rank measures.
+        due: whether the gains of the step that comes next are asked for, where this rank measures.
     """
 
+    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
+
     def __init__(
-        self, plans: Plans, decision: MultiLevel, measuring: bool, decide: Callable[[], MultiLevel] | None
+        self,
+        plans: Plans,
+        decision: MultiLevel,
+        measuring: bool,
+        decide: Decide | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self._plans = plans
         self._engine = plans.engine
         self._decision = decision
         self._measuring = measuring
         self._decide = decide
+        self._clock = clock or StepClock(time.perf_counter)
         self.due = True
         self._candidate = decision.candidate and plans.at_factor(decision.candidate)
         self._norms: Array | None = None  # of some arrays of each tensor, (arrays,)
         self._weights: list[list[float]] = []  # of each array's energy in those of x, and of what each level loses
         self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
-        self._first: Sent = {}  # what the stage has compressed once, for the witness
+        self._first: Sent = {}  # what was compressed once before it was sent, for `after_sent`
 
-    def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array | SparseVector]:
-        """The engine's `stage`."""
+    @classmethod
+    def of(
+        cls, plans: Plans, decision: Decision, measuring: bool, clock: StepClock, decide: Decide | None
+    ) -> TwoLevels:
+        """On every rank: the first compression is part of what is sent."""
+        assert isinstance(decision, MultiLevel)
+        return cls(plans, decision, measuring, decide, clock)
+
+    def begin_step(self, period_ends: bool) -> None:
+        self.due = period_ends
+
+    def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array | SparseVector]:
         self._norms, self._weights, self._span = None, [], None
         xs = {name: inputs[name] for name in self._plans.names if name in inputs}
         first: Sent = {}
@@ -79,8 +102,7 @@ class TwoLevels:
         self._first = first
         return {name: first[name] if name in nested else densified(xp, x, first[name]) for name, x in twice.items()}
 
-    def witness(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
-        """The engine's `witness`."""
+    def after_sent(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
         first, self._first = self._first, {}
         xs = {name: sent[name][0] for name in self._plans.names if name in sent}
         if not self._measures or self._decide is not None or not xs:
@@ -154,6 +176,15 @@ class TwoLevels:
         self._weights += [weights for _, weights in rows.values()]
         return [array for array, _ in rows.values()]
 
+    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if Statistic.GAINS in asked:
+            told["gains"] = self.gains()  # first, because it waits for the device: then times are known too
+        if Statistic.TIMING in asked:
+            samples = batches * self._engine.communicator.world_size
+            told["timing"] = Timing(samples, self._clock.lap(), self.seconds())
+        return told
+
     def gains(self) -> GravacGains:
         """The gains of the whole model in the last step, which was due; 1.0 if there was nothing to compress.
 
@@ -177,13 +208,15 @@ class TwoLevels:
         return arrays_for(self._norms).seconds_between(*self._span) or 0.0
 
 
-class LevelProbe:
+class LevelProbe(Observer):
     """Measures, in some steps, what each of several compression factors would keep of each tensor.
 
     Args:
         plans: of the tensors that are compressed.
         probe: what to measure, and how often.
     """
+
+    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEVEL_GAINS})
 
     def __init__(self, plans: Plans, probe: Probe) -> None:
         self._engine = plans.engine
@@ -193,8 +226,15 @@ class LevelProbe:
         self._steps = 0
         self._energies: dict[str, dict[float, Array]] = {}  # (2,): of x, and of what compression loses
 
-    def stage(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """The engine's `stage`."""
+    @classmethod
+    def of(
+        cls, plans: Plans, decision: Decision, measuring: bool, clock: StepClock, decide: Decide | None
+    ) -> LevelProbe | None:
+        """On rank 0 alone."""
+        assert isinstance(decision, Probe)
+        return cls(plans, decision) if measuring else None
+
+    def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         if self._steps % self._every == 0:
             for name in self._names:
                 if name in inputs:
@@ -210,8 +250,10 @@ class LevelProbe:
             both = xp.stack([energy, lost])
             sums_of_tensor[factor] = sums_of_tensor[factor] + both if factor in sums_of_tensor else both
 
+    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+        return {"level_gains": self.gains(), "level_costs": self.costs()}
+
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        """What was measured so far, for `restore`."""
         energies = {
             name: {factor: copy(both) for factor, both in by_factor.items()}
             for name, by_factor in self._energies.items()
@@ -219,7 +261,6 @@ class LevelProbe:
         return {"steps": self._steps, "energies": energies}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
-        """Goes on from what `state` returned."""
         self._steps = state["steps"]
         self._energies = {
             name: {factor: place(both, name) for factor, both in by_factor.items()}
@@ -238,7 +279,6 @@ class LevelProbe:
         }
 
     def clear(self) -> None:
-        """Starts anew, as a period does."""
         self._steps = 0
         self._energies = {}
 

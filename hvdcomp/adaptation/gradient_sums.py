@@ -5,22 +5,31 @@ Nothing here makes an accelerator wait but the functions that return numbers, on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import ModuleType
+from typing import Any, ClassVar
 
+from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.policies.request import Statistic
 
 
-class AccumulatedGradients:
+class AccumulatedGradients(Observer):
     """Sums of the gradients of several steps, by tensor name, at least in single precision.
+
+    Args:
+        names: of the tensors of which each has statistics of its own.
 
     Attributes:
         sums: by tensor name, of the tensors that had a gradient.
     """
 
-    def __init__(self) -> None:
+    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD})
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
         self.sums: dict[str, Array] = {}
 
     def add(self, gradients: Mapping[str, Array], factor: float, found_inf: Array | None = None) -> None:
@@ -39,9 +48,24 @@ class AccumulatedGradients:
         totals = xp.add_scaled([self.sums[name] for name in gradients], arrays, factor, found_inf)
         self.sums.update(zip(gradients, totals, strict=True))
 
+    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if Statistic.NORMS in asked:
+            told["norms"] = self.norms(self._names)
+        if Statistic.MODEL_NORM in asked:
+            told["model_norm"] = self.model_norm()
+        if Statistic.MEAN_TO_STD in asked:
+            told["mean_to_std"] = self.mean_to_std(self._names)
+        return told
+
     def clear(self) -> None:
-        """Starts anew."""
         self.sums.clear()
+
+    def state(self, copy: Callable[[Array], Array]) -> dict[str, Array]:
+        return {name: copy(array) for name, array in self.sums.items()}
+
+    def restore(self, state: Mapping[str, Array], place: Callable[[Array, str], Array]) -> None:
+        self.sums = {name: place(array, name) for name, array in state.items()}
 
     def norms(self, names: Sequence[str]) -> dict[str, float]:
         """The 2-norm of each sum; 0.0 for a tensor without one. Waits for the device."""

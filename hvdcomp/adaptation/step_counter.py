@@ -1,12 +1,18 @@
-"""How far a training is, in steps and epochs, when batches may grow on the way; and how long its steps take."""
+"""How far a training is, in steps and epochs, when batches may grow; its learning rates; how long its steps take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from hvdcomp.policies.request import Period
+from hvdcomp.adaptation.observer import Observer
+from hvdcomp.arrays.types import Array
+from hvdcomp.policies.request import LearningRates, Period, Statistic
+
+Rates = tuple[float, ...]
+"""The learning rate of each parameter group."""
 
 
 @dataclass
@@ -33,7 +39,7 @@ class Progress:
         return self.epoch if self.steps_per_epoch else None
 
     def advance(self, accumulation: int) -> bool:
-        """Notes the end of a step of so many batches; returns whether an epoch ended with it."""
+        """Notes the end of a step of `accumulation` batches; returns whether an epoch ended with it."""
         self.step += 1
         if not self.steps_per_epoch:
             return False
@@ -45,7 +51,7 @@ class Progress:
         return True
 
     def grow(self, accumulation: int) -> None:
-        """Notes that the steps that follow take so many batches, which the rest of an epoch may not have.
+        """Notes that each step that follows takes `accumulation` batches, which the rest of an epoch may not have.
 
         The epoch is then over without a decision at its end: there was one a step ago.
         """
@@ -64,6 +70,31 @@ class Progress:
     def next_ends(self, period: Period | None) -> bool:
         """Whether a period of steps ends with the step that comes next."""
         return period is not None and period.steps > 0 and (self.step + 1) % period.steps == 0
+
+
+@dataclass
+class PeriodRates:
+    """The learning rates of the period under way.
+
+    Attributes:
+        first: at its first step; None before that.
+        latest: at the latest step.
+    """
+
+    first: Rates | None = None
+    latest: Rates = ()
+
+    def begin_step(self, rates: Rates) -> None:
+        """Notes the rates of a step."""
+        self.latest = rates
+        if self.first is None:
+            self.first = rates
+
+    def end_period(self, following: Rates) -> LearningRates:
+        """Ends the period, with the rates of the step that follows it, which begins the next one."""
+        assert self.first is not None
+        now, self.first = self.first, following
+        return LearningRates(now=now, next=following)
 
 
 class StepClock:
@@ -94,3 +125,29 @@ class StepClock:
             yield
         finally:
             self._ended += self._clock() - start
+
+
+class StepTimes(Observer):
+    """How long each step of a period took. By the host's clock: on an accelerator true on average."""
+
+    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.STEP_TIMES})
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._seconds: list[float] = []
+
+    def end_step(self) -> None:
+        """Notes how long the step that ends took."""
+        self._seconds.append(self._clock.lap())
+
+    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+        return {"step_times": tuple(self._seconds)}
+
+    def clear(self) -> None:
+        self._seconds = []
+
+    def state(self, copy: Callable[[Array], Array]) -> list[float]:
+        return list(self._seconds)
+
+    def restore(self, state: Sequence[float], place: Callable[[Array, str], Array]) -> None:
+        self._seconds = list(state)

@@ -17,6 +17,7 @@ import numpy
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.adaptation.in_step import coordinator_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings import checkpoint
 from hvdcomp.bindings.setup import Setup
@@ -320,7 +321,7 @@ class Binding(ABC):
                 return MPIBroadcaster()
             return CommunicatorBroadcaster(self.communicator, self._like)
 
-        return Coordinator(
+        return coordinator_for(settings.policy)(
             settings.policy,
             self.engine,
             broadcaster,

@@ -24,8 +24,8 @@ from hvdcomp.exchange.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.exchange.ledger import Cost, Ledger, StepCost
 
 Plan = Mapping[str, Compressor]
-Stage = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array | SparseVector]]
-SentWitness = Callable[[ModuleType, Mapping[str, tuple[Array, Array | SparseVector]]], None]
+BeforeCompress = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array | SparseVector]]
+AfterSent = Callable[[ModuleType, Mapping[str, tuple[Array, Array | SparseVector]]], None]
 
 
 @dataclass
@@ -74,10 +74,10 @@ class Engine:
         step_number: of the step that comes next, or is under way, from 0.
         level: as `set_level` was last told.
         plan: the compressor of each tensor in the step that is under way.
-        stage: called in each step with x of every tensor, by name, before they are compressed. It may look at them,
-            may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some. A
-            `SparseVector`, for a nested compressor, stands for nothing of x but the elements at its indices.
-        witness: called in each step with x and C(x) of every tensor, by name, as soon as all are known and before
+        before_compress: called in each step with x of every tensor, by name, before they are compressed. It may look at
+            them, may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some.
+            A `SparseVector`, for a nested compressor, stands for nothing of x but the elements at its indices.
+        after_sent: called in each step with x and C(x) of every tensor, by name, as soon as all are known and before
             memories are updated. It may look at them, not change or keep them.
         found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
     """
@@ -116,8 +116,8 @@ class Engine:
         self._plan_casts: bool | None = None
         self._cast_cost: StepCost | None = None  # of the tensors that were last exchanged so
         self.level: Level | str | None = None
-        self.stage: Stage | None = None
-        self.witness: SentWitness | None = None
+        self.before_compress: BeforeCompress | None = None
+        self.after_sent: AfterSent | None = None
         self.found_inf: Array | None = None
 
     def plan_for(self, compressor: Compressor) -> Plan:
@@ -208,12 +208,14 @@ class Engine:
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
         tasks = [self._start(xp, name, gradients[name], factor) for name in names]
-        replaced = {} if self.stage is None else self.stage(xp, {task.name: task.x for task in tasks})
+        replaced: Mapping[str, Array | SparseVector] = {}
+        if self.before_compress is not None:
+            replaced = self.before_compress(xp, {task.name: task.x for task in tasks})
         for task in tasks:
             self._open(xp, task, replaced.get(task.name, task.x))
         found_inf, rounds, overhead = self._run(xp, tasks)
-        if self.witness is not None:
-            self.witness(xp, {task.name: (task.x, task.outcome.sent) for task in tasks if task.outcome is not None})
+        if self.after_sent is not None:
+            self.after_sent(xp, {task.name: (task.x, task.outcome.sent) for task in tasks if task.outcome is not None})
         results = {task.name: self._finish(xp, task, found_inf) for task in tasks}
         self._drop_flushed(xp, tasks, found_inf)
         self._enter(xp, tasks, rounds, overhead)

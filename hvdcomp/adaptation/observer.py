@@ -1,0 +1,50 @@
+"""What an observer is: it measures the statistics of one kind, as far as a policy asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from types import ModuleType
+from typing import Any, ClassVar
+
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.policies.request import Statistic
+
+
+class Observer:
+    """Base of all observers. Each method does nothing here, for the observers that have nothing to do then.
+
+    Class attributes:
+        tells: the statistics that it measures.
+    """
+
+    tells: ClassVar[frozenset[Statistic]]
+
+    def begin_step(self, period_ends: bool) -> None:
+        """To be called when a step begins, which is the last of a period or not."""
+
+    def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array | SparseVector]:
+        """`Engine.before_compress`, if it observes the engine."""
+        return {}
+
+    def after_sent(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
+        """`Engine.after_sent`, if it observes the engine."""
+
+    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+        """What was measured, by the fields of `Statistics`. It may wait for the device.
+
+        Args:
+            asked: which of `tells`.
+            batches: of the starting size, that this rank took in since the period began.
+        """
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Begins a new period."""
+
+    def state(self, copy: Callable[[Array], Array]) -> Any:
+        """What was measured in this period so far, for a checkpoint."""
+        return None
+
+    def restore(self, state: Any, place: Callable[[Array, str], Array]) -> None:
+        """Goes on from what `state` returned."""

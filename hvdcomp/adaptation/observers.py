@@ -1,0 +1,92 @@
+"""All that is measured in one training, on behalf of its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from hvdcomp.adaptation.gains import Decide, LevelProbe, TwoLevels
+from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.observer import Observer
+from hvdcomp.adaptation.plans import Plans
+from hvdcomp.adaptation.step_counter import StepClock, StepTimes
+from hvdcomp.arrays.types import Array
+from hvdcomp.policies.decisions import Decision, MultiLevel, Probe
+from hvdcomp.policies.request import Statistic
+
+_GAINS: dict[type[Decision], type[TwoLevels | LevelProbe]] = {MultiLevel: TwoLevels, Probe: LevelProbe}
+"""What observes the engine while a decision is in force that wants to be measured."""
+
+
+class Observers:
+    """The observers of one rank.
+
+    Args:
+        plans: of the tensors whose level is decided.
+        measuring: whether this rank, 0, is to learn statistics.
+        clock: that times the steps.
+
+    Attributes:
+        sums: of gradients.
+        times: of steps.
+        gains: observes the engine while the decision in force wants to be measured; else None.
+    """
+
+    def __init__(self, plans: Plans, measuring: bool, clock: StepClock) -> None:
+        self._plans = plans
+        self._measuring = measuring
+        self._clock = clock
+        self.sums = AccumulatedGradients(plans.names)
+        self.times = StepTimes(clock)
+        self.gains: Observer | None = None
+
+    def follow(self, decision: Decision, decide: Decide | None = None) -> None:
+        """Observes the engine as a decision wants it; `decide` is as in `TwoLevels`."""
+        kind = _GAINS.get(type(decision))
+        self.gains = None if kind is None else kind.of(self._plans, decision, self._measuring, self._clock, decide)
+        engine = self._plans.engine
+        engine.before_compress = None if self.gains is None else self.gains.before_compress
+        engine.after_sent = None if self.gains is None else self.gains.after_sent
+
+    @property
+    def all(self) -> tuple[Observer, ...]:
+        """All observers, those first that wait for the device: then the times that others tell are known too."""
+        return (self.sums, self.times) if self.gains is None else (self.gains, self.sums, self.times)
+
+    def begin_step(self, period_ends: bool) -> None:
+        """To be called when a step begins, which is the last of a period or not."""
+        for observer in self.all:
+            observer.begin_step(period_ends)
+
+    def end_step(self, ever: Set[Statistic]) -> None:
+        """To be called when a step ends; `ever` is what the policy may ask for."""
+        if self._measuring and self.times.tells & ever:
+            self.times.end_step()
+
+    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+        """What was measured, as in `Observer.statistics`."""
+        told: dict[str, Any] = {}
+        for observer in self.all:
+            if observer.tells & asked:
+                told |= observer.statistics(asked, batches)
+        return told
+
+    def clear(self) -> None:
+        """Begins a new period."""
+        for observer in self.all:
+            observer.clear()
+
+    def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
+        """What was measured in this period so far, for `restore`."""
+        return {
+            "sums": self.sums.state(copy),
+            "probe": None if self.gains is None else self.gains.state(copy),
+            "step_times": self.times.state(copy),
+        }
+
+    def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
+        """Goes on from what `state` returned, when the decision of that time is in force."""
+        self.sums.restore(state["sums"], place)
+        if self.gains is not None:
+            self.gains.restore(state["probe"], place)
+        self.times.restore(state["step_times"], place)

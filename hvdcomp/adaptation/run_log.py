@@ -1,0 +1,67 @@
+"""What rank 0 writes down of a run: where it begins, and each decision."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from hvdcomp.adaptation.channel import DecisionChannel
+from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.adaptation.plans import Plans
+from hvdcomp.adaptation.step_counter import Progress
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies.decisions import Decision
+from hvdcomp.policies.request import Statistics
+
+
+class RunLog:
+    """Writes to a decision log, as long as it can: a full disk must not end the training, nor let the ranks wait.
+
+    Args:
+        log: None for nowhere.
+        channel: whose decisions are written down.
+        progress: of the run.
+    """
+
+    def __init__(self, log: DecisionLog | None, channel: DecisionChannel, progress: Progress) -> None:
+        self._log = log
+        self._channel = channel
+        self._progress = progress
+
+    def start(self, plans: Plans) -> None:
+        """Writes down where a run begins or is resumed."""
+        if self._log is not None:
+            engine, policy, state = plans.engine, self._channel.policy, self._channel.latest
+            self._write(
+                self._log.start,
+                step=self._progress.step,
+                epoch=self._progress.epoch_or_none,
+                policy=str(policy),
+                compressor=str(engine.compressor),
+                tensors={name: engine.tensors[name].shape for name in plans.names},
+                steps_per_epoch=self._progress.steps_per_epoch,
+                ranks=engine.communicator.world_size,
+                state=policy.to_json(state),
+                decision=policy.decision(state).to_json(),
+            )
+
+    def decision(self, statistics: Statistics, decision: Decision) -> None:
+        """Writes down a decision for the step that comes next or is under way."""
+        if self._log is not None:
+            self._write(
+                self._log.decision,
+                step=statistics.step,
+                epoch=statistics.epoch,
+                from_step=self._progress.step,
+                statistics=statistics,
+                state=self._channel.policy.to_json(self._channel.latest),
+                decision=decision.to_json(),
+            )
+
+    def _write(self, write: Callable[..., None], **record: Any) -> None:
+        try:
+            write(**record)
+        except ConfigurationError as error:
+            warnings.warn(f"decisions are no longer logged: {error}", stacklevel=3)
+            self._log = None
