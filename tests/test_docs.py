@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from hvdcomp.policies import POLICIES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -44,6 +50,9 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(name: str) -> None:
 def test_the_files_that_it_names_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     named = re.findall(r"(?<![\w./])((?:hvdcomp|tests|benchmarks|examples|docs)/[\w/.*-]*\w)", text)
+    named += [
+        f"hvdcomp/{one}" for one in re.findall(r"(?<![\w./])(\w+/[\w/*]+\.py)", text) if not (ROOT / one).exists()
+    ]
     assert [one for one in sorted(set(named)) if not any(ROOT.glob(one))] == []
 
 
@@ -53,3 +62,16 @@ def test_every_policy_and_each_of_its_parameters_is_in_the_reference(name: str) 
     (section,) = [one for one in re.split(r"^## ", page, flags=re.MULTILINE) if one.startswith(f"`{name}`\n")]
     parameters = {field.name for field in dataclasses.fields(POLICIES[name])} - {"lag"}
     assert [one for one in sorted(parameters) if f"`{one}`" not in section] == []
+
+
+def test_the_picture_of_the_layers_is_what_is_held() -> None:
+    """Each line of the picture has the number of a layer, counted from the bottom, and the parts in it."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    held = [set(layer.split(" | ")) for layer in layers]
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = page.split("### The layers", 1)[1].split("```")[1].strip("\n").splitlines()
+    assert [line.split()[0] for line in picture] == [str(number) for number in range(len(layers), 0, -1)]
+    assert [set(re.split(r"\s+", re.split(r"\s{3,}", line.strip())[1])) for line in picture] == held
