@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, TopK
-from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.compressors import Level
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.exchange.engine import Engine
@@ -288,9 +286,6 @@ class Counts(Compressor):
         count = state[0] + 1
         mean = yield AllReduce(x * 0 + count)
         return Outcome(mean, x * 0, (count,))
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return 4 * number_of_elements(shape)
 
 
 class Apples(Counts):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoMemory, RandomK, SpecError, TopK
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.compressors.randomness import distinct_indices, shared_generator
 from hvdcomp.compressors.sparse_payload import elements_kept
@@ -206,7 +207,8 @@ def test_wrong_ratios(method: type[TopK] | type[RandomK]) -> None:
 
 
 def draw(step: int, name: str = "w", seed: int = 0, rank: int = 0, count: int = 20, size: int = 100) -> np.ndarray:
-    return distinct_indices(shared_generator(Context(name, step, seed, rank, 4), "randomk"), count, size)
+    generator = shared_generator(Context(name, step, seed, rank, 4), "randomk")
+    return distinct_indices(numpy_arrays, generator, count, size, like=np.zeros(1))
 
 
 def test_random_indices_depend_on_seed_name_and_step_but_not_on_rank() -> None:

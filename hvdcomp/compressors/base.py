@@ -10,11 +10,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, SparseVector, TensorInfo
+from hvdcomp.compressors.sizes import Payload, payloads_of
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.described import Described
 
@@ -24,20 +25,6 @@ Level = float | int
 LARGEST_COUNT = 2**63 - 1
 # Of what a method repeats in every step: more brings nothing, and a slip of the pen would never end.
 MOST_ROUNDS = 100
-
-
-class Payload(NamedTuple):
-    """What one rank hands to one collective for one tensor.
-
-    kind: "allreduce" or "allgather".
-    bytes: of the tensor, indices and scales included.
-    group: operation and element type of an allreduce, such as "mean float32"; what differs in it does not share a
-        collective. Empty for an allgather, which carries bytes.
-    """
-
-    kind: str
-    bytes: float
-    group: str = ""
 
 
 class _NotForHorovod:
@@ -85,6 +72,7 @@ class Compressor(Described):
             not, and an exchange does not show how much of x this rank by itself would have kept.
         nested: whether compressing harder what was compressed before gives what compressing x itself as hard gives.
             Such methods keep elements of x, and follow `Context.among`.
+        period: after how many steps the sizes of what is sent repeat.
         reference: where the method is published.
     """
 
@@ -98,6 +86,7 @@ class Compressor(Described):
     variance: ClassVar[float] = 0.0
     sent_is_own: ClassVar[bool] = True
     nested: ClassVar[bool] = False
+    period: ClassVar[int] = 1
     reference: ClassVar[str] = ""
 
     # What Horovod calls of a Compression.
@@ -118,7 +107,7 @@ class Compressor(Described):
     def preview(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
-        """C(x) as if this rank were the only one that sends; arguments as of `exchange`."""
+        """C(x) as if this rank were the only one that sends; arguments as of `aggregate`."""
         generator = self.aggregate(xp, x, state, context)
         answer: Any = None
         while True:
@@ -143,21 +132,18 @@ class Compressor(Described):
     def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
         """Bytes that one rank hands to the collectives for a tensor in one step, indices and scales included.
 
+        Counted by running `aggregate` on shapes; the mean of a period's steps.
+
         Args:
             shape: of the tensor.
             level: this compressor's own by default.
             dtype: element type of the dense tensor.
         """
-        raise NotImplementedError
+        return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype)))
 
     def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
-        """What `payload_bytes` is made of: the collectives of one step in order, one in each round.
-
-        Methods with more than one collective a step, or whose allreduce carries another element type than a plain
-        one would, say so themselves.
-        """
-        group = "" if self.collective == "allgather" else f"mean {self.wire_dtype(dtype)}"
-        return (Payload(self.collective, self.payload_bytes(shape, dtype=dtype), group),)
+        """What `payload_bytes` is made of: the collectives of one step in order, one in each round."""
+        return payloads_of(self, tuple(shape), dtype)
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         """The same in the papers' unit: values sent, counted as 32-bit floats, indices left out."""

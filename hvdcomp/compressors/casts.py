@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.arrays.types import Array, allreduce_dtype, dtype_bytes, number_of_elements
-from hvdcomp.compressors.base import Compressor, Level
+from hvdcomp.arrays.types import Array, allreduce_dtype
+from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
 
 
@@ -27,9 +27,6 @@ class NoCompression(Compressor):
 
     def wire_dtype(self, dtype: str) -> str:
         return allreduce_dtype(dtype)
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return dtype_bytes(self.wire_dtype(dtype)) * number_of_elements(shape)
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,6 @@ class FP16(Compressor):
     def wire_dtype(self, dtype: str) -> str:
         return "float16"
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return 2 * number_of_elements(shape)
-
 
 @dataclass(frozen=True)
 class BF16(Compressor):
@@ -74,6 +68,3 @@ class BF16(Compressor):
         dtype = xp.dtype_name(x)
         sent = xp.reshape(xp.astype(xp.from_bfloat16_bits(bits), dtype), x.shape)
         return Outcome(xp.reshape(xp.astype(xp.scale(total, 1 / context.world_size), dtype), x.shape), sent)
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return 2 * number_of_elements(shape)

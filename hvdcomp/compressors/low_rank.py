@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, dtype_bytes, number_of_elements
-from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, Level, Payload, require_count
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, Level, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
-from hvdcomp.compressors.randomness import shared_generator
+from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.errors import SpecError
 
 # A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
@@ -118,22 +118,10 @@ class PowerSGD(Compressor):
         q = yield AllReduce(xp.matmul(xp.transpose(matrix), p))
         return p, q, (nonzero_columns(xp, q, old), start)
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return int(self.payload_floats(shape, level) * max(4, dtype_bytes(dtype)))
-
-    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
-        """P and Q in turn; one round of their mean size if alternating."""
-        carried = "float64" if dtype == "float64" else "float32"
-        total = self.payload_bytes(shape, dtype=dtype)
-        if self.alternating:
-            return (Payload("allreduce", total, f"mean {carried}"),)
-        sides = [side * total / (self.iterations * sum(matrix_shape(shape))) for side in matrix_shape(shape)]
-        return tuple(Payload("allreduce", size, f"mean {carried}") for size in sides) * self.iterations
-
-    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        rows, columns = matrix_shape(shape)
-        rank = min(int(self.rank if level is None else level), rows, columns)
-        return (rows + columns) * rank * self._iterations_per_step
+    @property
+    def period(self) -> int:  # type: ignore[override]
+        """Two steps if alternating."""
+        return 2 if self.alternating else 1
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
@@ -185,9 +173,12 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
     A higher count begins with the columns of a lower one.
     """
     start = Context(context.name, 0, context.seed, 0, context.world_size)
-    dtype = np.float64 if xp.item_size(x) == 8 else np.float32
-    drawn = shared_generator(start, purpose).standard_normal((count, length), dtype=dtype)
-    return xp.transpose(xp.from_numpy(drawn, like=x))
+    dtype = "float64" if xp.item_size(x) == 8 else "float32"
+
+    def draw() -> np.ndarray:
+        return shared_generator(start, purpose).standard_normal((count, length), dtype=np.dtype(dtype).type)
+
+    return xp.transpose(drawn(xp, draw, (count, length), dtype, like=x))
 
 
 def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:

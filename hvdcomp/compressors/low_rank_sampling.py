@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Compressor, Level, require_count
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.low_rank import as_matrix, matrix_shape, rank_for
+from hvdcomp.compressors.low_rank import as_matrix, rank_for
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import rank_generator
 
@@ -68,13 +68,6 @@ class ATOMO(Compressor):
         sent = xp.matmul(xp.transpose(left), right)
         dtype = xp.dtype_name(x)
         return Outcome(xp.astype(xp.reshape(mean, x.shape), dtype), xp.astype(xp.reshape(sent, x.shape), dtype))
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return int(self.payload_floats(shape, level)) * max(4, dtype_bytes(dtype))
-
-    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        rows, columns = matrix_shape(shape)
-        return (rows + columns) * min(int(self.rank if level is None else level), rows, columns)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)

@@ -15,14 +15,8 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context, Outcome
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits (1 to 8) take when packed."""
-    planes, segments = _layout(bits)
-    return planes * -(-count // segments)
-
-
 def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
-    """Packs codes below 2**bits, uint8 (count,), into uint8 (`packed_bytes(count, bits)`,)."""
+    """Packs codes below 2**bits, uint8 (count,), into as few bytes, uint8, as hold them."""
     count, segments = _layout(bits)
     if segments == 1:
         return codes

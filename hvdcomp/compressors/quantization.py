@@ -7,13 +7,14 @@ methods here but `Natural`, which does the same to the bits of a float, are that
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.base import Compressor, Level, Payload, require_count
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
+from hvdcomp.compressors.base import Compressor, Level, require_count
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
 from hvdcomp.errors import ConfigurationError, SpecError
@@ -82,10 +83,6 @@ class QSGD(Compressor):
 
         return average_decoded(xp, x, ranks, decode, context)
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        size = number_of_elements(shape)
-        return packed_bytes(size, int(self.bits if level is None else level)) + 4 * -(-size // self.bucket)
-
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         return bits_for(self, compression_factor, shape, range(1, 9))
@@ -137,9 +134,6 @@ class TernGrad(Compressor):
 
         return average_decoded(xp, x, ranks, decode, context)
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return packed_bytes(number_of_elements(shape), 2) + 4
-
 
 @dataclass(frozen=True)
 class Natural(Compressor):
@@ -174,10 +168,6 @@ class Natural(Compressor):
             return xp.from_bfloat16_bits(upper_half)
 
         return average_decoded(xp, x, ranks, decode, context)
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        size = number_of_elements(shape)
-        return size + packed_bytes(size, 1)
 
 
 @dataclass(frozen=True)
@@ -261,14 +251,6 @@ class GlobalQSGD(Compressor):
         digits -= largest
         return digits
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        fields = 32 // int(self.bits if level is None else level)
-        return 4 + 4 * -(-number_of_elements(shape) // fields)
-
-    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
-        words = self.payload_bytes(shape) - 4
-        return Payload("allreduce", 4, "max float32"), Payload("allreduce", words, "sum int32")
-
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         return bits_for(self, compression_factor, shape, range(2, 17))
@@ -287,7 +269,8 @@ def whole_codes(xp: ModuleType, values: Array, lowest: int, steps: int) -> Array
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
     """The most bits whose payload is at most dense bytes / `compression_factor`, else the fewest allowed."""
     budget = 4 * number_of_elements(shape) / compression_factor
-    return max((bits for bits in allowed if method.payload_bytes(shape, bits) <= budget), default=allowed[0])
+    within = bisect_right(allowed, budget, key=lambda bits: method.payload_bytes(shape, bits))
+    return allowed[max(0, within - 1)]
 
 
 def require_bits(method: str, bits: object, lowest: int, highest: int) -> None:

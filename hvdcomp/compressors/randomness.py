@@ -8,10 +8,12 @@ which differs between processes, is not used.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
 
+from hvdcomp.arrays.shapes import ShapeArray
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
@@ -28,15 +30,27 @@ def rank_generator(context: Context, purpose: str) -> np.random.Generator:
     return shared_generator(context, f"{purpose}|rank {context.rank}")
 
 
-def distinct_indices(generator: np.random.Generator, count: int, size: int) -> np.ndarray:
-    """`count` different indices in [0, size), in ascending order, each set equally likely.
+def drawn(
+    xp: ModuleType, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array
+) -> Array:
+    """What `draw` makes, of this shape and type, on the device of `like`; where arrays have no elements, not drawn."""
+    return ShapeArray(shape, dtype) if isinstance(like, ShapeArray) else xp.from_numpy(draw(), like=like)
+
+
+def distinct_indices(xp: ModuleType, generator: np.random.Generator, count: int, size: int, like: Array) -> Array:
+    """`count` different indices in [0, size), in ascending order, each set equally likely, on the device of `like`.
 
     Returns:
         int32 where the indices fit (size < 2**31), else int64; shape (count,).
     """
-    indices = generator.choice(size, count, replace=False, shuffle=False)
-    indices.sort()
-    return indices.astype(np.int32 if size < 2**31 else np.int64)
+    dtype = "int32" if size < 2**31 else "int64"
+
+    def draw() -> np.ndarray:
+        indices = generator.choice(size, count, replace=False, shuffle=False)
+        indices.sort()
+        return indices.astype(dtype)
+
+    return drawn(xp, draw, (count,), dtype, like)
 
 
 def random_words(xp: ModuleType, generator: np.random.Generator, count: int, like: Array) -> Array:

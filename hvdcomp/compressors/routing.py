@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import Compressor, Level, Payload, require_count
+from hvdcomp.compressors.base import Compressor, Level, require_count
 from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 
@@ -101,12 +101,6 @@ class Router(Compressor):
         return self._with(choice.at_level(level) if _has_level(choice) else choice for choice in self.choices)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        self._refuse()
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        self._refuse()
-
-    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
         self._refuse()
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:

@@ -12,10 +12,10 @@ from types import ModuleType
 from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.base import Compressor, Level
+from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.errors import SpecError
 
@@ -86,9 +86,6 @@ class SignSGD(Compressor):
     def _voters(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return packed_bytes(number_of_elements(shape), 1) + packed_bytes(self._voters(shape)[0], 1)
-
     @property
     def default_memory(self) -> Memory:
         """None, although the method is biased: the sign's magnitude is not the gradient's."""
@@ -141,9 +138,6 @@ class OneBit(Compressor):
     def _groups(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return packed_bytes(number_of_elements(shape), 1) + 8 * self._groups(shape)[0]
-
 
 @dataclass(frozen=True)
 class EFSignSGD(Compressor):
@@ -171,9 +165,6 @@ class EFSignSGD(Compressor):
             return values
 
         return average_decoded(xp, x, ranks, decode, context)
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        return packed_bytes(number_of_elements(shape), 1) + 4
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:

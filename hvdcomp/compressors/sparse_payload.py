@@ -1,5 +1,9 @@
 """How chosen elements travel: values as they are or in half precision, indices in the fewest bytes that hold them.
 
+An index takes two bytes where the tensor has no more than 65536 elements. Larger tensors are cut into blocks of that
+size: two bytes for the place in the block, and four bytes for each block's count; but four bytes an index (eight from
+2**31 elements on) where so few are sent that this is less.
+
 All sizes follow from the number of elements of the tensor and the number chosen, so that they are known on every rank
 before the data are.
 """
@@ -9,7 +13,7 @@ from __future__ import annotations
 import math
 from types import ModuleType
 
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Level
 from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.errors import SpecError
@@ -34,25 +38,9 @@ def elements_kept(ratio: Level, size: int) -> int:
     return min(size, max(1, math.ceil(ratio * size * (1 - 1e-12))))
 
 
-def value_bytes(values: str, dtype: str) -> int:
-    """Bytes of one value of a tensor of element type `dtype`."""
-    return 2 if values == "fp16" else dtype_bytes(dtype)
-
-
-def payload_bytes(count: int, size: int, bytes_of_value: int) -> int:
-    """Bytes of `count` values and their indices into `size` elements."""
-    return count * bytes_of_value + index_bytes(count, size)
-
-
-def index_bytes(count: int, size: int) -> int:
-    """Bytes of `count` indices into `size` elements.
-
-    Two bytes an index where the tensor has no more than 65536 elements, and in blocks of so many with four bytes for
-    each block's count; but whole indices where so few are sent that this is less.
-    """
-    if size <= _BLOCK:
-        return 2 * count
-    return min(2 * count + 4 * _blocks(size), _whole_bytes(size) * count)
+def value_bytes(values: str) -> int:
+    """Bytes of one value of a float32 tensor."""
+    return 2 if values == "fp16" else 4
 
 
 def most_elements(budget: float, size: int, bytes_of_value: int) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, Level, Payload, require_ratio
+from hvdcomp.compressors.base import Compressor, Level, require_ratio
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
 from hvdcomp.compressors.randomness import distinct_indices, shared_generator
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
@@ -19,7 +19,7 @@ from hvdcomp.errors import SpecError
 class Sparsifier(Compressor):
     """Base of the sparsifiers whose ranks choose for themselves and gather values and indices.
 
-    The indices take two bytes each where that is less (`sparse_payload.index_bytes`).
+    The indices take two bytes each where that is less (`sparse_payload`).
 
     Attributes:
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
@@ -61,17 +61,12 @@ class Sparsifier(Compressor):
             indices = xp.take(context.among, self.choose(xp, xp.take(vector, context.among), count))
         return sparse_payload.encode(xp, vector, indices, self.values)
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        size = number_of_elements(shape)
-        count = elements_kept(self.ratio if level is None else level, size)
-        return sparse_payload.payload_bytes(count, size, sparse_payload.value_bytes(self.values, dtype))
-
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         return elements_kept(self.ratio if level is None else level, number_of_elements(shape))
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
-        value_bytes = sparse_payload.value_bytes(self.values, "float32")
+        value_bytes = sparse_payload.value_bytes(self.values)
         return sparse_payload.level_for(compression_factor, number_of_elements(shape), value_bytes)
 
 
@@ -133,8 +128,7 @@ class RandomK(Compressor):
         size = vector.shape[0]
         count = elements_kept(self.ratio, size)
         dtype = xp.dtype_name(x)
-        drawn = distinct_indices(shared_generator(context, "randomk"), count, size)
-        indices = xp.from_numpy(drawn, like=x)
+        indices = distinct_indices(xp, shared_generator(context, "randomk"), count, size, like=x)
         values = xp.take(vector, indices)
         if self.unbiased:
             values = xp.scale(values, size / count)
@@ -143,15 +137,8 @@ class RandomK(Compressor):
         dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))
 
-    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
-        return (Payload("allreduce", self.payload_bytes(shape, dtype=dtype), f"mean {self._carried_dtype(dtype)}"),)
-
     def _carried_dtype(self, dtype: str) -> str:
         return "float16" if self.values == "fp16" else allreduce_dtype(dtype)
-
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
-        count = elements_kept(self.ratio if level is None else level, number_of_elements(shape))
-        return count * sparse_payload.value_bytes("same", self._carried_dtype(dtype))
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         return elements_kept(self.ratio if level is None else level, number_of_elements(shape))
@@ -159,5 +146,5 @@ class RandomK(Compressor):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         size = number_of_elements(shape)
-        share = 4 / (compression_factor * sparse_payload.value_bytes(self.values, "float32"))
+        share = 4 / (compression_factor * sparse_payload.value_bytes(self.values))
         return min(1.0, max(1, int(share * size)) / size)

@@ -1,0 +1,253 @@
+"""Array operations on shapes and element types alone: what a compressor sends is counted by running it on these.
+
+The functions are those of `numpy_arrays` that compressors call, and answer with the shape and the type that those would
+have. Nothing is computed and no memory is taken, however large the arrays. An array has no elements to look at: what
+compressors learn from data they ask of the functions, and those that answer with a number answer with any.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.arrays.types import number_of_elements
+
+_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+_WIDTH = {dtype: place for place, dtype in enumerate(_BYTES)}  # of two types, an operation results in the later one
+
+
+class ShapeArray:
+    """An array that has a shape and an element type, and no elements.
+
+    Attributes:
+        shape: its dimensions.
+        dtype: the element type by its common name.
+    """
+
+    __slots__ = ("dtype", "shape")
+    __array_ufunc__ = None  # operators between NumPy's numbers and these arrays are those below
+
+    def __init__(self, shape: Sequence[int], dtype: str) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return number_of_elements(self.shape) * _BYTES[self.dtype]
+
+    def __getitem__(self, key: Any) -> ShapeArray:
+        keys = key if isinstance(key, tuple) else (key,)
+        shape: list[int] = []
+        for one, length in zip(keys, self.shape, strict=False):
+            if isinstance(one, slice):
+                shape.append(len(range(*one.indices(length))))
+            elif not -length <= operator.index(one) < length:
+                raise IndexError(f"index {one} is out of range for a dimension of {length}")
+        return ShapeArray((*shape, *self.shape[len(keys) :]), self.dtype)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "what a compressor sends must not depend on the gradient's elements: it is counted before there are any. "
+            "Use xp.where in place of an if"
+        )
+
+    def __neg__(self) -> ShapeArray:
+        return self
+
+    __invert__ = __neg__
+
+    def _combined(self, other: Any) -> ShapeArray:
+        if not isinstance(other, ShapeArray):
+            return self
+        dtype = max(self.dtype, other.dtype, key=_WIDTH.__getitem__)
+        shape = self.shape if self.shape == other.shape else np.broadcast_shapes(self.shape, other.shape)
+        return ShapeArray(shape, dtype)
+
+    def _compared(self, other: Any) -> Any:
+        return ShapeArray(self._combined(other).shape, "bool")
+
+    __add__ = __sub__ = __mul__ = __truediv__ = __and__ = __or__ = __xor__ = _combined
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rand__ = __ror__ = __rxor__ = _combined
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ShapeMagnitudes:
+    """In place of `magnitudes.Magnitudes`: numbers that mean nothing, and indices of the right shape."""
+
+    mean = 0.5
+    largest = 1.0
+
+    def __init__(self, x: ShapeArray) -> None:
+        self._index_type = _index_type(x)
+
+    def sample_threshold(self, ratio: float) -> float:
+        return self.mean
+
+    def count(self, threshold: float) -> int:
+        return 1
+
+    def mean_excess(self, threshold: float) -> float:
+        return self.mean
+
+    def where(self, condition: bool, x: Any, y: Any) -> Any:
+        return x if condition else y
+
+    def settled(self, condition: bool) -> bool:
+        return True
+
+    def pick(self, low: float, high: float, k: int, limit: int) -> ShapeArray:
+        return ShapeArray((k,), self._index_type)
+
+
+def _index_type(x: ShapeArray) -> str:
+    return "int32" if x.shape[0] < 2**31 else "int64"
+
+
+def _same(x: ShapeArray, *_: Any) -> ShapeArray:
+    return x
+
+
+absolute = sign = floor = clip = scale = finite_or_zero = sort = cumulative_sum = eigenvectors = add_at = _same
+reciprocal_or_zero = _same
+
+
+def dtype_name(x: ShapeArray) -> str:
+    return x.dtype
+
+
+def item_size(x: ShapeArray) -> int:
+    return _BYTES[x.dtype]
+
+
+def astype(x: ShapeArray, dtype: str) -> ShapeArray:
+    return x if x.dtype == dtype else ShapeArray(x.shape, dtype)
+
+
+to_integers = bitcast = astype
+
+
+def shift_left(x: ShapeArray, places: Any) -> ShapeArray:
+    return x * places
+
+
+shift_right = shift_left
+
+
+def flatten(x: ShapeArray) -> ShapeArray:
+    return ShapeArray((number_of_elements(x.shape),), x.dtype)
+
+
+def reshape(x: ShapeArray, shape: Sequence[int]) -> ShapeArray:
+    known = -number_of_elements(tuple(shape))  # where one of the dimensions is -1
+    return ShapeArray([number_of_elements(x.shape) // known if one == -1 else one for one in shape], x.dtype)
+
+
+def zeros(shape: Sequence[int], like: ShapeArray) -> ShapeArray:
+    return ShapeArray(shape, like.dtype)
+
+
+def arange(count: int, like: ShapeArray) -> ShapeArray:
+    return ShapeArray((count,), like.dtype)
+
+
+def from_numpy(x: np.ndarray, like: ShapeArray) -> ShapeArray:
+    return ShapeArray(x.shape, x.dtype.name)
+
+
+def concatenate(arrays: Sequence[ShapeArray]) -> ShapeArray:
+    return ShapeArray((sum(x.shape[0] for x in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
+
+
+def concatenate_columns(matrices: Sequence[ShapeArray]) -> ShapeArray:
+    return ShapeArray((matrices[0].shape[0], sum(x.shape[1] for x in matrices)), matrices[0].dtype)
+
+
+def to_bfloat16_bits(x: ShapeArray) -> ShapeArray:
+    return ShapeArray(x.shape, "int16")
+
+
+def from_bfloat16_bits(bits: ShapeArray) -> ShapeArray:
+    return ShapeArray(bits.shape, "float32")
+
+
+def top_k_indices(x: ShapeArray, k: int) -> ShapeArray:
+    return ShapeArray((k,), _index_type(x))
+
+
+def magnitudes(x: ShapeArray, need: int) -> ShapeMagnitudes:
+    return ShapeMagnitudes(x)
+
+
+def block_counts(indices: ShapeArray, block: int, blocks: int) -> ShapeArray:
+    return ShapeArray((blocks,), "int32")
+
+
+def repeat(x: ShapeArray, counts: ShapeArray, total: int) -> ShapeArray:
+    return ShapeArray((total,), x.dtype)
+
+
+def take(x: ShapeArray, indices: ShapeArray) -> ShapeArray:
+    return ShapeArray((*indices.shape, *x.shape[1:]), x.dtype)
+
+
+def matmul(a: ShapeArray, b: ShapeArray) -> ShapeArray:
+    return ShapeArray((a.shape[0], b.shape[1]), a.dtype)
+
+
+def transpose(x: ShapeArray) -> ShapeArray:
+    return ShapeArray(x.shape[::-1], x.dtype)
+
+
+def column_norms(x: ShapeArray) -> ShapeArray:
+    return ShapeArray((1, x.shape[1]), x.dtype)
+
+
+column_peaks = column_norms
+
+
+def interval_index(bounds: ShapeArray, points: ShapeArray) -> ShapeArray:
+    return ShapeArray(points.shape, "int64")
+
+
+def where(condition: ShapeArray, x: Any, y: Any) -> ShapeArray:
+    values = x * y if isinstance(x, ShapeArray) else y
+    return ShapeArray((condition * values).shape, values.dtype)
+
+
+def largest_magnitude(x: ShapeArray) -> ShapeArray:
+    return ShapeArray((1,), x.dtype)
+
+
+def row_sums(x: ShapeArray) -> ShapeArray:
+    return ShapeArray((x.shape[0], 1), x.dtype)
+
+
+row_norms = row_sums
+
+
+def column_sums(x: ShapeArray) -> ShapeArray:
+    return ShapeArray(x.shape[1:], x.dtype)
+
+
+def row_counts(condition: ShapeArray) -> ShapeArray:
+    return ShapeArray((condition.shape[0], 1), "float32")
+
+
+def rows_with_nonzero(x: ShapeArray) -> ShapeArray:
+    return ShapeArray(x.shape[:1], "bool")

@@ -1,0 +1,56 @@
+"""How much a compressor sends for a tensor: counted by running its own generator on shapes, so that no size is written
+a second time."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvdcomp.arrays import shapes
+from hvdcomp.compressors.protocol import AllReduce, Context
+
+if TYPE_CHECKING:
+    from hvdcomp.compressors.base import Compressor
+
+
+class Payload(NamedTuple):
+    """What one rank hands to one collective for one tensor.
+
+    kind: "allreduce" or "allgather".
+    bytes: of the tensor, indices and scales included.
+    group: operation and element type of an allreduce, such as "mean float32"; what differs in it does not share a
+        collective. Empty for an allgather, which carries bytes.
+    """
+
+    kind: str
+    bytes: float
+    group: str = ""
+
+
+@lru_cache(maxsize=1 << 14)  # every plan, step and prediction asks; a model has few different shapes
+def payloads_of(compressor: Compressor, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
+    """The collectives of one step for a tensor, in order; the mean of the steps of a period, where these differ."""
+    steps = [_payloads_of_step(compressor, shape, dtype, step) for step in range(compressor.period)]
+    if len(steps) == 1:
+        return steps[0]
+    rounds = zip(*steps, strict=True)
+    return tuple(each[0]._replace(bytes=sum(one.bytes for one in each) / len(each)) for each in rounds)
+
+
+def _payloads_of_step(compressor: Compressor, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
+    x = shapes.ShapeArray(shape, dtype)
+    context = Context("", step, seed=0, rank=0, world_size=1)  # sizes are the same on all ranks, whatever their number
+    generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)
+    payloads: list[Payload] = []
+    answer: Any = None
+    while True:
+        try:
+            request = generator.send(answer)
+        except StopIteration:
+            return tuple(payloads)
+        if isinstance(request, AllReduce):
+            answer = request.array
+            payloads.append(Payload("allreduce", answer.nbytes, f"{request.op} {answer.dtype}"))
+        else:
+            answer = [request.parts]
+            payloads.append(Payload("allgather", sum(part.nbytes for part in request.parts)))
