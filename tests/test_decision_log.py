@@ -201,14 +201,14 @@ def _change(line: int, old: str, new: str) -> Any:
     [
         (1, _change(1, '"start"', '"begin"'), '"kind" is "start" or "decision"'),
         (1, _change(1, '{"kind"', '["kind"'), "Expecting|delimiter"),
-        (1, _change(1, '"ranks": 2', '"ranks": "2"'), 'ranks is "2"'),
-        (1, _change(1, '"ranks": 2', '"ranks": true'), "ranks is true"),
+        (1, _change(1, '"ranks": 2', '"ranks": "2"'), "ranks: '2' must be a whole number"),
+        (1, _change(1, '"ranks": 2', '"ranks": true'), "ranks: True must be a whole number"),
         (1, _change(1, '"ranks": 2, ', ""), "start lacks ranks"),
         (1, _change(1, '"ranks": 2', '"ranks": 2, "more": 1'), "start has an unknown more"),
-        (1, _change(1, "[32, 1, 3, 3]", "[32, 1.5]"), "conv.weight is 1.5"),
+        (1, _change(1, "[32, 1, 3, 3]", "[32, 1.5]"), r"tensors.conv.weight\[1\]: 1.5 must be a whole number"),
         (2, _change(2, "0.1", "NaN"), "NaN is not JSON"),
-        (2, _change(2, "0.1", '"nan"'), 'conv.weight is "nan"'),
-        (2, _change(2, "0.1", "null"), "conv.weight is null"),
+        (2, _change(2, "0.1", '"nan"'), "norms.conv.weight: 'nan' must be a number"),
+        (2, _change(2, "0.1", "null"), "norms.conv.weight: None must be a number"),
         (2, _change(2, '"norms"', '"normes"'), "statistics has an unknown normes"),
         (2, _change(2, '"norms"', '"learning_rates"'), "learning_rates lacks next, now"),
         (2, _change(2, '{"conv.weight": 0.1}', "{}, "), "Expecting|Illegal"),
@@ -216,7 +216,7 @@ def _change(line: int, old: str, new: str) -> Any:
         (2, lambda lines: lines.insert(1, "17\n"), "not a line of a decision log"),
         (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated"),
         (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "of the same groups"),
-        (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains a has 'x' where a number"),
+        (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains.a has 'x' where a number"),
     ],
 )  # fmt: skip
 def test_damage_is_found_at_its_line(tmp_path: Path, line: int, change: Any, said: str) -> None:

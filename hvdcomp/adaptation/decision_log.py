@@ -7,16 +7,12 @@ numbers are their repr.
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
-import functools
 import json
 import math
 import numbers
 import os
 import tempfile
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +22,7 @@ from typing import Any
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.files import RecordFile
 from hvdcomp.policies.request import Statistics
+from hvdcomp.specs.typed import typed
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON cannot hold, by the text that stands for them."""
@@ -299,7 +296,7 @@ def _record(number: int, line: bytes) -> Start | Decided:
         raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
     if isinstance(data.get("statistics"), dict):
         data["statistics"] = _renamed(data["statistics"], {written: name for name, written in _WRITTEN.items()})
-    return _rebuild(kinds[kind], {**data, "line": number}, kind)
+    return typed(kinds[kind], {**data, "line": number}, kind, texts=NON_FINITE)
 
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -308,57 +305,3 @@ def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, A
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
-
-
-def _rebuild(kind: Any, value: Any, where: str) -> Any:
-    """A value of a type, which may be a dataclass, from JSON.
-
-    Raises:
-        ValueError: if it is not of that type, or the dataclass refuses it; `where` names the place.
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        arguments = tuple(each for each in arguments if each is not type(None))
-        return _rebuild(float if set(arguments) == {int, float} else arguments[0], value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_rebuild(arguments[0], item, where) for item in value)
-    if origin is collections.abc.Mapping and isinstance(value, dict):
-        return {
-            key if arguments[0] is str else _number(key, where): _rebuild(arguments[1], item, f"{where} {key}")
-            for key, item in value.items()
-        }
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _rebuild_dataclass(kind, value, where)
-    if kind is float and isinstance(value, str) and value in NON_FINITE:
-        return NON_FINITE[value]
-    scalars: dict[Any, Any] = {float: (int, float), int: int, str: str, bool: bool}
-    if kind in scalars and isinstance(value, scalars[kind]) and (kind is bool or not isinstance(value, bool)):
-        return value
-    raise ValueError(f"{where} is {json.dumps(value)[:80]}, which it cannot be")
-
-
-def _rebuild_dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
-    hints = _hints(kind)
-    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
-    for word, names in (("lacks", needed - value.keys()), ("has an unknown", value.keys() - hints.keys())):
-        if names:
-            raise ValueError(f"{where} {word} {', '.join(sorted(names))}")
-    return kind(**{name: _rebuild(hints[name], item, name) for name, item in value.items()})
-
-
-_hints = functools.cache(typing.get_type_hints)  # resolving them takes longer than all else
-
-
-def _number(text: str, where: str) -> float | int:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{where} has {text!r} where a number should be") from None

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.specs.typed import type_hints, typed
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -100,8 +99,7 @@ def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping
     Arguments:
         path: the file, or None if the flags say everything.
         section: the scheduler's table.
-        kind: what to make. Fields may be str, int, float, bool, Path, a Literal, a tuple or mapping of these, or None
-            beside one of these.
+        kind: what to make, of the types that `typed` knows.
         flags: values by the names of fields, of Job or of `kind`; None is "not given". They win over the file; of a
             mapping, entry by entry.
 
@@ -117,14 +115,16 @@ def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping
         if not isinstance(table, dict):
             raise ConfigurationError(f"{path}: {name} must be a table: write [{name}] on a line of its own")
         _refuse_unknown(table, known, f"{path}, [{name}]")
-        values[name] = {key: _typed(f"{path}, {name}.{key}", value, known[key]) for key, value in table.items()}
+        values[name] = {
+            key: _typed(known[key], value, f"{path}, {name}.{key}") for key, value in table.items()
+        }
     for key, value in flags.items():
         if value is None:
             continue
         _refuse_unknown([key], [known for fields in types_of.values() for known in fields], "flags")
         name = next(name for name, known in types_of.items() if key in known)
-        typed = _typed(key, value, types_of[name][key])
-        values[name][key] = {**values[name].get(key, {}), **typed} if isinstance(typed, dict) else typed
+        flag = _typed(types_of[name][key], value, key)
+        values[name][key] = {**values[name].get(key, {}), **flag} if isinstance(flag, dict) else flag
     for name, owner in tables.items():
         _refuse_missing(values[name], owner, types_of[name], f"[{name}]")
     values[section]["job"] = Job(**values["job"])
@@ -144,7 +144,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _fields(owner: type) -> dict[str, Any]:
     """The fields of a dataclass that a user sets, with their types."""
-    hints = typing.get_type_hints(owner)
+    hints = type_hints(owner)
     return {one.name: hints[one.name] for one in dataclasses.fields(owner) if hints[one.name] is not Job}
 
 
@@ -163,30 +163,8 @@ def _refuse_missing(values: Mapping[str, Any], owner: type, known: Iterable[str]
             )
 
 
-def _typed(where: str, value: Any, wanted: Any) -> Any:
-    """The value as the wanted type: lists become tuples, texts become paths, whole numbers become floats."""
-    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin in (types.UnionType, typing.Union):
-        # Only "something or None": TOML has no None, so it is the something.
-        (wanted,) = (one for one in inner if one is not type(None))
-        return None if value is None else _typed(where, value, wanted)
-    if origin is typing.Literal:
-        if value not in inner:
-            raise ConfigurationError(f"{where}: {value!r} is not one of {', '.join(map(str, inner))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigurationError(f'{where}: {value!r} must be a list: write ["one", "two"]')
-        return tuple(_typed(f"{where}[{index}]", one, inner[0]) for index, one in enumerate(value))
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise ConfigurationError(f'{where}: {value!r} must be a table: write {{ NAME = "value" }}')
-        return {key: _typed(f"{where}.{key}", one, inner[1]) for key, one in value.items()}
-    if wanted is Path and isinstance(value, (str, Path)):
-        return Path(value)
-    if wanted is float and type(value) is int:
-        return float(value)
-    if type(value) is not wanted:  # bool is not an int here
-        names = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
-        raise ConfigurationError(f"{where}: {value!r} must be {names.get(wanted, wanted.__name__)}")
-    return value
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    try:
+        return typed(kind, value, where)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None

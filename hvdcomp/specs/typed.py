@@ -1,0 +1,102 @@
+"""Values of types, dataclasses included, from what a JSON or TOML file holds: one check for every such file."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_SCALARS: dict[Any, tuple[tuple[Any, ...], str]] = {
+    str: ((str,), "text in quotes"),
+    int: ((int,), "a whole number"),
+    float: ((int, float), "a number"),
+    bool: ((bool,), "true or false"),
+    Path: ((str, Path), "the name of a file or folder"),
+}
+_LONGEST = 80  # characters of a value in a message
+
+
+def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None = None) -> Any:
+    """A value of a type from parsed JSON or TOML: lists become tuples, objects dataclasses, texts paths.
+
+        typed(tuple[int, ...], [1, 2], "ranks")  # (1, 2)
+
+    Args:
+        kind: Any, str, int, float (also of whole numbers), bool, Path, a Literal, None beside one of these, `int |
+            float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of these.
+        where: the place of the value, for messages.
+        texts: numbers that the file holds as texts, such as "NaN", which JSON has no number for.
+
+    Raises:
+        ValueError: the value is not of that type, or the dataclass refuses it.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in inner:
+            return None
+        inner = tuple(each for each in inner if each is not type(None))
+        return typed(float if set(inner) == {int, float} else inner[0], value, where, texts)
+    if origin is typing.Literal:
+        if value not in inner:
+            raise ValueError(f"{where}: {_short(value)} is not one of {', '.join(map(str, inner))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f'{where}: {_short(value)} must be a list, such as ["one", "two"]')
+        return tuple(typed(inner[0], item, f"{where}[{place}]", texts) for place, item in enumerate(value))
+    if origin is not None and issubclass(origin, collections.abc.Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: {_short(value)} must be a table of values by name")
+        return {
+            key if inner[0] is str else _number(key, where): typed(inner[1], item, f"{where}.{key}", texts)
+            for key, item in value.items()
+        }
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, where, texts)
+    if kind is float and texts and isinstance(value, str) and value in texts:
+        return texts[value]
+    taken, words = _SCALARS[kind]
+    if not isinstance(value, taken) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"{where}: {_short(value)} must be {words}")
+    return kind(value) if kind is Path else value
+
+
+def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None) -> Any:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where}: {_short(value)} must be an object")
+    hints = type_hints(kind)
+    needed = {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    for word, names in (("lacks", needed - value.keys()), ("has an unknown", value.keys() - hints.keys())):
+        if names:
+            raise ValueError(f"{where} {word} {', '.join(sorted(names))}")
+    return kind(**{name: typed(hints[name], item, name, texts) for name, item in value.items()})
+
+
+type_hints = functools.cache(typing.get_type_hints)  # resolving them takes longer than all else
+
+
+def _number(text: str, where: str) -> float | int:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{where} has {text!r} where a number should be") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
