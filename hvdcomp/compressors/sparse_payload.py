@@ -11,6 +11,7 @@ before the data are.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from hvdcomp.arrays.types import Array
@@ -43,7 +44,7 @@ def value_bytes(values: str) -> int:
     return 2 if values == "fp16" else 4
 
 
-def most_elements(budget: float, size: int, bytes_of_value: int) -> int:
+def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
     """The largest number of elements, of 1 to `size`, whose payload is within `budget` bytes; 1 if none is."""
     blocks = 0 if size <= _BLOCK else 4 * _blocks(size)
     in_blocks = math.floor((budget - blocks) / (bytes_of_value + 2))
@@ -87,7 +88,7 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
     return (carried, xp.astype(indices, "int16"), xp.block_counts(indices, _BLOCK, _blocks(size))), sent
 
 
-def decode_indices(xp: ModuleType, parts: tuple[Array, ...], size: int) -> Array:
+def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
     """The indices (k,) in the parts that one rank sent."""
     if len(parts) == 2 and size > _BLOCK:
         return parts[1]
@@ -99,7 +100,7 @@ def decode_indices(xp: ModuleType, parts: tuple[Array, ...], size: int) -> Array
     return indices
 
 
-def mean_of_sparse(xp: ModuleType, ranks: list[tuple[Array, ...]], like: Array, context: Context) -> Array:
+def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array, context: Context) -> Array:
     """Adds every rank's part into one dense vector in the shape of `like`, in rank order, each divided by their number.
 
     Half-precision values are added in float32. No more than one rank's part is unpacked at a time.
