@@ -1,0 +1,80 @@
+"""Sparse ternary compression: of the largest elements, the places, the signs and one magnitude."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors import sparse_payload
+from hvdcomp.compressors.base import Compressor, Level, require_ratio
+from hvdcomp.compressors.packing import pack, unpack
+from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
+from hvdcomp.compressors.signs import representable
+from hvdcomp.compressors.sparse_payload import elements_kept
+
+
+@dataclass(frozen=True)
+class SparseTernary(Compressor):
+    """Sparse ternary compression, STC: the k elements of largest magnitude as plus or minus their mean magnitude
+    (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
+
+        C(x)_i = mu sign(x_i) for the k largest |x_i|, else 0;  mu = the mean of these k magnitudes
+
+    A zero among the k counts as positive. The places travel as those of `topk` do, in two bytes each where that is
+    less, and not in the paper's Golomb code: its length depends on the gradient, and a payload's must not. A sign
+    takes one bit, and mu is one float32.
+
+    Attributes:
+        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
+
+    Example:
+        >>> SparseTernary(ratio=0.01).payload_bytes((100, 100))  # 100 places, 100 bits in 13 bytes, one float32
+        217
+    """
+
+    ratio: float
+
+    name: ClassVar[str] = "stc"
+    examples: ClassVar[tuple[str, ...]] = ("stc:ratio=0.01",)
+    level_name: ClassVar[str | None] = "ratio"
+    collective: ClassVar[str] = "allgather"
+    sends: ClassVar[str] = "k indices, k sign bits, one magnitude"
+    biased: ClassVar[bool] = True
+    reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"
+
+    def __post_init__(self) -> None:
+        require_ratio(self.name, self.ratio)
+
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        vector = xp.flatten(x)
+        count = elements_kept(self.ratio, vector.shape[0])
+        (values, *places), chosen = sparse_payload.encode(xp, vector, xp.top_k_indices(vector, count), "same")
+        # In double precision no sum overflows, and every framework rounds it to the same float32.
+        magnitudes = xp.reshape(xp.absolute(xp.astype(values, "float64")), (1, count))
+        mean_magnitude = representable(xp, xp.flatten(xp.row_sums(magnitudes)) * (1 / count), x)
+        signs = pack(xp, xp.astype(values >= 0, "uint8"), 1)
+
+        def decode(signs: Array, magnitude: Array) -> Array:
+            ternary = xp.astype(unpack(xp, signs, 1, count), "float32")
+            ternary *= 2
+            ternary -= 1
+            ternary *= magnitude
+            return ternary
+
+        ranks = yield AllGather((signs, mean_magnitude, *places))
+        decoded = ((decode(signs, magnitude), *places) for signs, magnitude, *places in ranks)
+        mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
+        sent = xp.astype(decode(signs, mean_magnitude), xp.dtype_name(x))
+        return Outcome(xp.reshape(mean, x.shape), SparseVector(chosen.indices, sent))
+
+    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
+        return 1 + elements_kept(self.ratio if level is None else level, number_of_elements(shape)) / 32
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)
+        size = number_of_elements(shape)
+        magnitude_and_last_byte = 4 + 1
+        budget = 4 * size / compression_factor - magnitude_and_last_byte
+        return sparse_payload.most_elements(budget, size, bytes_of_value=1 / 8) / size
