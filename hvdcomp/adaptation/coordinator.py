@@ -63,7 +63,6 @@ class Coordinator:
         candidates: Candidates | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.policy = policy
         self.engine = engine
         self.plans = Plans(engine, levelled_tensors(engine))
         self.progress = Progress(steps_per_epoch)
@@ -77,6 +76,11 @@ class Coordinator:
         self._rates = PeriodRates()
         self.decision: Decision = BatchSize()
         self._obey(policy.decision(self.channel.state))
+
+    @property
+    def policy(self) -> Policy[Any]:
+        """The policy that is driven."""
+        return self.channel.policy
 
     @property
     def batch_size(self) -> BatchSize:

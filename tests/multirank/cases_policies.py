@@ -214,7 +214,7 @@ def _mishear(training: Training) -> None:
         def from_json(self, data: Any) -> Any:
             return super().from_json({**data, "minimum": 33.0, "send": "minimum"})
 
-    coordinator.policy = Mistaken(**vars(policy))
+    coordinator.channel.policy = Mistaken(**vars(policy))
 
 
 def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
