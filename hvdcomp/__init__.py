@@ -22,6 +22,7 @@ from hvdcomp.compressors.sparsification import RandomK, TopK
 from hvdcomp.compressors.thresholds import DGC, MSTopK, RedSync, SIDCo
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from hvdcomp.policies import (
+    POLICIES,
     Accordion,
     AccordionBatchSize,
     AccordionJoint,
@@ -80,6 +81,6 @@ __all__ = [
 ]
 
 # What is written above is for type checkers. A class that registration found is offered without a line here.
-_found = {kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values())}
+_found = {kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())}
 globals().update(_found)
 __all__ += [name for name in _found if name not in __all__]

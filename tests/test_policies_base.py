@@ -19,8 +19,9 @@ from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
-from hvdcomp.policies.base import Constant, Policy
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.constant import Constant
 from hvdcomp.policies.decisions import (
     BatchSize,
     Decision,
@@ -47,20 +48,10 @@ from hvdcomp.policies.request import (
 )
 
 TENSORS = ("conv", "fc")
-KINDS: list[type[Policy]] = [
-    Constant,
-    Accordion,
-    AutoAccordion,
-    AccordionBatchSize,
-    AccordionJoint,
-    IncreaseBatchSize,
-    AdaQS,
-    GraVAC,
-    Auto,
-]
+KINDS: list[type[Policy]] = [kind for kind in REGISTRY.values() if issubclass(kind, Policy)]
 
 POLICIES: list[Policy] = [
-    Constant(level=0.1),
+    *(parse_policy(example) for kind in KINDS for example in kind.examples),  # type: ignore[list-item]
     Accordion(low=0.99, high=0.1, interval=3),
     Accordion(low=2, high=1, steps=4, statistic="aggregated"),
     AutoAccordion(interval=3, smallest=4, largest=16),
@@ -172,7 +163,7 @@ def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy) -> None:
 
 
 def test_all_policies_are_registered_under_their_names() -> None:
-    assert {kind.name: kind for kind in [WarmUp, *KINDS]} == REGISTRY
+    assert {kind.name: kind for kind in KINDS} | {"warmup": WarmUp} == REGISTRY
     assert {type(policy) for policy in POLICIES} == set(KINDS)
 
 

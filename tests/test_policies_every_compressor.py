@@ -7,7 +7,10 @@ import pytest
 
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.policies import parse_policy
+from hvdcomp.errors import SpecError
+from hvdcomp.policies import POLICIES as REGISTRY
+from hvdcomp.policies import Policy, parse_policy
+from hvdcomp.policies.request import Candidate, Candidates
 from tests.driven import Driven
 from tests.harness import BACKENDS, EXAMPLES
 
@@ -49,3 +52,40 @@ def test_levels_change_on_all_ranks_alike(spec: str, policy: str, backend: str) 
     assert all(np.isfinite(x).all() for results in ranks[0].results for x in results.values())
     if policy.startswith("accordion:low"):  # of the others it depends on how much the method keeps
         assert len({str(plan) for plan in ranks[0].plans}) > 1
+
+
+@pytest.mark.parametrize("spec", [spec for kind in REGISTRY.values() for spec in kind.examples])
+def test_every_policy_drives_two_ranks_as_its_example_says(spec: str) -> None:
+    """With the first compressor that it can work with: its levels may be ratios or ranks."""
+    policy = parse_policy(spec)
+    if not isinstance(policy, Policy):
+        pytest.skip("a schedule, which no rank decides")
+
+    def suits(compressor: str) -> bool:
+        try:
+            policy.check(512, parse_compressor(compressor))
+        except SpecError:
+            return False
+        return True
+
+    compressor = next(filter(suits, ("topk:ratio=0.1", "powersgd:rank=4")))
+    candidates = Candidates(("a", "b"), {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 1, None)})
+
+    def work(communicator: InProcessCommunicator) -> Driven:
+        driven = Driven(
+            communicator,
+            policy,
+            "numpy",
+            spec=compressor,
+            steps_per_epoch=2,
+            gradients=gradients,
+            shapes=SHAPES,
+            candidates=candidates,
+        )
+        return driven.run(9)
+
+    ranks = run_ranks(2, work)
+    assert ranks[0].plans == ranks[1].plans
+    assert ranks[0].batches == ranks[1].batches
+    assert ranks[0].result_bits() == ranks[1].result_bits()
+    assert len(ranks[0].plans) == 9

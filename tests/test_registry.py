@@ -11,6 +11,7 @@ import pytest
 
 import hvdcomp
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
+from hvdcomp.policies import POLICIES
 from hvdcomp.specs.described import Described
 from hvdcomp.specs.registry import classes_by_name
 
@@ -52,8 +53,8 @@ def test_two_classes_of_one_name_are_refused(found: Package) -> None:
         found(first=text.format("One"), second=text.format("Two"))
 
 
-def test_the_package_offers_every_compressor_and_memory() -> None:
-    for kind in (*COMPRESSORS.values(), *MEMORIES.values()):
+def test_the_package_offers_every_compressor_memory_and_policy() -> None:
+    for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values()):
         assert getattr(hvdcomp, kind.__name__) is kind
         assert kind.__name__ in hvdcomp.__all__
     assert next(iter(COMPRESSORS)) == "none"

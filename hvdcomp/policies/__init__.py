@@ -1,4 +1,7 @@
-"""Policies: when, and how hard, to compress. Pure objects that know no framework, no Horovod and no clock."""
+"""Policies: when, and how hard, to compress. Pure objects that know no framework, no Horovod and no clock.
+
+A new one is a class with a `name` in a file of this folder, and no line elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,18 @@ from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
-from hvdcomp.policies.base import Constant, Policy
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.constant import Constant
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.schedules import DENSE, LevelSchedule, WarmUp
 from hvdcomp.specs.parsing import parse
+from hvdcomp.specs.registry import classes_by_name
 
 POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
-    kind.name: kind
-    for kind in (
-        WarmUp,
-        Constant,
-        Accordion,
-        AutoAccordion,
-        AccordionBatchSize,
-        AccordionJoint,
-        IncreaseBatchSize,
-        AdaQS,
-        GraVAC,
-        Auto,
-    )
+    **classes_by_name(__name__, LevelSchedule),
+    **classes_by_name(__name__, Policy),
 }
 """By the name in a spec string: schedules, which every rank follows by itself, and policies, which rank 0 decides."""
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.decisions import Decision, Levels
+from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
-from hvdcomp.policies.schedules import Level, Levelled
+from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Described
 
 State = TypeVar("State")
@@ -162,50 +162,6 @@ class AccumulatedGradientPolicy(Policy[State]):
         """The request for statistics at the end of every `steps` steps or, without these, of every `epochs` epochs."""
         period = Period(steps=self.steps) if self.steps else Period(epochs=epochs)
         return Request(frozenset(statistics), period, self.statistic, frozenset(ever))
-
-
-@dataclass(frozen=True)
-class ConstantState:
-    """The state of `Constant`: the names of the tensors."""
-
-    tensors: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constant(Policy[ConstantState]):
-    """Always the same level.
-
-    Attributes:
-        level: of all tensors; None for the compressor's own.
-    """
-
-    level: Level | None = None
-
-    name: ClassVar[str] = "constant"
-    examples: ClassVar[tuple[str, ...]] = ("constant:level=0.01",)
-    state_type: ClassVar[type] = ConstantState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.level is None or is_number(self.level), "level", "a level, such as a ratio or a rank")
-
-    def request(self, state: ConstantState) -> Request:
-        return Request()
-
-    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        compressor.at_level(self.level)
-
-    def initial_state(self, tensors: Sequence[str]) -> ConstantState:
-        return ConstantState(tuple(tensors))
-
-    def decision(self, state: ConstantState) -> Levels:
-        return Levels(dict.fromkeys(state.tensors, self.level))
-
-    def update(self, state: ConstantState, statistics: Statistics) -> ConstantState:
-        return state
-
-    def from_json(self, data: Mapping[str, Any]) -> ConstantState:
-        return ConstantState(tuple(super().from_json(data).tensors))
 
 
 def text_keys(value: Any) -> Any:
