@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 from hvdcomp.bindings.setup import Setup
-from hvdcomp.compressors import Compressor, Level
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import refuse_description
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
@@ -19,6 +19,7 @@ from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
 from hvdcomp.settings import Settings, check_policy
+from hvdcomp.specs.levels import Level
 from hvdcomp.torch.parameters import unique
 
 

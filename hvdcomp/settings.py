@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcomp.compressors import Compressor, Level
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.contraction import methods_of, require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.specs.levels import Level
 
 # The hardest level is asked for with a factor and a tensor beyond all that is in use.
 _HARDEST_FACTOR = 1e12

@@ -18,7 +18,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine, Plan
 from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
 from hvdcomp.perfmodel import predict as predict_step
-from hvdcomp.policies.auto import DENSE
+from hvdcomp.policies.auto import DENSE_CANDIDATE
 from hvdcomp.policies.request import Candidate, Candidates
 
 FP16, COMPRESSED = "fp16", "compressed"
@@ -124,12 +124,12 @@ class _Model:
                 found[name] = candidate
                 sent.append(sends)
 
-        for name, rest in ((DENSE, "none"), (FP16, "fp16"), (COMPRESSED, None)):
+        for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16"), (COMPRESSED, None)):
             plan = self._plans.with_methods({}, rest)
             spent = encode if rest is None else self.facts.compute.encode.get(rest)
             offer(name, Candidate(self._seconds(plan, spent), 0, rest), plan)
         order = tuple(tensor.name for tensor in worthwhile)
-        for name, rest in ((f"{COMPRESSED} and {DENSE}", "none"), (f"{COMPRESSED} and {FP16}", "fp16")):
+        for name, rest in ((f"{COMPRESSED} and {DENSE_CANDIDATE}", "none"), (f"{COMPRESSED} and {FP16}", "fp16")):
             if encode is not None and (mixed := self._best_mixture(worthwhile, rest, encode)) is not None:
                 offer(name, mixed, self._plans.with_methods(dict.fromkeys(order[: mixed.compressed]), rest))
         others = tuple(name for name in self._plans.names if name not in order)

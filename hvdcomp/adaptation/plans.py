@@ -9,7 +9,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import Router
 from hvdcomp.exchange.engine import Engine, Plan
-from hvdcomp.policies.schedules import Level
+from hvdcomp.specs.levels import Level
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hvdcomp.compressors import Level
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.settings import Settings
+from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import CalibrationError, ModelFacts, Setting, load
-from hvdcomp.perfmodel.advice import DENSE, Advice, Adviser, Method
+from hvdcomp.perfmodel.advice import UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.terminal import make_console, make_table, print_table
@@ -124,7 +124,7 @@ def _report(
     adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
 ) -> dict[str, Any]:
     """Everything as plain data: times in ms, bandwidths in Gb/s, None for what there is not."""
-    dense = advice.methods[DENSE]
+    dense = advice.methods[UNCOMPRESSED]
     compute = adviser.facts.compute
     linear = (compute.forward_s or 0.0) + compute.backward_s
     linear *= float(compute.share(setting.batch_size))
@@ -223,7 +223,7 @@ def _print(report: dict[str, Any]) -> None:
             Text(spec, "bold" if spec == report["winner"] else ""),
             *(f"{row[f'{part}_ms']:.1f}" for part in times),
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
-            "" if spec == DENSE or report["winner"] is None else _ranges(row["wins_in_gbps"]),
+            "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
             row["limited_by"],
         )
     print_table(console, table, _title(report))
@@ -250,11 +250,11 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
         return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
     second, lead = report["runner_up"], 1 + report["lead_percent"] / 100
     lines = [f"Fastest: {winner}"]
-    if winner == DENSE:
+    if winner == UNCOMPRESSED:
         lines[0] += f", {_as_fast(lead)} {second}: compression does not pay here."
     else:
         lines[0] += f", {_as_fast(1 + report['gain_over_dense_percent'] / 100)} dense"
-        lines[0] += "." if second == DENSE else f", {_as_fast(lead)} {second}."
+        lines[0] += "." if second == UNCOMPRESSED else f", {_as_fast(lead)} {second}."
     if report["within_noise"]:
         lines.append(
             f"{winner} and {report['runner_up']} are closer than the calibration's uncertainty of "

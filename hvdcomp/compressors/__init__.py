@@ -3,7 +3,7 @@ elsewhere."""
 
 from __future__ import annotations
 
-from hvdcomp.compressors.base import Compressor, Level
+from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.routing import Router
@@ -21,4 +21,4 @@ MEMORIES.update(classes_by_name(__name__, Memory))
 # Specs of all of them, in each of their forms.
 EXAMPLES: tuple[str, ...] = tuple(spec for kind in COMPRESSORS.values() for spec in kind.examples)
 
-__all__ = ["COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "Level", "NoCompression"]
+__all__ = ["COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "NoCompression"]

@@ -18,8 +18,7 @@ from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Sparse
 from hvdcomp.compressors.sizes import Payload, payloads_of
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.described import Described
-
-Level = float | int
+from hvdcomp.specs.levels import Level
 
 # No index reaches further, so that more rows, columns or elements than this have no meaning.
 LARGEST_COUNT = 2**63 - 1

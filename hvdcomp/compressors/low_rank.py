@@ -11,11 +11,12 @@ from typing import ClassVar
 import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, Level, require_count
+from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.levels import Level
 
 # A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
 _SMALLEST = 2.0**-110

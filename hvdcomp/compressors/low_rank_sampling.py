@@ -10,11 +10,12 @@ from typing import ClassVar
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import Compressor, Level, require_count
+from hvdcomp.compressors.base import Compressor, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank import as_matrix, rank_for
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import rank_generator
+from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from types import ModuleType
 from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.base import Compressor, Level, require_count
+from hvdcomp.compressors.base import Compressor, require_count
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
 from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.specs.levels import Level
 
 # A scale below this counts as zero, so that dividing by it stays within float32.
 _SMALLEST_SCALE = 2.0**-110

@@ -16,9 +16,10 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import Compressor, Level, require_count
+from hvdcomp.compressors.base import Compressor, require_count
 from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.levels import Level
 
 MOST_NESTED = 32  # routers in each other: what is asked of the outermost is asked of all
 ANY = "*"  # the pattern that matches every name

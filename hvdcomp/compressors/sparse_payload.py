@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import Level
 from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.levels import Level
 
 _VALUES = ("same", "fp16")
 LARGEST_HALF = 65504.0

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, Level, require_ratio
+from hvdcomp.compressors.base import Compressor, require_ratio
 from hvdcomp.compressors.packing import pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
 from hvdcomp.compressors.signs import representable
 from hvdcomp.compressors.sparse_payload import elements_kept
+from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, Level, require_ratio
+from hvdcomp.compressors.base import Compressor, require_ratio
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
 from hvdcomp.compressors.randomness import distinct_indices, shared_generator
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from typing import Any
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.communicators import Communicator
-from hvdcomp.compressors import Compressor, Level, NoCompression
+from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
 from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, flag_request, found_inf_of
 from hvdcomp.exchange.fusion import exchange, part_bytes, request_bytes
 from hvdcomp.exchange.ledger import Cost, Ledger, StepCost
+from hvdcomp.specs.levels import Level
 
 Plan = Mapping[str, Compressor]
 BeforeCompress = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array | SparseVector]]

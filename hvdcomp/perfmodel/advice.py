@@ -18,11 +18,11 @@ from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Parts
 
-DENSE = "none"
-STOCK_SPECS = {"none": DENSE, "hvd.fp16": "fp16"}
+UNCOMPRESSED = "none"  # the spec
+STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
 """Horovod's own compressions, by the spec that describes the same exchange."""
 
-_CASTS = (DENSE, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
+_CASTS = (UNCOMPRESSED, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 
 Range = tuple[float | None, float | None]
@@ -131,7 +131,7 @@ class Adviser:
     def least_factor(self, setting: Setting, efficiency: float = 0.95) -> Any:
         """The compression factor that an ideal compressor would need; see `least_compression_factor`."""
         facts = self.facts
-        dense = self.exchanges[DENSE]
+        dense = self.exchanges[UNCOMPRESSED]
         return least_compression_factor(
             self.calibration.network, facts.compute, dense, facts.bucket_bytes, setting, efficiency
         )
@@ -152,7 +152,7 @@ class Adviser:
         methods = {}
         for spec in self.exchanges:
             parts = self.parts(spec, setting)
-            wins = () if spec == DENSE else self.wins(spec, setting)
+            wins = () if spec == UNCOMPRESSED else self.wins(spec, setting)
             methods[spec] = Method(
                 spec, self.exchanges[spec], self.encode[spec], parts, str(limited_by(parts)), wins
             )
@@ -183,7 +183,7 @@ def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any) -> 
     """Where a method is faster than dense; a difference at the end of double precision is none."""
     there = replace(setting, bytes_per_s=bytes_per_s)
     return np.broadcast_to(
-        adviser.step_s(spec, there) < adviser.step_s(DENSE, there) * (1 - 1e-12), np.shape(bytes_per_s)
+        adviser.step_s(spec, there) < adviser.step_s(UNCOMPRESSED, there) * (1 - 1e-12), np.shape(bytes_per_s)
     )
 
 

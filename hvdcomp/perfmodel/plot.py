@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from hvdcomp.files import replace_files
-from hvdcomp.perfmodel.advice import DENSE
+from hvdcomp.perfmodel.advice import UNCOMPRESSED
 from hvdcomp.perfmodel.sweep import AXES, Sweep
 
 # Okabe and Ito's palette less its yellow; dense is black.
@@ -33,11 +33,11 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
     figure = Figure(figsize=(8, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    others = [spec for spec in swept.step_s if spec != DENSE]
+    others = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
     for number, spec in enumerate(others):
         style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
         above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
-    above.plot(swept.values, 1e3 * swept.step_s[DENSE], label=DENSE, color="black", linewidth=2.2)
+    above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color="black", linewidth=2.2)
     above.set_ylabel("time of a step (ms)")
     above.set_yscale("log")
     above.set_title(title, fontsize=10)

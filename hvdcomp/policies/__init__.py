@@ -16,7 +16,8 @@ from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.constant import Constant
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
-from hvdcomp.policies.schedules import DENSE, LevelSchedule, WarmUp
+from hvdcomp.policies.schedules import LevelSchedule, WarmUp
+from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.parsing import parse
 from hvdcomp.specs.registry import classes_by_name
 

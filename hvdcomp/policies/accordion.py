@@ -21,7 +21,8 @@ from hvdcomp.policies.base import (
 )
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistic, Statistics
-from hvdcomp.policies.schedules import Level, Levelled
+from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.levels import Level
 
 
 def finite(norm: float) -> float | None:

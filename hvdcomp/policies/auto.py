@@ -25,19 +25,19 @@ from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Sta
 from hvdcomp.policies.schedules import Levelled
 
 SETTLING = 2
-"""So many steps after a change are not counted: the first sends what compression had kept back, and Horovod learns the
+"""Steps after a change that are not counted. The first sends what compression had kept back, and Horovod learns the
 names and sizes of what it exchanges anew."""
 
 WARM_UP = 10
-"""So many steps of a training are not counted before these: caches, allocators and names make them slow, whatever they
-send, and what is tried first would look worse than it is."""
+"""Steps at the start of a training that are not counted, before those after the first change. Caches, allocators and
+names make them slow, whatever they send: the first candidate would look worse than it is."""
 
-DENSE = "dense"
+DENSE_CANDIDATE = "dense"
 """Name of the candidate that sends everything as it is."""
 
-_HOPELESS = 1.5  # a trial ends early if its steps take so many times those of the best; or the best's so many times its
+_HOPELESS = 1.5  # a trial ends early if its steps take this many times as long as those of the best, or the reverse
 _LEAST = 2  # steps to judge that by
-_DOUBT = 0.1  # a prediction may be so much too high; what is within that is tried at no price
+_DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
 _PRIOR = 2  # steps that a prediction weighs as much as, with _DOUBT as its standard error
 _AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
 _NOTICEABLE = 0.01  # differences of step times that are looked for
@@ -259,7 +259,7 @@ class Auto(Policy[AutoState]):
             one = state.measured.get(name)
             if one is None:
                 # Dense in any case, whatever the model says: never to be slower than that is what is promised.
-                if name == DENSE or self._is_near(state, best, name):
+                if name == DENSE_CANDIDATE or self._is_near(state, best, name):
                     found.append(name)
             elif name != best and one.steps < _MOST * self.window:
                 gain = limit.seconds - one.seconds + 2 * one.error

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistics
-from hvdcomp.policies.schedules import Level, Levelled
+from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from hvdcomp.policies.schedules import Level
+from hvdcomp.specs.levels import Level
 
 PlanT = TypeVar("PlanT", covariant=True)
 

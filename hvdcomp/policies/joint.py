@@ -13,7 +13,8 @@ from hvdcomp.policies.accordion import Accordion, AccordionState, CriticalRegime
 from hvdcomp.policies.batch_size import AccordionBatchSize, AccordionBatchSizeState, require_multiple
 from hvdcomp.policies.decisions import LevelsAndBatch
 from hvdcomp.policies.request import Request, Statistics
-from hvdcomp.policies.schedules import Level, Levelled
+from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.described import Described
-
-Level = float | int
-
-DENSE: Final = "dense"
-"""In place of a level: the step is sent uncompressed."""
+from hvdcomp.specs.levels import DENSE, Level
 
 
 class Levelled(Protocol):
@@ -54,7 +50,7 @@ class WarmUp(LevelSchedule):
     of 0.001 (Lin et al. 2018, arXiv:1712.01887, section 3.3).
 
     Attributes:
-        dense_steps: so many steps are sent uncompressed before anything else.
+        dense_steps: number of steps that are sent uncompressed before anything else.
         levels: the levels of the periods that follow, one each.
         start: instead of `levels`: the first level of a geometric sequence that would reach the compressor's own
             level after `periods` periods. Levels that are whole numbers (ranks, bits) are rounded.
