@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -155,9 +154,7 @@ def choose_on(place: str, method: Sparsifier, x: np.ndarray, k: int, monkeypatch
     vector = make(backend, x, x.dtype.name)
     xp = arrays_for(vector)
     if device:
-        on_device = importlib.import_module(f"hvdcomp.arrays.{backend}_magnitudes")
-        kind = {"torch": "TorchMagnitudes", "tensorflow": "TensorFlowMagnitudes"}[backend]
-        monkeypatch.setattr(xp, "magnitudes", lambda x, need: getattr(on_device, kind)(x))
+        monkeypatch.setattr(xp, "magnitudes", lambda x, need: xp._device_magnitudes(x))
     indices = as_numpy(method.choose(xp, vector, k))
     assert indices.dtype == np.int32
     return indices

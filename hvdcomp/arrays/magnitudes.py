@@ -2,7 +2,7 @@
 
 The threshold sparsifiers ask how many elements reach a threshold, and at last for the indices of k of them. Only the
 largest few elements matter for that, so one pass sets aside those above a level seen in a sample, and all questions
-go to them. `torch_magnitudes` answers the same questions on an accelerator, where nothing may wait for a number.
+go to them. `device_magnitudes` answers the same questions on an accelerator, where nothing may wait for a number.
 """
 
 from __future__ import annotations

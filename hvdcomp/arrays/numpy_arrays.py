@@ -226,8 +226,8 @@ def eigenvectors(x: Array) -> Array:
 
 
 def cumulative_sum(x: Array) -> Array:
-    """Running sums of a vector: element i is the sum of the elements 0 to i."""
-    return np.cumsum(x)
+    """Running sums of a vector, in its element type: element i is the sum of the elements 0 to i."""
+    return np.cumsum(x, dtype=x.dtype)
 
 
 def interval_index(bounds: Array, points: Array) -> Array:

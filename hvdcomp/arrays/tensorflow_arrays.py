@@ -9,14 +9,16 @@ functions of the same name.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdcomp.arrays.device_magnitudes import DeviceMagnitudes
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.tensorflow_magnitudes import TensorFlowMagnitudes
 from hvdcomp.arrays.types import Array
 
 
@@ -92,11 +94,24 @@ def top_k_indices(x: Array, k: int) -> Array:
     return magnitudes(x, k).top(k)
 
 
-def magnitudes(x: Array, need: int) -> Magnitudes | TensorFlowMagnitudes:
+def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
     x = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
     if _on_cpu(x):
         return Magnitudes(x.numpy(), need, lambda indices: from_numpy(indices, like=x))
-    return TensorFlowMagnitudes(x)
+    return _device_magnitudes(x)
+
+
+def _device_magnitudes(x: Array) -> DeviceMagnitudes:
+    def largest(values: Array, k: int) -> Array:
+        # Compared as integers, which order numbers that are not negative alike, and NaN above all.
+        return tf.math.top_k(tf.bitcast(values, tf.int32 if values.dtype == tf.float32 else tf.int64), k).indices
+
+    def where(condition: Any, first: Any, second: Any) -> Array:
+        # Of two Python numbers TensorFlow would make float32 in any case.
+        return tf.where(condition, tf.convert_to_tensor(first, x.dtype), tf.convert_to_tensor(second, x.dtype))
+
+    # TensorFlow makes running sums of floats only on a GPU, and float64 counts exactly.
+    return DeviceMagnitudes(sys.modules[__name__], x, tf.math.count_nonzero, largest, where, "float64")
 
 
 def sort(x: Array) -> Array:

@@ -6,6 +6,7 @@ The docstrings of `numpy_arrays` hold for the functions of the same name.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdcomp.arrays.device_magnitudes import DeviceMagnitudes
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.torch_magnitudes import TorchMagnitudes
 from hvdcomp.arrays.types import Array
 
 
@@ -89,11 +90,17 @@ def top_k_indices(x: Array, k: int) -> Array:
     return magnitudes(x, k).top(k)
 
 
-def magnitudes(x: Array, need: int) -> Magnitudes | TorchMagnitudes:
-    if x.device.type == "cpu":
-        x = x.detach().float() if x.element_size() < 4 else x.detach()
-        return Magnitudes(x.numpy(), need, torch.from_numpy)
-    return TorchMagnitudes(x)
+def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
+    x = x.detach().float() if x.element_size() < 4 else x.detach()
+    return Magnitudes(x.numpy(), need, torch.from_numpy) if x.device.type == "cpu" else _device_magnitudes(x)
+
+
+def _device_magnitudes(x: Array) -> DeviceMagnitudes:
+    def largest(values: Array, k: int) -> Array:
+        return torch.topk(values, k, sorted=False).indices
+
+    counter = "int32" if x.shape[0] < 2**31 else "int64"
+    return DeviceMagnitudes(sys.modules[__name__], x, torch.count_nonzero, largest, torch.where, counter)
 
 
 def sort(x: Array) -> Array:
@@ -191,7 +198,7 @@ def eigenvectors(x: Array) -> Array:
 
 
 def cumulative_sum(x: Array) -> Array:
-    return torch.cumsum(x, 0)
+    return torch.cumsum(x, 0, dtype=x.dtype)
 
 
 def interval_index(bounds: Array, points: Array) -> Array:

@@ -95,7 +95,7 @@ def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
     wide = "int32" if size < 2**31 else "int64"
     indices = xp.astype(parts[1], wide) & (_BLOCK - 1)
     if len(parts) == 3:
-        starts = xp.astype(xp.cumulative_sum(xp.zeros(parts[2].shape, like=parts[2]) + _BLOCK), wide) - _BLOCK
+        starts = xp.cumulative_sum(xp.zeros(parts[2].shape, like=indices) + _BLOCK) - _BLOCK
         indices = indices + xp.repeat(starts, parts[2], indices.shape[0])
     return indices
 
