@@ -57,7 +57,8 @@ def test_the_files_that_it_names_exist(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_policy_and_each_of_its_parameters_is_in_the_reference(name: str) -> None:
     page = (ROOT / "docs" / "policies-reference.md").read_text(encoding="utf-8")
-    (section,) = [one for one in re.split(r"^## ", page, flags=re.MULTILINE) if one.startswith(f"`{name}`\n")]
+    section = next((one for one in re.split(r"^## ", page, flags=re.MULTILINE) if one.startswith(f"`{name}`\n")), None)
+    assert section is not None, "describe it there: rule, parameters, source"
     parameters = {field.name for field in dataclasses.fields(POLICIES[name])} - {"lag"}
     assert [one for one in sorted(parameters) if f"`{one}`" not in section] == []
 
