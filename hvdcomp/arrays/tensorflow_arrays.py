@@ -103,7 +103,7 @@ def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
 
 def _device_magnitudes(x: Array) -> DeviceMagnitudes:
     def largest(values: Array, k: int) -> Array:
-        # Compared as integers, which order numbers that are not negative alike, and NaN above all.
+        # Compared as integers: numbers that are not negative have the same order, and NaN comes last.
         return tf.math.top_k(tf.bitcast(values, tf.int32 if values.dtype == tf.float32 else tf.int64), k).indices
 
     def where(condition: Any, first: Any, second: Any) -> Array:

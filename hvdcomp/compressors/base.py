@@ -20,14 +20,14 @@ from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.described import Described
 from hvdcomp.specs.levels import Level
 
-# No index reaches further, so that more rows, columns or elements than this have no meaning.
+# No index reaches further: more rows, columns or elements than this have no meaning.
 LARGEST_COUNT = 2**63 - 1
-# Of what a method repeats in every step: more brings nothing, and a slip of the pen would never end.
+# The most repetitions within a step: more bring nothing, and a typing error would otherwise run without end.
 MOST_ROUNDS = 100
 
 
 class _NotForHorovod:
-    """Stands where Horovod looks for what it calls, for those who give it a description instead of a Compression."""
+    """In place of the methods that Horovod calls, for users who give it a description instead of a Compression."""
 
     def __get__(self, instance: Any, owner: type) -> Any:
         return refuse_description(owner if instance is None else instance)
@@ -64,13 +64,13 @@ class Compressor(Described):
         biased: whether the mean of the result over the method's random choices differs from the gradient. Biased
             methods use error feedback unless told otherwise. A cast's rounding does not count.
         lossless: whether the receivers get the gradient itself.
-        variance: a bound of E|x - C(x)|^2 / |x|^2, for any tensor, of unbiased methods whose error can be larger than
-            x itself. 0 of all others: biased methods leave out a part of x, and the error of `terngrad`, `globalqsgd`
-            and `natural` is in no element larger than the largest of x.
-        sent_is_own: whether C(x) follows from this rank's x alone. Where the ranks work on each other's parts it does
-            not, and an exchange does not show how much of x this rank by itself would have kept.
-        nested: whether compressing harder what was compressed before gives what compressing x itself as hard gives.
-            Such methods keep elements of x, and follow `Context.among`.
+        variance: for an unbiased method whose error can be larger than x itself, a bound of E|x - C(x)|^2 / |x|^2 that
+            holds for any tensor. 0 for all others: biased methods leave out a part of x, and no element's error is
+            larger than the largest element of x in `terngrad`, `globalqsgd` and `natural`.
+        sent_is_own: whether C(x) follows from this rank's x alone. If the ranks work on each other's parts it does not,
+            and a step does not show how much of x this rank would have kept by itself.
+        nested: whether C, applied at a harder level to what C kept of x at a softer level, gives what C gives of x at
+            the harder level. Such methods keep elements of x, and follow `Context.among`.
         period: after how many steps the sizes of what is sent repeat.
         reference: where the method is published.
     """
@@ -155,7 +155,7 @@ class Compressor(Described):
         return None
 
     def least_level(self, ranks: int) -> Level | None:
-        """The smallest level that works with so many ranks; None where any does."""
+        """The smallest level that works with this number of ranks; None if every level does."""
         return None
 
     @property

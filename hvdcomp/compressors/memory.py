@@ -36,7 +36,7 @@ class Memory(Described):
     keeps: ClassVar[float] = 1.0
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
-        """What all gradients of a step are to be multiplied with before `compensate`, as a scalar array; or None.
+        """The factor that all gradients of a step are multiplied by before `compensate`, as a scalar array; or None.
 
         Args:
             gradients: all of this rank's, of every shape and type.
@@ -176,8 +176,8 @@ class NoMemory(Memory):
 def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
     """x - C(x); may reuse the storage of `x`.
 
-    An element that overflows becomes zero: its rest is lost, but an infinity would spoil all steps that follow. That
-    happens only where C(x) is dense, because what a sparse one sends of an element is between zero and the element.
+    An element that overflows becomes zero: its residual is lost, but an infinity would spoil all steps that follow. A
+    sparse C(x) has the sign of the elements of x, so that only a dense one can make the difference overflow.
     """
     if isinstance(sent, SparseVector):
         return xp.reshape(xp.add_at(xp.flatten(x), sent.indices, -sent.values), x.shape)

@@ -198,7 +198,7 @@ class GlobalQSGD(Compressor):
         require_bits(self.name, self.bits, 2, 16)
 
     def levels(self, ranks: int) -> int:
-        """s: a rank of so many sends -s ... s.
+        """s: with this number of ranks, each sends -s ... s.
 
         Raises:
             ConfigurationError: if the sum over the ranks has no room in a field.

@@ -274,7 +274,7 @@ def _require_compressor(method: str, place: str, choice: object) -> None:
 
 
 def require_nested(depth: int) -> None:
-    """Raises SpecError if so many routers in each other are too many."""
+    """Raises SpecError if routers are nested deeper than is allowed."""
     if depth > MOST_NESTED:
         raise SpecError(
             f"more than {MOST_NESTED} routers are nested in each other, which is not allowed; each numel<N or ndim<N "

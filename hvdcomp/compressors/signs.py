@@ -19,7 +19,7 @@ from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, unp
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.errors import SpecError
 
-# The balance of so many votes fits into a byte with a sign.
+# The balance of this number of votes fits into a byte with a sign.
 _VOTES_PER_BYTE = 127
 
 

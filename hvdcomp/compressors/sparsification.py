@@ -86,7 +86,7 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """k elements at random places that every rank draws alike, so that only values travel and can be allreduced
+    """k elements at random places. Every rank draws the same, so that only values travel and an allreduce adds them up
     (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:

@@ -17,8 +17,8 @@ from hvdcomp.compressors.memory import Memory, MomentumCorrection
 from hvdcomp.compressors.sparsification import Sparsifier
 
 _ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
-_ROOM = 4  # SIDCo's estimated threshold may let through so many times k; of those the k largest are taken
-_SAMPLED_ROOM = 2  # likewise DGC's, which a sample puts nearer
+_ROOM = 4  # times k: SIDCo's estimated threshold may let through that many; the k largest of those are taken
+_SAMPLED_ROOM = 2  # the same for DGC, whose threshold is nearer, being that of a sample
 
 
 class Bracket:
