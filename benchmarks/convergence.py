@@ -73,7 +73,7 @@ def run_all(runs: Path, chosen: tuple[str, ...], only: tuple[str, ...]) -> None:
     """Trains what is not there yet, on every rank together."""
     import horovod.torch as hvd
 
-    from hvdcomp.train.settings import Settings
+    from hvdcomp.train.options import TrainingOptions
     from hvdcomp.train.trainer import train
 
     todo = [
@@ -92,11 +92,11 @@ def run_all(runs: Path, chosen: tuple[str, ...], only: tuple[str, ...]) -> None:
             print(f"[{number + 1}/{len(todo)}] {data} {spec} seed {seed}", flush=True)
         extra = dict(options)
         factor = extra.pop("lr_factor", None)
-        settings = Settings(
+        settings = TrainingOptions(
             **DATA[data], **extra, compression=spec, seed=seed, output=folder, overwrite=True, progress=False
         )
         if factor is not None:
-            settings = Settings(**{**vars(settings), "lr": factor * settings.resolved().lr})
+            settings = TrainingOptions(**{**vars(settings), "lr": factor * settings.resolved().lr})
         train(settings)
 
 

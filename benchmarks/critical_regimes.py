@@ -26,27 +26,27 @@ from hvdcomp.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian
 from hvdcomp.diagnostics.plot import draw
 from hvdcomp.train.data import epoch_shard, load_data
 from hvdcomp.train.frameworks import build_model
-from hvdcomp.train.settings import Settings, SetupError
+from hvdcomp.train.options import SetupError, TrainingOptions
 
 _BATCH = 256  # of the passes for the Hessian; the result does not depend on it
 
 
-def measure(settings: Settings, record: RegimeRecord, samples: int, progress: Progress) -> list[dict[str, Any]]:
-    """Trains as `settings` say and notes every epoch in `record`; returns one row per epoch."""
-    torch.manual_seed(settings.seed)
-    data = load_data(settings)
+def measure(options: TrainingOptions, record: RegimeRecord, samples: int, progress: Progress) -> list[dict[str, Any]]:
+    """Trains as `options` say and notes every epoch in `record`; returns one row per epoch."""
+    torch.manual_seed(options.seed)
+    data = load_data(options)
     if not 1 <= samples <= len(data.train_x):
         raise click.UsageError(f"--samples {samples}: from 1 to {len(data.train_x)}, which are all there are")
-    model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum)
+    model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=options.momentum)
     inputs, labels = torch.from_numpy(data.model_input(data.train_x)), torch.from_numpy(data.train_y)
     batches = list(zip(inputs[:samples].split(_BATCH), labels[:samples].split(_BATCH), strict=True))
     loss_function = nn.CrossEntropyLoss()
     rows = []
-    task = progress.add_task("", total=settings.epochs)
-    for epoch in range(1, settings.epochs + 1):
+    task = progress.add_task("", total=options.epochs)
+    for epoch in range(1, options.epochs + 1):
         start = time.perf_counter()
-        rate, loss, norm = train_epoch(settings, inputs, labels, model, optimizer, epoch)
+        rate, loss, norm = train_epoch(options, inputs, labels, model, optimizer, epoch)
         trained = time.perf_counter()
         found = largest_hessian_eigenvalue(model, loss_function, batches, iterations=100, tolerance=1e-2)
         seconds = {"training": trained - start, "eigenvalue": time.perf_counter() - trained}
@@ -57,7 +57,7 @@ def measure(settings: Settings, record: RegimeRecord, samples: int, progress: Pr
 
 
 def train_epoch(
-    settings: Settings,
+    options: TrainingOptions,
     inputs: torch.Tensor,
     labels: torch.Tensor,
     model: nn.Module,
@@ -65,13 +65,13 @@ def train_epoch(
     epoch: int,
 ) -> tuple[float, float, float]:
     """One epoch of training: its learning rate, its mean loss, and the norm of the sum of its steps' gradients."""
-    assert settings.batch_size is not None
-    rate = settings.learning_rate(epoch - 1)
+    assert options.batch_size is not None
+    rate = options.learning_rate(epoch - 1)
     for group in optimizer.param_groups:
         group["lr"] = rate
     accumulated = [torch.zeros_like(parameter) for parameter in model.parameters()]
     losses = []
-    for batch in epoch_shard(len(inputs), 1, 0, settings.batch_size, settings.seed, epoch):
+    for batch in epoch_shard(len(inputs), 1, 0, options.batch_size, options.seed, epoch):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
         loss.backward()
@@ -141,7 +141,7 @@ def main(
 ) -> None:
     """Trains, measures, and writes what was found."""
     try:
-        settings = Settings(
+        options = TrainingOptions(
             epochs=epochs, milestones=(milestone,), lr=lr, label_noise=label_noise, seed=seed
         ).resolved()
         record = RegimeRecord(interval=interval, eta=eta)
@@ -152,10 +152,10 @@ def main(
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start = time.perf_counter()
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        rows = measure(settings, record, samples, progress)
+        rows = measure(options, record, samples, progress)
     document = {
         "made_by": "python benchmarks/critical_regimes.py",
-        "training": settings.as_options(),
+        "training": options.as_json(),
         "hessian_samples": samples,
         "torch": torch.__version__,
         "seconds": round(time.perf_counter() - start, 1),
@@ -164,7 +164,7 @@ def main(
     }
     output.mkdir(parents=True, exist_ok=True)
     (output / "critical_regimes.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draw(record, [row["train_loss"] for row in rows], settings.milestones).savefig(
+    draw(record, [row["train_loss"] for row in rows], options.milestones).savefig(
         output / "critical_regimes.png", dpi=110
     )
     console.print(shown(record, rows))

@@ -30,7 +30,7 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.train.data import epoch_shard, load_data
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import build_model
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 
 BYTES_OF_A_PAIR = 8  # a float32 value and its index
 
@@ -57,12 +57,12 @@ def ratio_of(factor: float) -> float:
     return 4 / BYTES_OF_A_PAIR / factor
 
 
-def measure(data: DataSet, settings: Settings, factor: float) -> GravacGains:
+def measure(data: DataSet, options: TrainingOptions, factor: float) -> GravacGains:
     """Trains as one rank with TopK at this compression factor, and looks at each step's energies."""
-    assert settings.batch_size is not None
-    torch.manual_seed(settings.seed)
-    model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=settings.momentum)
+    assert options.batch_size is not None
+    torch.manual_seed(options.seed)
+    model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     named = dict(model.named_parameters())
     compressor = TopK(ratio_of(factor))
     tensors = [TensorInfo(name, tuple(one.shape)) for name, one in named.items()]
@@ -78,8 +78,8 @@ def measure(data: DataSet, settings: Settings, factor: float) -> GravacGains:
 
     engine.after_sent = after_sent
     steps = []
-    for epoch in range(1, settings.epochs + 1):
-        for samples in epoch_shard(len(data.train_x), 1, 0, settings.batch_size, settings.seed, epoch):
+    for epoch in range(1, options.epochs + 1):
+        for samples in epoch_shard(len(data.train_x), 1, 0, options.batch_size, options.seed, epoch):
             inputs = torch.from_numpy(data.model_input(data.train_x[samples]))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), torch.from_numpy(data.train_y[samples])).backward()
@@ -112,12 +112,12 @@ def main(factors: tuple[float, ...], batches: tuple[int, ...], steps: int, seed:
     """Prints GraVAC's gain by both formulas, at each batch size and compression factor."""
     table = Table("batch", "factor", "kept of g", "gain, text", "gain, code", "|r|² / |g|²")
     for batch in batches:
-        settings = Settings(model="cnn", data="digits", batch_size=batch, seed=seed).resolved()
-        data = load_data(settings)
+        options = TrainingOptions(model="cnn", data="digits", batch_size=batch, seed=seed).resolved()
+        data = load_data(options)
         epochs = -(-steps // (len(data.train_x) // batch))
-        settings = Settings(model="cnn", data="digits", batch_size=batch, seed=seed, epochs=epochs).resolved()
+        options = TrainingOptions(model="cnn", data="digits", batch_size=batch, seed=seed, epochs=epochs).resolved()
         for factor in factors:
-            found = measure(data, settings, factor)
+            found = measure(data, options, factor)
             shown = (f"{one:.2f}" for one in (found.alone, found.text, found.code, found.residual))
             table.add_row(str(batch), f"{factor:g}", *shown)
     Console(width=80).print(table)

@@ -59,11 +59,11 @@ class Experiment:
         return "perplexity" if self.options["model"] == "lstm" else "accuracy"
 
     def settings(self, row: Row, seed: int, folder: Path) -> Any:
-        """The `hvdcomp.train.settings.Settings` of a run."""
-        from hvdcomp.train.settings import Settings
+        """The `hvdcomp.train.options.TrainingOptions` of a run."""
+        from hvdcomp.train.options import TrainingOptions
 
         chosen = {**self.options, **row.options, "compression": row.compression, "policy": row.policy, "seed": seed}
-        return Settings(**chosen, output=folder, overwrite=True, progress=False)
+        return TrainingOptions(**chosen, output=folder, overwrite=True, progress=False)
 
 
 # Accordion's authors compare norms every 10 of 300 epochs, at a thirtieth of the training. Here that is about one of 24
@@ -168,7 +168,7 @@ def finished_run(settings: Any) -> dict[str, Any] | None:
         summary = json.loads((settings.output / "summary.json").read_text())
     except (OSError, ValueError):
         return None
-    wanted = json.loads(json.dumps(settings.resolved().as_options()))
+    wanted = json.loads(json.dumps(settings.resolved().as_json()))
     same = all(
         summary["options"].get(key) == wanted[key] for key in wanted.keys() - {"output", "overwrite", "progress"}
     )

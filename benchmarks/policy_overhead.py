@@ -57,10 +57,10 @@ class Training:
         import hvdcomp
         from hvdcomp.train.data import load_data
         from hvdcomp.train.frameworks import build_model
-        from hvdcomp.train.settings import Settings
+        from hvdcomp.train.options import TrainingOptions
 
-        settings = Settings(model="cnn", data="digits").resolved()
-        data = load_data(settings)
+        options = TrainingOptions(model="cnn", data="digits").resolved()
+        data = load_data(options)
         self.inputs, self.labels = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
         torch.manual_seed(0)
         self.model = build_model("cnn", channels=data.channels, size=data.size, classes=data.classes)

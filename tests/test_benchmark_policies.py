@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.policies import parse_policy
 from hvdcomp.train.data import load_data
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +40,7 @@ def write_run(settings: Any, **figures: Any) -> None:
     """A run's summary, as `hvdcomp train` leaves it."""
     settings.output.mkdir(parents=True, exist_ok=True)
     summary = {"status": "finished", "steps": 10, "dense_bytes": 4e6, "seconds": 1.0, **figures}
-    summary["options"] = settings.resolved().as_options()
+    summary["options"] = settings.resolved().as_json()
     (settings.output / "summary.json").write_text(json.dumps(summary))
 
 
@@ -150,7 +150,7 @@ def test_what_comes_out_the_other_way_round_is_called_reversed(
 def test_the_residual_makes_gravacs_gain_small_and_its_published_code_leaves_it_out() -> None:
     pytest.importorskip("torch")
     gains = load("gravac_gain")
-    settings = Settings(model="cnn", data="digits", batch_size=16, epochs=1, samples=320).resolved()
+    settings = TrainingOptions(model="cnn", data="digits", batch_size=16, epochs=1, samples=320).resolved()
     found = gains.measure(load_data(settings), settings, 10.0)
     assert found.text < 0.8 * found.alone
     assert found.code > 1

@@ -26,7 +26,7 @@ from hvdcomp.commands.advise import command as advise
 from hvdcomp.commands.calibrate import _checked
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import Collective, CollectiveCost, Compute, Exchange, Network, Parts, Setting, load, predict
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 from tests.launch import run_ranks
 
 pytestmark = pytest.mark.alone
@@ -128,7 +128,7 @@ def test_steps_that_are_timed_hold_no_numbers_that_make_a_processor_slow() -> No
 def test_a_model_is_timed_on_the_shape_of_its_data() -> None:
     torch = pytest.importorskip("torch")
     from hvdcomp.bench.workload import build
-    from hvdcomp.train.settings import SetupError
+    from hvdcomp.train.options import SetupError
 
     try:
         digits, images = (build(name, 2, 0, 0) for name in ("mlp@digits", "mlp"))

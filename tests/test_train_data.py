@@ -18,11 +18,11 @@ from hvdcomp.train import data as data_module
 from hvdcomp.train import data_cifar, data_text
 from hvdcomp.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
 from hvdcomp.train.dataset import DataSet, augment
-from hvdcomp.train.settings import Settings, SetupError
+from hvdcomp.train.options import SetupError, TrainingOptions
 
 
 def _load(**options: object) -> DataSet:
-    return load_data(Settings(**options).resolved())  # type: ignore[arg-type]
+    return load_data(TrainingOptions(**options).resolved())  # type: ignore[arg-type]
 
 
 # -- how an epoch is dealt

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdcomp.train.frameworks import build_model  # noqa: E402
-from hvdcomp.train.settings import IMAGE_MODELS, SetupError  # noqa: E402
+from hvdcomp.train.options import IMAGE_MODELS, SetupError  # noqa: E402
 
 
 def _count(model: torch.nn.Module) -> int:

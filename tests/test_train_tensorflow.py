@@ -22,7 +22,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run
 
 from hvdcomp.train import environment  # noqa: E402
 from hvdcomp.train.frameworks import build_model  # noqa: E402
-from hvdcomp.train.settings import MODELS, SetupError  # noqa: E402
+from hvdcomp.train.options import MODELS, SetupError  # noqa: E402
 
 _COMMAND = str(Path(sys.executable).parent / "hvdcomp")
 
@@ -222,7 +222,7 @@ def test_a_policy_of_levels(tmp_path: Path) -> None:
 _COUNTED = """
 import sys
 from pathlib import Path
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 from hvdcomp.train.tensorflow_learner import TensorFlowLearner
 from hvdcomp.train.trainer import train
 
@@ -237,7 +237,7 @@ class Learner(TensorFlowLearner):
 sys.modules["hvdcomp.train.tensorflow_learner"].TensorFlowLearner = Learner
 policy = "accordion_batch_size:low=32,high=64,interval=1,lag=0"
 options = {"compression": "topk:ratio=0.01", "policy": policy, "epochs": 5, "output": Path(sys.argv[1])}
-train(Settings(framework="tensorflow", **options))
+train(TrainingOptions(framework="tensorflow", **options))
 print("traced again", Learner.counts[-1] - Learner.counts[0], flush=True)
 """
 
@@ -269,10 +269,10 @@ environment.prepare_mpi()
 from hvdcomp.train.data import load_data
 from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.ranks import Ranks
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 
 framework, weights, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-settings = Settings(framework=framework, **options).resolved()
+settings = TrainingOptions(framework=framework, **options).resolved()
 data = load_data(settings)
 make_learner = learner_class(framework)
 ranks = Ranks(framework)

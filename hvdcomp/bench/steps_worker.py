@@ -23,7 +23,7 @@ import click
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.train.settings import MODELS, SetupError
+from hvdcomp.train.options import MODELS, SetupError
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
 COMPUTE = "compute"  # training alone: no gradient leaves the rank

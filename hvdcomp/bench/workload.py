@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.train.frameworks import build_model
-from hvdcomp.train.settings import MODELS, TEXT_MODELS, SetupError
+from hvdcomp.train.options import MODELS, TEXT_MODELS, SetupError
 
 _IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, size, classes
 _TOKENS, _LENGTH = 100, 64  # characters of a text
@@ -65,7 +65,7 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     From then on the process takes numbers that are too small to be normal as zero.
 
     Args:
-        model: one of `hvdcomp.train.settings.MODELS`, for images as CIFAR-10 has them; "model@data" for random images
+        model: one of `hvdcomp.train.options.MODELS`, for images as CIFAR-10 has them; "model@data" for random images
             of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
             a batch. It is called several times, and each time has to make a new model.

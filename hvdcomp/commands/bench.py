@@ -19,7 +19,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.shapes import MODELS
 from hvdcomp.terminal import Group, make_console, make_table, print_table
-from hvdcomp.train.settings import MODELS as TRAINED
+from hvdcomp.train.options import MODELS as TRAINED
 
 _STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import environment
-from hvdcomp.train.settings import MODELS, SetupError
+from hvdcomp.train.options import MODELS, SetupError
 
 if TYPE_CHECKING:
     from hvdcomp.bench.calibrate import Calibrated

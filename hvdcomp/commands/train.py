@@ -10,9 +10,9 @@ import click
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
-from hvdcomp.train.settings import DATA, FRAMEWORKS, MODELS, Settings
+from hvdcomp.train.options import DATA, FRAMEWORKS, MODELS, TrainingOptions
 
-_DEFAULTS = Settings()
+_DEFAULTS = TrainingOptions()
 _NEEDS = {
     "torch": "PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]'",
     "tensorflow": "TensorFlow, tf_keras and Horovod: pip install 'hvdcomp[tensorflow,train,build]'",
@@ -27,7 +27,7 @@ def _epoch_list(context: click.Context, parameter: click.Parameter, value: str) 
 
 
 def _option(name: str, help_text: str, **attributes: Any) -> Any:
-    """An option with the default of `Settings`; None there means that it depends on the model and the data."""
+    """An option with the default of `TrainingOptions`; None there means that it depends on the model and the data."""
     default = getattr(_DEFAULTS, name.lstrip("-").replace("-", "_"))
     shown: bool | str = "by model and data" if default is None else True
     return click.option(
@@ -108,21 +108,21 @@ def command(context: click.Context, **options: Any) -> None:
     the data.
     """
     environment.prepare_mpi()
-    settings = Settings(**options)
+    chosen = TrainingOptions(**options)
     try:
         from hvdcomp.train.frameworks import learner_class
         from hvdcomp.train.ranks import Ranks, RunRefused
         from hvdcomp.train.trainer import train
 
-        learner_class(settings.framework)
-        ranks = Ranks(settings.framework)
+        learner_class(chosen.framework)
+        ranks = Ranks(chosen.framework)
     except ImportError as error:
         raise click.ClickException(
-            f"{error}; hvdcomp train --framework {settings.framework} needs {_NEEDS[settings.framework]}, "
+            f"{error}; hvdcomp train --framework {chosen.framework} needs {_NEEDS[chosen.framework]}, "
             "then hvdcomp build-horovod"
         ) from None
     try:
-        summary = train(settings, ranks)
+        summary = train(chosen, ranks)
     except RunRefused as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()

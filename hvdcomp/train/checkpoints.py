@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.files import write_file
 from hvdcomp.train.learner import Learner
+from hvdcomp.train.options import SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
-from hvdcomp.train.settings import Settings, SetupError
 
 _FORMAT = 2
 _FORMATS = (1, _FORMAT)  # the first one had no digests
@@ -71,17 +71,17 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        settings: which name the folder, the same on all hosts.
+        options: which name the folder, the same on all hosts.
         facts: in which a run that goes on must agree with the one that was saved, as JSON.
 
     Attributes:
         damaged: what is wrong with checkpoints newer than the one that was found, the same on all ranks.
     """
 
-    def __init__(self, settings: Settings, facts: Mapping[str, Any], ranks: Ranks) -> None:
-        assert settings.checkpoint_folder is not None
-        self.folder = settings.checkpoint_folder
-        self._every = settings.checkpoint_every
+    def __init__(self, options: TrainingOptions, facts: Mapping[str, Any], ranks: Ranks) -> None:
+        assert options.checkpoint_folder is not None
+        self.folder = options.checkpoint_folder
+        self._every = options.checkpoint_every
         self._ranks = ranks
         kept = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
         self._facts = json.loads(json.dumps({**kept, "ranks": ranks.size}))

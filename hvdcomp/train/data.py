@@ -12,40 +12,40 @@ import numpy as np
 
 from hvdcomp.train import data_cifar, data_text
 from hvdcomp.train.dataset import DataSet, image_data
-from hvdcomp.train.settings import Settings, SetupError
+from hvdcomp.train.options import SetupError, TrainingOptions
 
 # Numbers of what is drawn at random from one seed; the shuffles of the epochs take those that follow.
 _PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
 
 
-def load_data(settings: Settings) -> DataSet:
-    """Load the data named in `settings`, cut to `samples`, with its label noise.
+def load_data(options: TrainingOptions) -> DataSet:
+    """Load the data named in `options`, cut to `samples`, with its label noise.
 
     Raises:
         SetupError: a file is missing or damaged, or there are fewer samples than asked for.
     """
     loaders = {
         "digits": lambda: digits(),
-        "synthetic": lambda: synthetic(settings.image_size, settings.seed),
-        "cifar10": lambda: data_cifar.load(settings.data_dir, "cifar10"),
-        "cifar100": lambda: data_cifar.load(settings.data_dir, "cifar100"),
+        "synthetic": lambda: synthetic(options.image_size, options.seed),
+        "cifar10": lambda: data_cifar.load(options.data_dir, "cifar10"),
+        "cifar100": lambda: data_cifar.load(options.data_dir, "cifar100"),
         "stdlib-text": lambda: data_text.standard_library(
-            settings.text_size, settings.text_unit, settings.sequence_length
+            options.text_size, options.text_unit, options.sequence_length
         ),
-        "wikitext2": lambda: data_text.load(settings.data_dir, "wikitext2", settings.sequence_length),
-        "ptb": lambda: data_text.load(settings.data_dir, "ptb", settings.sequence_length),
+        "wikitext2": lambda: data_text.load(options.data_dir, "wikitext2", options.sequence_length),
+        "ptb": lambda: data_text.load(options.data_dir, "ptb", options.sequence_length),
     }
-    data = loaders[settings.data]()
-    if settings.samples is not None:
-        if settings.samples > len(data.train_x):
+    data = loaders[options.data]()
+    if options.samples is not None:
+        if options.samples > len(data.train_x):
             raise SetupError(
-                f"--samples {settings.samples}: --data {settings.data} has {len(data.train_x)} to train on"
+                f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on"
             )
         data = dataclasses.replace(
-            data, train_x=data.train_x[: settings.samples], train_y=data.train_y[: settings.samples]
+            data, train_x=data.train_x[: options.samples], train_y=data.train_y[: options.samples]
         )
-    if settings.label_noise:
-        data = dataclasses.replace(data, train_y=_noisy(data, settings.label_noise, settings.seed))
+    if options.label_noise:
+        data = dataclasses.replace(data, train_y=_noisy(data, options.label_noise, options.seed))
     return data
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.train.dataset import DataSet, image_data
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 
 _PIXELS = 3 * 32 * 32  # one image: all red values row by row, then green, then blue
 

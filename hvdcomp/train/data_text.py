@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdcomp.train.dataset import DataSet
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 
 _UNKNOWN = "<unk>"
 _END_OF_LINE = "<eos>"

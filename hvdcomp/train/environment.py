@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.promise import LAUNCHERS, check_size
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 
 
 def prepare_mpi() -> None:

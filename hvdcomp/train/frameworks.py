@@ -26,10 +26,10 @@ def build_model(name: str, *, channels: int, size: int, classes: int, framework:
     """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
 
     Args:
-        name: one of `settings.MODELS`.
+        name: one of `options.MODELS`.
         channels, size: of the images, `size` pixels high and wide; not used by the language model.
         classes: labels, or the tokens of the vocabulary.
-        framework: one of `settings.FRAMEWORKS`.
+        framework: one of `options.FRAMEWORKS`.
 
     Raises:
         SetupError: the images are too small for the network's pooling.

@@ -15,7 +15,7 @@ import numpy as np
 
 import hvdcomp
 from hvdcomp.train.dataset import DataSet
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 
 Arrays = dict[str, np.ndarray]
 
@@ -26,7 +26,7 @@ class Learner(ABC):
     In this order: `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
 
     Args:
-        settings: resolved.
+        options: resolved.
         data: whose shapes the model is built for.
         rank: of this process; random choices of the model (dropout) differ between the ranks.
 
@@ -38,7 +38,7 @@ class Learner(ABC):
     """What to tell before the first step, where that takes much longer than the others."""
 
     @abstractmethod
-    def __init__(self, settings: Settings, data: DataSet, rank: int) -> None: ...
+    def __init__(self, options: TrainingOptions, data: DataSet, rank: int) -> None: ...
 
     @staticmethod
     @abstractmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 
 _SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32}
 

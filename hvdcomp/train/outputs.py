@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.files import RecordFile, replace_text
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
 DECISIONS = "decisions.jsonl"  # written by the compression

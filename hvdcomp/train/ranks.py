@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.train import environment
-from hvdcomp.train.settings import SetupError
+from hvdcomp.train.options import SetupError
 
 Built = TypeVar("Built")
 

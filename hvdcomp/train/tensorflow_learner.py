@@ -27,7 +27,7 @@ from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.models_tensorflow import build_model
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 
 
 class TensorFlowLearner(Learner):
@@ -41,11 +41,11 @@ class TensorFlowLearner(Learner):
 
     first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
 
-    def __init__(self, settings: Settings, data: DataSet, rank: int) -> None:
-        self._settings = settings
+    def __init__(self, options: TrainingOptions, data: DataSet, rank: int) -> None:
+        self._options = options
         self._rank = rank
-        tf_keras.utils.set_random_seed(settings.seed)
-        self._model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
+        tf_keras.utils.set_random_seed(options.seed)
+        self._model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
         self._optimizer: Any = None
         self._compression: hvdcomp.Compression | None = None
         inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.is_text else tf.float32)
@@ -68,13 +68,13 @@ class TensorFlowLearner(Learner):
             pass  # TensorFlow runs already, in a program that calls `train`: what it chose stays
 
     def broadcast(self) -> None:
-        settings = self._settings
+        options = self._options
         hvd.broadcast_variables(self._model.variables, root_rank=0)
         self._optimizer = tf_keras.optimizers.SGD(
-            settings.lr, momentum=settings.momentum, nesterov=settings.nesterov, jit_compile=False
+            options.lr, momentum=options.momentum, nesterov=options.nesterov, jit_compile=False
         )
         self._optimizer.build(self._model.trainable_variables)
-        tf.random.set_seed(settings.seed + self._rank * 2**31)  # of what is traced from here on
+        tf.random.set_seed(options.seed + self._rank * 2**31)  # of what is traced from here on
 
     def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
         variables = self._model.trainable_variables
@@ -127,17 +127,17 @@ class TensorFlowLearner(Learner):
     # Traced.
 
     def _training_step(self, inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-        settings, variables = self._settings, self._model.trainable_variables
-        passes = settings.backward_passes_per_step
+        options, variables = self._options, self._model.trainable_variables
+        passes = options.backward_passes_per_step
         with tf.GradientTape() as tape:
             parts = zip(tf.split(inputs, passes), tf.split(targets, passes), strict=True)
             loss = tf.add_n([_loss(self._model(x, training=True), y) for x, y in parts]) / passes
         tape = hvd.DistributedGradientTape(tape, compression=self._compression, sparse_as_dense=True)
         gradients = tape.gradient(loss, variables)
-        if settings.clip_norm:
-            gradients, _ = tf.clip_by_global_norm(gradients, settings.clip_norm)
-        if settings.weight_decay:
-            decay = settings.weight_decay
+        if options.clip_norm:
+            gradients, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
+        if options.weight_decay:
+            decay = options.weight_decay
             gradients = [gradient + decay * variable for gradient, variable in zip(gradients, variables, strict=True)]
         self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return loss

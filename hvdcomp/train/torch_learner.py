@@ -22,7 +22,7 @@ from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.models_torch import build_model
-from hvdcomp.train.settings import Settings
+from hvdcomp.train.options import TrainingOptions
 
 _SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 
@@ -30,12 +30,12 @@ _SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 class TorchLearner(Learner):
     """See `Learner`. On a GPU if there is one: each rank of a host takes its own."""
 
-    def __init__(self, settings: Settings, data: DataSet, rank: int) -> None:
-        self._settings = settings
+    def __init__(self, options: TrainingOptions, data: DataSet, rank: int) -> None:
+        self._options = options
         self._rank = rank
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        torch.manual_seed(settings.seed)
-        model = build_model(settings.model, channels=data.channels, size=data.size, classes=data.classes)
+        torch.manual_seed(options.seed)
+        model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
         self._model = model.to(self._device)
         self._optimizer: Any = None
         self._compression: hvdcomp.Compression | None = None
@@ -47,17 +47,17 @@ class TorchLearner(Learner):
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
     def broadcast(self) -> None:
-        settings, model = self._settings, self._model
+        options, model = self._options, self._model
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         # Horovod fills the optimizer's state by a step of its own with zero gradients. With a learning rate and a
         # weight decay of zero that changes nothing; both are set afterwards.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=settings.momentum, nesterov=settings.nesterov)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         optimizer.zero_grad()
         for group in optimizer.param_groups:
-            group["weight_decay"] = settings.weight_decay
+            group["weight_decay"] = options.weight_decay
         self._optimizer = optimizer
-        torch.manual_seed(settings.seed + self._rank * 2**31)
+        torch.manual_seed(options.seed + self._rank * 2**31)
 
     def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
         return hvdcomp.Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
@@ -68,7 +68,7 @@ class TorchLearner(Learner):
             self._optimizer,
             named_parameters=self._model.named_parameters(),
             compression=compression,
-            backward_passes_per_step=self._settings.backward_passes_per_step,
+            backward_passes_per_step=self._options.backward_passes_per_step,
         )
 
     def set_learning_rate(self, rate: float) -> None:
@@ -76,7 +76,7 @@ class TorchLearner(Learner):
             group["lr"] = rate
 
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
-        passes = accumulation * self._settings.backward_passes_per_step
+        passes = accumulation * self._options.backward_passes_per_step
         self._model.train()
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
@@ -86,10 +86,10 @@ class TorchLearner(Learner):
             loss = _loss(self._model(x), y) / passes
             loss.backward()
             total += loss.detach()
-        if self._settings.clip_norm:
+        if self._options.clip_norm:
             # The norm of the averaged gradient: it is there only after the exchange.
             self._optimizer.synchronize()
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.clip_norm)
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm)
             with self._optimizer.skip_synchronize():
                 self._optimizer.step()
         else:

@@ -23,9 +23,9 @@ from hvdcomp.train.data import epoch_shard, evaluation_shard, load_data, steps_p
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.learner import Arrays, Learner
-from hvdcomp.train.progress import Reporter
+from hvdcomp.train.options import SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
-from hvdcomp.train.settings import Settings, SetupError
+from hvdcomp.train.reporter import Reporter
 
 _STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
 _SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
@@ -35,11 +35,11 @@ _EVALUATION_BATCH = 256
 _KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 
 
-def train(settings: Settings, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Train under Horovod as `settings` say, writing and showing what they ask for. Call it on every rank.
+def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Train under Horovod as `options` say, writing and showing what they ask for. Call it on every rank.
 
     Args:
-        ranks: those of `settings.framework`; None to reach them here.
+        ranks: those of `options.framework`; None to reach them here.
 
     Returns:
         The summary, as in summary.json; the same on every rank but for what is rank 0's own (its loss and
@@ -49,79 +49,79 @@ def train(settings: Settings, ranks: Ranks | None = None) -> dict[str, Any]:
         RunRefused: on every rank, if the run cannot start as asked.
         ImportError: the framework, or Horovod for it, is not installed.
     """
-    with Warnings() if settings.checkpoint_folder is not None else contextlib.nullcontext() as warnings:
-        return _set_up(settings, ranks, warnings).run()
+    with Warnings() if options.checkpoint_folder is not None else contextlib.nullcontext() as warnings:
+        return _set_up(options, ranks, warnings).run()
 
 
-def _set_up(settings: Settings, ranks: Ranks | None, warnings: Warnings | None) -> _Run:
-    make_learner = learner_class(settings.framework)
-    ranks = ranks or Ranks(settings.framework)
+def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | None) -> _Run:
+    make_learner = learner_class(options.framework)
+    ranks = ranks or Ranks(options.framework)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
-    settings = ranks.together(lambda: _checked(settings, ranks))
+    options = ranks.together(lambda: _checked(options, ranks))
     checkpoints, saved = None, None
-    if settings.checkpoint_folder is not None:
-        ranks.check_same(_comparable(settings))  # or some would look for a checkpoint, and others not
-        checkpoints = Checkpoints(settings, _comparable(settings), ranks)
+    if options.checkpoint_folder is not None:
+        ranks.check_same(_comparable(options))  # or some would look for a checkpoint, and others not
+        checkpoints = Checkpoints(options, _comparable(options), ranks)
         saved = checkpoints.find()
-    ranks.together(lambda: _check_outputs(settings, ranks, saved))
-    data, learner, steps = ranks.together(lambda: _build(settings, ranks, make_learner))
-    ranks.check_same({**_comparable(settings), "training samples": len(data.train_x), "classes": data.classes})
+    ranks.together(lambda: _check_outputs(options, ranks, saved))
+    data, learner, steps = ranks.together(lambda: _build(options, ranks, make_learner))
+    ranks.check_same({**_comparable(options), "training samples": len(data.train_x), "classes": data.classes})
     learner.broadcast()
-    compression = ranks.together(lambda: _compression(settings, learner, steps))
+    compression = ranks.together(lambda: _compression(options, learner, steps))
     learner.distribute(compression)
     if checkpoints is not None and saved is not None:
         checkpoints.restore(learner)
-    writer = ranks.together(lambda: _writer(settings, ranks, saved))
-    run = _Run(settings, ranks, data, learner, compression, steps, checkpoints, writer, warnings)
+    writer = ranks.together(lambda: _writer(options, ranks, saved))
+    run = _Run(options, ranks, data, learner, compression, steps, checkpoints, writer, warnings)
     if saved is not None:
         run.go_on_from(saved)
     return run
 
 
-def _checked(settings: Settings, ranks: Ranks) -> Settings:
+def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
     environment.check_world_size(ranks.size)
-    return settings.resolved()
+    return options.resolved()
 
 
-def _check_outputs(settings: Settings, ranks: Ranks, saved: dict[str, Any] | None) -> None:
-    if settings.output is not None and ranks.rank == 0:
+def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any] | None) -> None:
+    if options.output is not None and ranks.rank == 0:
         if saved is not None and saved["sizes"] is None:
             raise SetupError("--output: the run in --checkpoint-folder had none, and its first steps would be missing")
-        outputs.check_output(settings.output, settings.overwrite, None if saved is None else saved["sizes"])
-    if settings.tensorboard:
+        outputs.check_output(options.output, options.overwrite, None if saved is None else saved["sizes"])
+    if options.tensorboard:
         outputs.check_tensorboard()
 
 
-def _build(settings: Settings, ranks: Ranks, make_learner: type[Learner]) -> tuple[DataSet, Learner, int]:
+def _build(options: TrainingOptions, ranks: Ranks, make_learner: type[Learner]) -> tuple[DataSet, Learner, int]:
     """The data, the model in it, and the steps of an epoch."""
-    assert settings.batch_size is not None
-    data = load_data(settings)
-    steps = steps_per_epoch(len(data.train_x), ranks.size, settings.batch_size, settings.backward_passes_per_step)
-    return data, make_learner(settings, data, ranks.rank), steps
+    assert options.batch_size is not None
+    data = load_data(options)
+    steps = steps_per_epoch(len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step)
+    return data, make_learner(options, data, ranks.rank), steps
 
 
-def _comparable(settings: Settings) -> dict[str, Any]:
+def _comparable(options: TrainingOptions) -> dict[str, Any]:
     """The options in which all ranks must agree: all but places, which each host may name its own way."""
     places = ("data_dir", "output", "checkpoint_folder")
-    return {key: value for key, value in settings.as_options().items() if key not in places}
+    return {key: value for key, value in options.as_json().items() if key not in places}
 
 
-def _compression(settings: Settings, learner: Learner, steps: int) -> hvdcomp.Compression:
+def _compression(options: TrainingOptions, learner: Learner, steps: int) -> hvdcomp.Compression:
     return learner.compression(
-        settings.compression,
-        memory=settings.memory,
-        policy=settings.policy,
+        options.compression,
+        memory=options.memory,
+        policy=options.policy,
         steps_per_epoch=steps,
-        decision_log=None if settings.output is None else settings.output / outputs.DECISIONS,
-        seed=settings.seed,
+        decision_log=None if options.output is None else options.output / outputs.DECISIONS,
+        seed=options.seed,
     )
 
 
-def _writer(settings: Settings, ranks: Ranks, saved: dict[str, Any] | None) -> outputs.RunWriter | None:
-    if settings.output is None or ranks.rank != 0:
+def _writer(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any] | None) -> outputs.RunWriter | None:
+    if options.output is None or ranks.rank != 0:
         return None
     sizes, done = (None, 0) if saved is None else (saved["sizes"], saved["step"])
-    return outputs.RunWriter(settings.output, settings.tensorboard, sizes, done)
+    return outputs.RunWriter(options.output, options.tensorboard, sizes, done)
 
 
 class _Run:
@@ -129,7 +129,7 @@ class _Run:
 
     def __init__(
         self,
-        settings: Settings,
+        options: TrainingOptions,
         ranks: Ranks,
         data: DataSet,
         learner: Learner,
@@ -139,7 +139,7 @@ class _Run:
         writer: outputs.RunWriter | None,
         warnings: Warnings | None,
     ) -> None:
-        self._settings = settings
+        self._options = options
         self._ranks = ranks
         self._data = data
         self._learner = learner
@@ -149,9 +149,9 @@ class _Run:
         self._warnings = warnings
         self._writer = writer
         self._reporter = Reporter(
-            steps * settings.epochs, settings.epochs, visible=ranks.rank == 0, progress=settings.progress
+            steps * options.epochs, options.epochs, visible=ranks.rank == 0, progress=options.progress
         )
-        self._augmenting = np.random.default_rng([settings.seed, ranks.rank])
+        self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = "perplexity" if data.is_text else "accuracy"
         self._step = 0
         self._epoch = 1  # the one that is trained
@@ -178,7 +178,7 @@ class _Run:
         assert self._checkpoints is not None
         for damage in self._checkpoints.damaged:
             self._reporter.say(f"passed over a checkpoint: {damage}")
-        self._reporter.say(f"going on after step {self._step} from {self._settings.checkpoint_folder}")
+        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}")
 
     def _position(self) -> dict[str, Any]:
         """Where this rank is in the run, as JSON."""
@@ -205,7 +205,7 @@ class _Run:
             if self._writer is not None:
                 self._writer.finish({**self._summary("failed", []), "error": f"{type(error).__name__}: {error}"})
             raise
-        output = None if self._settings.output is None else str(self._settings.output)
+        output = None if self._options.output is None else str(self._options.output)
         self._reporter.summary(summary, output)
         return summary
 
@@ -223,22 +223,22 @@ class _Run:
 
     def _train(self) -> str:
         """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
-        while self._epoch <= self._settings.epochs:
+        while self._epoch <= self._options.epochs:
             ended = self._train_epoch()
-            if ended is not None and self._epoch <= self._settings.epochs:
+            if ended is not None and self._epoch <= self._options.epochs:
                 return ended
         return "finished"
 
     def _train_epoch(self) -> str | None:
         """Train what is left of this epoch; "diverged" or "stopped" if the run ends by it."""
-        settings, data = self._settings, self._data
-        assert settings.batch_size is not None
+        options, data = self._options, self._data
+        assert options.batch_size is not None
         shard = epoch_shard(
             len(data.train_x),
             self._ranks.size,
             self._ranks.rank,
-            settings.batch_size * settings.backward_passes_per_step,
-            settings.seed,
+            options.batch_size * options.backward_passes_per_step,
+            options.seed,
             self._epoch,
         )[self._taken :]
         while len(shard) >= (accumulation := self._next_accumulation()):
@@ -250,7 +250,7 @@ class _Run:
         if ended := self._agree():
             return ended
         self._end_epoch()
-        over = self._epoch > settings.epochs
+        over = self._epoch > options.epochs
         if self._checkpoints is not None and (over or self._checkpoints.due_each_epoch):
             return self._agree(save=True)
         return None
@@ -285,7 +285,7 @@ class _Run:
 
         The learning rate is set before, as a scheduler would do it, because policies look at it.
         """
-        self._rate = self._settings.learning_rate(self._batches / self._steps_per_epoch)
+        self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch)
         self._learner.set_learning_rate(self._rate)
         return self._compression.accumulation
 
@@ -357,7 +357,7 @@ class _Run:
         return loss / count, right / count
 
     def _summary(self, status: str, digests: list[str]) -> dict[str, Any]:
-        settings, totals = self._settings, self._compression.ledger.totals
+        options, totals = self._options, self._compression.ledger.totals
         last = self._epochs[-1] if self._epochs else {}
         values = [record[self._metric] for record in self._epochs]
         best = max if self._metric == "accuracy" else min
@@ -366,11 +366,11 @@ class _Run:
         note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else None
         return {
             "status": status,
-            "framework": settings.framework,
-            "model": settings.model,
-            "data": settings.data,
-            "spec": settings.compression,
-            "seed": settings.seed,
+            "framework": options.framework,
+            "model": options.model,
+            "data": options.data,
+            "spec": options.compression,
+            "seed": options.seed,
             self._metric: last.get(self._metric),
             f"best_{self._metric}": best(values) if values else None,
             "loss": last.get("test_loss"),
@@ -394,8 +394,8 @@ class _Run:
             "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
             "identical": len(set(digests)) == 1 if digests else None,
             "note": note,
-            "options": settings.as_options(),
-            "versions": environment.versions(settings.framework),
+            "options": options.as_json(),
+            "versions": environment.versions(options.framework),
         }
 
     def _time_per_step(self) -> tuple[float | None, str]:

@@ -41,7 +41,7 @@ class SetupError(ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingOptions:
     """The options of one run. None means "choose for me" until `resolved` has filled it in."""
 
     framework: str = "torch"
@@ -76,8 +76,8 @@ class Settings:
     sequence_length: int | None = None  # text data
     progress: bool = True
 
-    def resolved(self) -> Settings:
-        """These settings with every "choose for me" replaced by a value, checked.
+    def resolved(self) -> TrainingOptions:
+        """These options with every "choose for me" replaced by a value, checked.
 
         Raises:
             SetupError: a value, or a combination of values, that cannot be trained.
@@ -182,7 +182,7 @@ class Settings:
             return self.lr * epochs_done / self.warm_up
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
 
-    def as_options(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """Every option with its value, for JSON."""
         values = dataclasses.asdict(self)
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}

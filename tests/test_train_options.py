@@ -10,16 +10,16 @@ from click.testing import CliRunner
 from hvdcomp.cli import main
 from hvdcomp.launch.promise import EXPECTED_SIZE, LAUNCHERS
 from hvdcomp.train import environment
+from hvdcomp.train.options import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, SetupError, TrainingOptions
 from hvdcomp.train.outputs import check_output, strict
-from hvdcomp.train.settings import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, Settings, SetupError
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("data", DATA)
 def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: str) -> None:
-    settings = Settings(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
+    settings = TrainingOptions(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
     if (model in TEXT_MODELS) == (data in TEXT_DATA):
-        options = settings.resolved().as_options()
+        options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
             "data_dir", "memory", "policy", "output", "samples", "checkpoint_folder", "checkpoint_every"
@@ -67,18 +67,18 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(SetupError, match=message):
-        Settings(**options).resolved()  # type: ignore[arg-type]
+        TrainingOptions(**options).resolved()  # type: ignore[arg-type]
 
 
 def test_learning_rate_over_time() -> None:
-    settings = Settings(lr=0.8, warm_up=2.0, milestones=(3.0, 5.0), gamma=0.5).resolved()
+    settings = TrainingOptions(lr=0.8, warm_up=2.0, milestones=(3.0, 5.0), gamma=0.5).resolved()
     rates = {0: 0.0, 0.5: 0.2, 1.5: 0.6, 2: 0.8, 2.99: 0.8, 3: 0.4, 4.9: 0.4, 5: 0.2, 9: 0.2}
     assert {done: pytest.approx(settings.learning_rate(done)) for done in rates} == rates
-    assert Settings(lr=0.8).resolved().learning_rate(0) == 0.8
+    assert TrainingOptions(lr=0.8).resolved().learning_rate(0) == 0.8
 
 
 def test_what_is_given_is_kept() -> None:
-    settings = Settings(batch_size=3, lr=0.5, weight_decay=0.0, clip_norm=0.0, sequence_length=7)
+    settings = TrainingOptions(batch_size=3, lr=0.5, weight_decay=0.0, clip_norm=0.0, sequence_length=7)
     assert settings.resolved() == settings
 
 
@@ -111,7 +111,7 @@ def test_separate_runs_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch, 
 
 def test_help_needs_no_framework_and_names_every_option() -> None:
     shown = CliRunner().invoke(main, ["train", "--help"]).output
-    for name in Settings().as_options():
+    for name in TrainingOptions().as_json():
         assert f"--{name.replace('_', '-')}" in shown
 
 
