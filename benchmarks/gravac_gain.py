@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from hvdcomp import TopK
 from hvdcomp.adaptation.gradient_sums import densified
 from hvdcomp.arrays import arrays_for
-from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.protocol import SparseVector, TensorInfo
-from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange import Engine
 from hvdcomp.train.data import epoch_shard, load_data
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import build_model

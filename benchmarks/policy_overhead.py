@@ -105,7 +105,7 @@ def fixed_spec(case: str, spec: str) -> str:
 
 def measure(case: str, steps: int) -> dict[str, Any]:
     """So many steps of both trainings of a case, in turns; the first tenth is not counted."""
-    from hvdcomp.policies.median import median_with_error
+    from hvdcomp.policies import median_with_error
 
     spec, policy = CASES[case]
     plain, adaptive = Training(fixed_spec(case, spec), None), Training(spec, policy)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Setting, from_json
-from hvdcomp.policies.median import median_with_error
+from hvdcomp.policies import median_with_error
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.shapes import tensors_of
 
 PEER = "torch powerSGD_hook, rank 4"

@@ -21,9 +21,9 @@ import torch
 from hvdcomp.bench.fit import Reading, halves
 from hvdcomp.bench.probe_network import Show, fusion_threshold
 from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
-from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
-from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of

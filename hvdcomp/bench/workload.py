@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import cross_entropy
 
-from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.compressors import TensorInfo
 from hvdcomp.train.frameworks import build_model
 from hvdcomp.train.options import MODELS, TEXT_MODELS, SetupError
 

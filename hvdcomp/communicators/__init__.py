@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hvdcomp.arrays.types import Array
+from hvdcomp.communicators.loopback import LoopbackCommunicator
+
+__all__ = ["Communicator", "HorovodCommunicator", "LoopbackCommunicator"]
 
 
 class Communicator(Protocol):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router
 from hvdcomp.specs.registry import classes_by_name
 
@@ -21,4 +22,4 @@ MEMORIES.update(classes_by_name(__name__, Memory))
 # Specs of all of them, in each of their forms.
 EXAMPLES: tuple[str, ...] = tuple(spec for kind in COMPRESSORS.values() for spec in kind.examples)
 
-__all__ = ["COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "NoCompression"]
+__all__ = ["COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "NoCompression", "TensorInfo"]

@@ -4,13 +4,21 @@ a second time."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from hvdcomp.arrays import shapes
-from hvdcomp.compressors.protocol import AllReduce, Context
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context
 
-if TYPE_CHECKING:
-    from hvdcomp.compressors.base import Compressor
+
+class Sender(Protocol):
+    """Of a `Compressor`, what its sizes follow from."""
+
+    @property
+    def period(self) -> int: ...
+
+    def prepare(self, xp: Any, x: Any, state: Any, context: Context) -> Any: ...
+
+    def aggregate(self, xp: Any, x: Any, state: Any, context: Context) -> Aggregation: ...
 
 
 class Payload(NamedTuple):
@@ -28,7 +36,7 @@ class Payload(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)  # every plan, step and prediction asks; a model has few different shapes
-def payloads_of(compressor: Compressor, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
+def payloads_of(compressor: Sender, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
     """The collectives of one step for a tensor, in order; the mean of the steps of a period, where these differ."""
     steps = [_payloads_of_step(compressor, shape, dtype, step) for step in range(compressor.period)]
     if len(steps) == 1:
@@ -37,7 +45,7 @@ def payloads_of(compressor: Compressor, shape: tuple[int, ...], dtype: str) -> t
     return tuple(each[0]._replace(bytes=sum(one.bytes for one in each) / len(each)) for each in rounds)
 
 
-def _payloads_of_step(compressor: Compressor, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
+def _payloads_of_step(compressor: Sender, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=1)  # sizes are the same on all ranks, whatever their number
     generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvdcomp.policies.base import is_number, is_whole
+from hvdcomp.policies import is_number, is_whole
 
 _ONCE_ONLY = ("not implemented", "differentiate twice")  # what PyTorch says of operations without a second derivative
 

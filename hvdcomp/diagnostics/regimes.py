@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdcomp.policies.accordion import finite, is_critical
-from hvdcomp.policies.base import is_number, is_whole
+from hvdcomp.policies import finite, is_critical, is_number, is_whole
 
 EIGENVALUE = "eigenvalue"
 GRADIENT_NORM = "gradient_norm"

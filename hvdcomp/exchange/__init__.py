@@ -1,1 +1,5 @@
 """One step: the engine, what it fuses, what it counts, and how ranks learn that something is wrong."""
+
+from hvdcomp.exchange.engine import Engine
+
+__all__ = ["Engine"]

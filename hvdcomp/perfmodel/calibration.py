@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.arrays.types import dtype_bytes
+from hvdcomp.compressors import TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text
 from hvdcomp.perfmodel.compute import Compute, EncodeTime

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdcomp.arrays.types import dtype_bytes
-from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.exchange.engine import Engine, Plan
 
 

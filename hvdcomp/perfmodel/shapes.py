@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.compressors import TensorInfo
 
 Shapes = dict[str, tuple[int, ...]]
 

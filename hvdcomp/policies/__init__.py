@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcomp.policies.accordion import Accordion
+from hvdcomp.policies.accordion import Accordion, finite, is_critical
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
-from hvdcomp.policies.base import Policy
+from hvdcomp.policies.base import Policy, is_number, is_whole
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.constant import Constant
+from hvdcomp.policies.decisions import decision_from_json
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
+from hvdcomp.policies.median import median_with_error
 from hvdcomp.policies.schedules import LevelSchedule, WarmUp
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.parsing import parse
@@ -60,5 +62,11 @@ __all__ = [
     "Policy",
     "WarmUp",
     "changes_batch_size",
+    "decision_from_json",
+    "finite",
+    "is_critical",
+    "is_number",
+    "is_whole",
+    "median_with_error",
     "parse_policy",
 ]

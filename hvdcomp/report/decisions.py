@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.adaptation.decision_log import DecisionLogError, Start, read_decisions, with_numbers
-from hvdcomp.policies.decisions import decision_from_json
+from hvdcomp.policies import decision_from_json
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
 MOST_STEPS = 2**53  # whole numbers up to here are told apart in an array of numbers

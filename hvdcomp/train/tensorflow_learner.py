@@ -22,7 +22,7 @@ import tf_keras
 
 import hvdcomp
 from hvdcomp.errors import ConfigurationError, RankMismatchError
-from hvdcomp.tensorflow.checkpoint import CompressionState
+from hvdcomp.tensorflow import CompressionState
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
