@@ -25,7 +25,7 @@ from hvdcomp.cli import main
 from hvdcomp.launch.k8s import follow as following
 from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
 from hvdcomp.launch.k8s.follow import NewLines, follow
-from hvdcomp.launch.k8s.state import State
+from hvdcomp.launch.k8s.state import MPIJobState
 from tests.k8s_api import KubernetesApi
 from tests.k8s_job import LAUNCHER, READY, container, ended, started
 
@@ -88,7 +88,7 @@ def test_what_a_job_waits_for_is_said(api: KubernetesApi) -> None:
         "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu.",
     }
     missing = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "hvdcomp:cpu"'}}
-    told: list[State] = []
+    told: list[MPIJobState] = []
     waiting = Cluster()
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(2)})
 
@@ -106,7 +106,7 @@ def test_what_a_job_waits_for_is_said(api: KubernetesApi) -> None:
         api.wait_for(lambda: told[-1].phase == "suspended")
         api.remove("mpijobs", "mnist")
 
-    def report(state: State) -> None:
+    def report(state: MPIJobState) -> None:
         with api.changed:
             told.append(state)
             api.changed.notify_all()
@@ -203,7 +203,7 @@ def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi) -> None:
 
 def test_a_job_replaced_by_another_of_its_name_counts_as_gone(api: KubernetesApi) -> None:
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(1)})
-    told: list[State] = []
+    told: list[MPIJobState] = []
     last = follow(Cluster(), "mnist", uid="of-the-first", report=told.append, lost=pytest.fail, write=print)
     assert told == [last]
     assert (last.phase, last.exit_code) == ("deleted", None)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hvdcomp.cli import main
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import Job
-from hvdcomp.launch.slurm.client import JobState
+from hvdcomp.launch.slurm.client import SlurmJobState
 from hvdcomp.launch.slurm.script import batch_script
 from hvdcomp.launch.slurm.settings import SlurmJob, seconds_of
 
@@ -252,7 +252,7 @@ def test_words_add_no_line_that_sbatch_reads(words: list[str], value: str) -> No
 
 def test_the_exit_code_is_that_of_the_job() -> None:
     def code(state: str, code: int = 0, signal: int = 0) -> int:
-        return JobState(1, "a", state, "None", "", 0, code, signal, None).exit_code
+        return SlurmJobState(1, "a", state, "None", "", 0, code, signal, None).exit_code
 
     assert code("COMPLETED") == 0
     assert code("FAILED", 7) == 7

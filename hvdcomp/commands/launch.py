@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import click
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.scheduler import SchedulerError
 from hvdcomp.terminal import Group, LazyGroup
 
 _SCHEDULERS = {
@@ -19,6 +21,19 @@ class NotLaunchedError(click.ClickException):
     """What stops `hvdcomp launch` itself, with an exit code that a program is not likely to have."""
 
     exit_code = 125
+
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as a shell has it."""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Around all that is asked of a scheduler: what it refuses stops the command, with its reason."""
+    try:
+        yield
+    except (ConfigurationError, SchedulerError) as error:
+        raise NotLaunchedError(str(error)) from None
 
 
 class ProgramGroup(Group):

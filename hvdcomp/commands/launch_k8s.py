@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -12,17 +11,21 @@ from typing import Any
 import click
 from rich.text import Text
 
-from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, checked, environment_option
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.commands.launch import (
+    INTERRUPTED,
+    PROGRAM,
+    NotLaunchedError,
+    ProgramGroup,
+    checked,
+    environment_option,
+    refusals,
+)
 from hvdcomp.launch.job import read_settings
-from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
-from hvdcomp.launch.k8s.follow import follow
 from hvdcomp.launch.k8s.manifest import ROLE_LABEL, render
+from hvdcomp.launch.k8s.scheduler import Kubernetes, MPIJob
 from hvdcomp.launch.k8s.settings import KubernetesSettings, check_job_name, check_namespace
-from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
 from hvdcomp.terminal import make_console, make_table, print_table
 
-INTERRUPTED = 130
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 _where = [
@@ -78,24 +81,17 @@ def k8s(
         if given or program is not None:
             raise click.UsageError(f"these options and a program belong before no command: {ctx.invoked_subcommand}")
         return
-    try:
+    with refusals():
         wanted = read_settings(settings, "k8s", KubernetesSettings, {**flags, "command": program})
         manifest = render(wanted)
-    except ConfigurationError as error:
-        raise NotLaunchedError(str(error)) from None
-    if dry_run:
-        click.echo(_as_yaml(manifest), nl=False)
-        return
-    try:
-        cluster = Cluster(wanted.namespace, wanted.context)
-        created = cluster.create(manifest)
-        click.echo(f"MPIJob {cluster.namespace}/{wanted.job.name} created", err=True)
-        if detach:
+        if dry_run:
+            click.echo(_as_yaml(manifest), nl=False)
             return
-        state = _follow(cluster, wanted.job.name, created["metadata"]["uid"], cancel_on_interrupt)
-    except ClusterError as error:
-        raise NotLaunchedError(str(error)) from None
-    ctx.exit(1 if state.exit_code is None else state.exit_code)
+        kubernetes = Kubernetes(wanted.namespace, wanted.context)
+        job = kubernetes.submit(wanted)
+        click.echo(f"MPIJob {kubernetes.namespace}/{job.name} created", err=True)
+        if not detach:
+            ctx.exit(_follow(kubernetes, job, cancel_on_interrupt))
 
 
 def _as_yaml(manifest: dict[str, Any]) -> str:
@@ -106,33 +102,26 @@ def _as_yaml(manifest: dict[str, Any]) -> str:
     return yaml.safe_dump(manifest, sort_keys=False, width=120)
 
 
-def _follow(cluster: Cluster, name: str, uid: str | None, cancel_on_interrupt: bool = False) -> State:
+def _follow(kubernetes: Kubernetes, job: MPIJob, cancel_on_interrupt: bool = False) -> int:
+    """Follows the job to its end; the exit code for the shell."""
     try:
-        return follow(cluster, name, uid=uid, report=_say, lost=lambda why: _note(f"{why}; asking again"), write=_write)
+        state = kubernetes.follow(job, _note, click.echo)
     except KeyboardInterrupt:
-        place = f"{name} --namespace {cluster.namespace}"
+        place = f"{job.name} --namespace {kubernetes.namespace}"
         if cancel_on_interrupt:
-            cluster.delete(name, uid)
-            _note(f"interrupted: MPIJob {cluster.namespace}/{name} deleted")
+            kubernetes.cancel(job)
+            _note(f"interrupted: MPIJob {kubernetes.namespace}/{job.name} deleted")
         else:
             _note(
                 f"interrupted: the job goes on; `hvdcomp launch k8s logs {place} --follow` follows it again, "
                 f"`hvdcomp launch k8s delete {place}` ends it"
             )
-        sys.exit(INTERRUPTED)
-
-
-def _say(state: State) -> None:
-    ended = f" with exit code {state.exit_code}" if state.exit_code else ""
-    _note(f"{state.phase}{ended}{': ' if state.detail else ''}{state.detail}")
+        return INTERRUPTED
+    return 1 if state.exit_code is None else state.exit_code
 
 
 def _note(text: str) -> None:
     click.echo(f"{datetime.now():%H:%M:%S} {text}", err=True)
-
-
-def _write(line: str) -> None:
-    click.echo(line)
 
 
 @k8s.command(context_settings=_CONTEXT)
@@ -141,22 +130,15 @@ def _write(line: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print it as a JSON object.")
 def status(name: str, namespace: str | None, context: str | None, as_json: bool) -> None:
     """Say where the job NAME is, and what keeps it."""
-    try:
-        cluster = Cluster(namespace, context)
-        _, jobs = cluster.list_jobs(name)
-        _, pods = cluster.list_pods(name)
-    except ClusterError as error:
-        raise NotLaunchedError(str(error)) from None
-    if not jobs:
-        place = f"{cluster.namespace}/{name}"
-        raise NotLaunchedError(f"there is no MPIJob {place}: see `kubectl get mpijobs --all-namespaces`")
-    state = read_state(jobs[0], pods)
+    with refusals():
+        kubernetes = Kubernetes(namespace, context)
+        state, pods = kubernetes.look(MPIJob(name))
     rows = [_row(pod) for pod in sorted(pods, key=lambda pod: pod["metadata"]["name"])]
     if as_json:
-        report = {"name": name, "namespace": cluster.namespace, "phase": state.phase, "detail": state.detail}
+        report = {"name": name, "namespace": kubernetes.namespace, "phase": state.phase, "detail": state.detail}
         click.echo(json.dumps({**report, "exit_code": state.exit_code, "pods": rows}, indent=1))
         return
-    click.echo(f"MPIJob {cluster.namespace}/{name}: {state.phase}{': ' if state.detail else ''}{state.detail}")
+    click.echo(f"MPIJob {kubernetes.namespace}/{name}: {state.phase}{': ' if state.detail else ''}{state.detail}")
     if rows:
         table = make_table(*rows[0])
         for row in rows:
@@ -182,18 +164,12 @@ def _row(pod: dict[str, Any]) -> dict[str, Any]:
 @click.pass_context
 def logs(ctx: click.Context, name: str, namespace: str | None, context: str | None, until_end: bool) -> None:
     """Print what the job NAME wrote."""
-    try:
-        cluster = Cluster(namespace, context)
+    with refusals():
+        kubernetes = Kubernetes(namespace, context)
         if until_end:
-            state = _follow(cluster, name, None)
-            ctx.exit(1 if state.exit_code is None else state.exit_code)
-        launcher = attempt(newest_launcher(cluster.list_pods(name)[1]))
-        if launcher is None:
-            raise NotLaunchedError(f"{name} has written nothing yet: see `hvdcomp launch k8s status {name}`")
-        for line in cluster.log(launcher[0], LAUNCHER, follow=False):
-            click.echo(line.partition(b" ")[2].decode(errors="replace"))
-    except ClusterError as error:
-        raise NotLaunchedError(str(error)) from None
+            ctx.exit(_follow(kubernetes, MPIJob(name)))
+        for line in kubernetes.log(MPIJob(name)):
+            click.echo(line)
 
 
 @k8s.command(context_settings=_CONTEXT)
@@ -201,9 +177,7 @@ def logs(ctx: click.Context, name: str, namespace: str | None, context: str | No
 @_with(_where)
 def delete(name: str, namespace: str | None, context: str | None) -> None:
     """Delete the job NAME, running or not, with its pods and their logs."""
-    try:
-        cluster = Cluster(namespace, context)
-        cluster.delete(name)
-    except ClusterError as error:
-        raise NotLaunchedError(str(error)) from None
-    click.echo(f"MPIJob {cluster.namespace}/{name} deleted")
+    with refusals():
+        kubernetes = Kubernetes(namespace, context)
+        kubernetes.cancel(MPIJob(name))
+    click.echo(f"MPIJob {kubernetes.namespace}/{name} deleted")

@@ -11,17 +11,24 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdcomp.commands.launch import PROGRAM, NotLaunchedError, ProgramGroup, checked, environment_option
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.commands.launch import (
+    INTERRUPTED,
+    PROGRAM,
+    NotLaunchedError,
+    ProgramGroup,
+    checked,
+    environment_option,
+    refusals,
+)
 from hvdcomp.launch.job import check_name, read_settings
+from hvdcomp.launch.scheduler import SchedulerError
 from hvdcomp.launch.slurm import client
-from hvdcomp.launch.slurm.client import JobState, SchedulerError, UnknownJobError
-from hvdcomp.launch.slurm.follow import Follower
-from hvdcomp.launch.slurm.script import batch_script, log_name
+from hvdcomp.launch.slurm.client import SlurmJobState
+from hvdcomp.launch.slurm.scheduler import BatchJob, Slurm
+from hvdcomp.launch.slurm.script import batch_script
 from hvdcomp.launch.slurm.settings import SlurmJob
 from hvdcomp.terminal import make_console, make_table, print_table
 
-_INTERRUPTED = 130  # what a shell says of Ctrl-C
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
@@ -118,32 +125,26 @@ def slurm(
         if given or context.meta[PROGRAM] is not None:
             raise click.UsageError(f"{context.invoked_subcommand} takes no program, and its options come after it")
         return
-    try:
+    with refusals():
         settings = read_settings(path, "slurm", SlurmJob, {**flags, "command": context.meta[PROGRAM]})
-        script = batch_script(settings)
         if dry_run:
-            click.echo(script, nl=False)
+            click.echo(batch_script(settings), nl=False)
             return
-        Path(settings.log_folder).mkdir(parents=True, exist_ok=True)
-        job_id = client.submit(script)
-    except (ConfigurationError, SchedulerError, OSError) as error:
-        raise NotLaunchedError(str(error)) from None
-    if detach:
-        click.echo(job_id)
-        return
-    log = client.log_file(settings, job_id)
-    _say(f"job {job_id}: submitted as {settings.job.name}; its output goes to {log}")
-    context.exit(_follow(job_id, log, poll_seconds, cancel_on_interrupt))
+        scheduler = Slurm(poll_seconds)
+        job = scheduler.submit(settings)
+        if detach:
+            click.echo(job.number)
+            return
+        _say(f"job {job.number}: submitted as {settings.job.name}; its output goes to {job.log}")
+        context.exit(_follow(scheduler, job, cancel_on_interrupt))
 
 
 @slurm.command(context_settings=_CONTEXT)
 @click.argument("job_id", type=_JobNumber(), required=False)
 def status(job_id: int | None) -> None:
     """Say what a job is doing, or all of yours that Slurm knows."""
-    try:
+    with refusals():
         jobs = client.my_jobs() if job_id is None else [client.state_of(job_id)]
-    except SchedulerError as error:
-        raise NotLaunchedError(str(error)) from None
     if not jobs:
         click.echo("Slurm knows no job of yours.")
         return
@@ -161,75 +162,53 @@ def status(job_id: int | None) -> None:
 @click.pass_context
 def logs(context: click.Context, job_id: int, follow: bool, log_folder: Path, poll_seconds: float) -> None:
     """Show what a job wrote."""
-    try:
-        log = _log_of(job_id, log_folder)
-    except SchedulerError as error:
-        raise NotLaunchedError(str(error)) from None
-    if follow:
-        context.exit(_follow(job_id, log, poll_seconds, cancel_on_interrupt=False))
-    if not log.exists():
-        raise NotLaunchedError(f"job {job_id} has written nothing yet to {log}; wait for it with --follow")
-    with log.open("rb") as file:
-        for line in file:
-            click.echo(line.decode(errors="replace"), nl=False)
+    with refusals():
+        scheduler = Slurm(poll_seconds, log_folder)
+        job = scheduler.find(job_id)
+        if follow:
+            context.exit(_follow(scheduler, job, cancel_on_interrupt=False))
+        for line in scheduler.log(job):
+            click.echo(line)
 
 
 @slurm.command(context_settings=_CONTEXT)
 @click.argument("job_id", type=_JobNumber())
 def delete(job_id: int) -> None:
     """Cancel a job."""
-    try:
+    with refusals():
         client.cancel(job_id)
         state = client.state_of(job_id)
-    except SchedulerError as error:
-        raise NotLaunchedError(str(error)) from None
     click.echo(f"job {job_id}: {state.state}")
 
 
-def _follow(job_id: int, log: Path, poll_seconds: float, cancel_on_interrupt: bool) -> int:
+def _follow(scheduler: Slurm, job: BatchJob, cancel_on_interrupt: bool) -> int:
     """Follows the job to its end; the exit code for the shell."""
-    follower = Follower(job_id, log, _say, click.echo, poll_seconds)
     try:
         try:
-            state = follower.until_ended()
+            state = scheduler.follow(job, _say, click.echo)
         except KeyboardInterrupt:
             if not cancel_on_interrupt:
                 _say(
-                    f"job {job_id} goes on. Look: hvdcomp launch slurm logs --follow {job_id}; "
-                    f"cancel: hvdcomp launch slurm delete {job_id}"
+                    f"job {job.number} goes on. Look: hvdcomp launch slurm logs --follow {job.number}; "
+                    f"cancel: hvdcomp launch slurm delete {job.number}"
                 )
-                return _INTERRUPTED
-            client.cancel(job_id)
-            _say(f"job {job_id}: cancelling; Ctrl-C again to leave it to Slurm")
-            follower.until_ended()
-            return _INTERRUPTED
+                return INTERRUPTED
+            scheduler.cancel(job)
+            _say(f"job {job.number}: cancelling; Ctrl-C again to leave it to Slurm")
+            scheduler.follow(job, _say, click.echo)
+            return INTERRUPTED
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
     except SchedulerError as error:
-        raise NotLaunchedError(f"{error}; how job {job_id} ends is not known, its output is in {log}") from None
+        raise NotLaunchedError(
+            f"{error}; how job {job.number} ends is not known, its output is in {job.log}"
+        ) from None
     if state.exit_code:
-        _say(f"job {job_id}: ended as {state.state} with exit code {state.exit_code}; its output is in {log}")
+        _say(f"job {job.number}: ended as {state.state} with exit code {state.exit_code}; its output is in {job.log}")
     return state.exit_code
 
 
-def _log_of(job_id: int, folder: Path) -> Path:
-    """Where a job writes to, as Slurm says, or as it is named in a folder."""
-    try:
-        output = client.state_of(job_id).output
-    except UnknownJobError:
-        output = None
-    if output is not None:
-        return output
-    found = sorted(folder.glob(log_name("*", job_id)))
-    if not found:
-        raise UnknownJobError(
-            f"Slurm knows no output of job {job_id}, and {folder.absolute()} holds no {log_name('*', job_id)}: "
-            "name its folder with --log-folder"
-        )
-    return found[0]
-
-
-def _row(job: JobState) -> tuple[str, ...]:
+def _row(job: SlurmJobState) -> tuple[str, ...]:
     code = str(job.exit_code) if job.ended else ""
     reason = "" if job.reason == "None" else job.reason
     return (str(job.job_id), job.name, job.state, reason, job.nodes, str(job.restarts + 1), code)

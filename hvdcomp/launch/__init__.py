@@ -1,5 +1,6 @@
 """Handing a training program to a cluster's scheduler: what is asked for, how the scheduler is told, and following it.
 
-`job` is what every scheduler needs to know, and reads the settings file. `promise` is the check that the ranks found
-each other, made inside the job. Each scheduler has a package of its own.
+`job` is what every scheduler needs to know, and reads the settings file. `scheduler` is the protocol of a scheduler;
+Kubernetes and Slurm each have a package of their own. `promise` is what a launcher and a training program agree on: the
+number of ranks, and the exit code of a saved run.
 """

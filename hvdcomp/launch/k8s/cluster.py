@@ -16,6 +16,7 @@ from typing import Any
 
 from hvdcomp.launch.k8s.connections import Connections
 from hvdcomp.launch.k8s.manifest import GROUP, JOB_LABEL, PLURAL, ROLE_LABEL, VERSION
+from hvdcomp.launch.scheduler import SchedulerError
 
 ANSWER_WITHIN = (10.0, 30.0)
 """Seconds to connect, and to wait for an answer."""
@@ -32,7 +33,7 @@ _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TRANSIENT = {408, 410, 429, 500, 502, 503, 504}
 
 
-class ClusterError(Exception):
+class ClusterError(SchedulerError):
     """The cluster refused, or cannot be reached.
 
     Attributes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
-from hvdcomp.launch.k8s.state import LAUNCHER, State, attempt, newest_launcher, read_state
+from hvdcomp.launch.k8s.state import LAUNCHER, MPIJobState, attempt, newest_launcher, read_state
 
 PATIENCE = 300.0
 """Seconds without any answer of the API server after which following is given up. The job itself goes on."""
@@ -30,11 +30,11 @@ def follow(
     name: str,
     *,
     uid: str | None = None,
-    report: Callable[[State], None],
+    report: Callable[[MPIJobState], None],
     lost: Callable[[str], None],
     write: Callable[[str], None],
     patience: float = PATIENCE,
-) -> State:
+) -> MPIJobState:
     """Wait for the end of a job, while passing on what happens.
 
     Arguments:
@@ -53,7 +53,7 @@ def follow(
     ]
     log = _Log(cluster, write)
     latest: dict[str, Objects] = {}
-    state: State | None = None
+    state: MPIJobState | None = None
     answered, silent = time.monotonic(), False
     try:
         for watch in watches:
@@ -74,7 +74,7 @@ def follow(
             job = next((one for one in latest["jobs"] if uid in (None, one["metadata"]["uid"])), None)
             now = read_state(job, latest["pods"])
             log.read(attempt(newest_launcher(latest["pods"])))
-            if now.finished:
+            if now.ended:
                 log.finish()
                 return _end(cluster, name, job, now, report)
             if now != state:
@@ -88,8 +88,8 @@ def follow(
 
 
 def _end(
-    cluster: Cluster, name: str, job: dict[str, Any] | None, state: State, report: Callable[[State], None]
-) -> State:
+    cluster: Cluster, name: str, job: dict[str, Any] | None, state: MPIJobState, report: Callable[[MPIJobState], None]
+) -> MPIJobState:
     """The last state, with the pods as they are now: their watch may be behind the MPIJob's."""
     if state.phase == "failed":
         with contextlib.suppress(ClusterError):  # the state is known; only the exit code may be an earlier attempt's

@@ -15,8 +15,9 @@ LAUNCHER = "launcher"
 
 
 @dataclass(frozen=True)
-class State:
-    """
+class MPIJobState:
+    """Where an MPIJob is.
+
     Attributes:
         phase: "waiting" for workers, "starting" the launcher, "running", or how it ended.
         detail: what it waits for, or why it failed; may be empty.
@@ -28,38 +29,42 @@ class State:
     exit_code: int | None = None
 
     @property
-    def finished(self) -> bool:
+    def ended(self) -> bool:
         return self.phase in ("succeeded", "failed", "deleted")
 
+    def __str__(self) -> str:
+        code = f" with exit code {self.exit_code}" if self.exit_code else ""
+        return f"{self.phase}{code}{': ' if self.detail else ''}{self.detail}"
 
-def read_state(job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]]) -> State:
+
+def read_state(job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]]) -> MPIJobState:
     """The state of a job; None for one that is gone.
 
     The MPIJob decides whether it has ended; the launcher's exit code and all that it waits for come from the pods.
     """
     if job is None:
-        return State("deleted", "the MPIJob is gone")
+        return MPIJobState("deleted", "the MPIJob is gone")
     pods = list(pods)
     conditions = {one["type"]: one for one in (job.get("status") or {}).get("conditions") or ()}
     holding = {kind for kind, one in conditions.items() if one.get("status") == "True"}
     launcher = newest_launcher(pods)
     if "Succeeded" in holding:
-        return State("succeeded", "", 0)
+        return MPIJobState("succeeded", "", 0)
     if "Failed" in holding:
         code = _exit_code(launcher)
         said = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
-        return State("failed", "; ".join(filter(None, (said.strip(": "), _trouble(launcher)))), code or 1)
+        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), _trouble(launcher)))), code or 1)
     if "Suspended" in holding:
-        return State("suspended", "by its runPolicy, or by a queue that has no room yet")
+        return MPIJobState("suspended", "by its runPolicy, or by a queue that has no room yet")
     workers = [pod for pod in pods if is_role(pod, "worker")]
     wanted = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
     ready = sum(_is_ready(pod) for pod in workers)
     if launcher is not None and launcher["status"].get("phase") == "Running":
-        return State("running", "" if ready == wanted else f"{ready} of {wanted} workers ready")
+        return MPIJobState("running", "" if ready == wanted else f"{ready} of {wanted} workers ready")
     if launcher is not None:
-        return State("starting", _trouble(launcher))
+        return MPIJobState("starting", _trouble(launcher))
     troubles = dict.fromkeys(filter(None, map(_trouble, workers)))
-    return State("waiting", "; ".join([f"{ready} of {wanted} workers ready", *troubles]))
+    return MPIJobState("waiting", "; ".join([f"{ready} of {wanted} workers ready", *troubles]))
 
 
 def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

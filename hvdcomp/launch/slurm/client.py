@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdcomp.launch.slurm.settings import SlurmJob
+from hvdcomp.launch.scheduler import SchedulerError
 
 _COMMAND_SECONDS = 120
 _NOT_NOW = re.compile(
@@ -36,10 +36,6 @@ _ENDED = {
 }
 
 
-class SchedulerError(RuntimeError):
-    """Slurm refused something, or is not here."""
-
-
 class SchedulerUnavailableError(SchedulerError):
     """Slurm's controller did not answer; it may in a minute."""
 
@@ -49,7 +45,7 @@ class UnknownJobError(SchedulerError):
 
 
 @dataclass(frozen=True)
-class JobState:
+class SlurmJobState:
     """What Slurm says of a job.
 
     Attributes:
@@ -101,7 +97,7 @@ def submit(script: str) -> int:
     return int(match[1])
 
 
-def state_of(job_id: int) -> JobState:
+def state_of(job_id: int) -> SlurmJobState:
     """What a job is doing.
 
     Raises:
@@ -114,7 +110,7 @@ def state_of(job_id: int) -> JobState:
         return _accounted(job_id)
 
 
-def my_jobs() -> list[JobState]:
+def my_jobs() -> list[SlurmJobState]:
     """This user's jobs that Slurm's controller knows, ended ones too, the newest first."""
     output = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%A"])
     jobs = []
@@ -136,14 +132,7 @@ def cancel(job_id: int) -> None:
     _run(["scancel", str(job_id)])
 
 
-def log_file(settings: SlurmJob, job_id: int) -> Path:
-    """Where a job that was submitted from this folder writes to."""
-    from hvdcomp.launch.slurm.script import log_name
-
-    return Path(settings.log_folder) / log_name(settings.job.name, job_id)
-
-
-def _parse_job(job_id: int, text: str) -> JobState:
+def _parse_job(job_id: int, text: str) -> SlurmJobState:
     """Of `scontrol show job`, in which the values looked at here stand at known places of their lines."""
 
     def value(pattern: str) -> str:
@@ -153,11 +142,11 @@ def _parse_job(job_id: int, text: str) -> JobState:
     code, _, signal = value(r"\sExitCode=(\d+:\d+)\s").partition(":")
     nodes = value(r"^ +NodeList=(\S*)")
     output = value(r"^ +StdOut=(.*)$")
-    return JobState(
+    return SlurmJobState(
         job_id=job_id,
         name=value(r"^JobId=\d+ JobName=(\S+)"),
-        state=value(r"^ +JobState=(\w+)"),
-        reason=value(r"^ +JobState=\w+ Reason=(\S+)"),
+        state=value(r"^ +SlurmJobState=(\w+)"),
+        reason=value(r"^ +SlurmJobState=\w+ Reason=(\S+)"),
         nodes="" if nodes == "(null)" else nodes,
         restarts=int(value(r"^ +Requeue=\d+ Restarts=(\d+)") or 0),
         code=int(code or 0),
@@ -166,7 +155,7 @@ def _parse_job(job_id: int, text: str) -> JobState:
     )
 
 
-def _accounted(job_id: int) -> JobState:
+def _accounted(job_id: int) -> SlurmJobState:
     """The same from the accounting, which has no file of the output and no restarts."""
     forgotten = f"Slurm knows no job {job_id}, or forgot it after its end"
     try:
@@ -182,7 +171,7 @@ def _accounted(job_id: int) -> JobState:
     name, state, nodes, codes = output.strip().splitlines()[-1].split("|")
     code, _, signal = codes.partition(":")
     word = state.split()[0]  # "CANCELLED by 1000"
-    return JobState(job_id, name, word, "None", nodes, 0, int(code), int(signal or 0), None)
+    return SlurmJobState(job_id, name, word, "None", nodes, 0, int(code), int(signal or 0), None)
 
 
 def _run(command: list[str], text: str | None = None, variables: dict[str, str] | None = None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvdcomp.launch.slurm import client
-from hvdcomp.launch.slurm.client import JobState, SchedulerUnavailableError
+from hvdcomp.launch.slurm.client import SchedulerUnavailableError, SlurmJobState
 
 _LOG_SECONDS = 0.5  # between two looks at the log, on which nobody else waits
 _PATIENCE_SECONDS = 900.0  # how long Slurm's controller may not answer, as while it is restarted
@@ -68,7 +68,7 @@ class Follower:
         self._poll_seconds = poll_seconds
         self._said = ""
 
-    def until_ended(self) -> JobState:
+    def until_ended(self) -> SlurmJobState:
         """Returns the state of the job when it has ended for good.
 
         Raises:
@@ -86,7 +86,7 @@ class Follower:
             if self._log is not None:
                 self._log.close()
 
-    def _ask(self) -> JobState:
+    def _ask(self) -> SlurmJobState:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
@@ -97,7 +97,7 @@ class Follower:
                 self._say_once(f"job {self._job_id}: Slurm does not answer, asking again ({error})")
             self._read_log_for(self._poll_seconds)
 
-    def _tell(self, state: JobState) -> None:
+    def _tell(self, state: SlurmJobState) -> None:
         details = [] if state.reason in ("None", "") else [state.reason]
         if state.nodes:
             details.append(f"on {state.nodes}")

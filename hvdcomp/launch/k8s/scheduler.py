@@ -1,0 +1,70 @@
+"""Kubernetes as a scheduler: an MPIJob for each job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
+from hvdcomp.launch.k8s.follow import follow
+from hvdcomp.launch.k8s.manifest import render
+from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.k8s.state import LAUNCHER, MPIJobState, attempt, newest_launcher, read_state
+from hvdcomp.launch.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class MPIJob:
+    """A job by its name, and by its uid if only the very job is meant that has it."""
+
+    name: str
+    uid: str | None = None
+
+
+class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
+    """The jobs in one namespace.
+
+    Args:
+        namespace, context: as for `Cluster`.
+    """
+
+    def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
+        self._cluster = Cluster(namespace, context)
+        self.namespace = self._cluster.namespace
+
+    def submit(self, settings: KubernetesSettings) -> MPIJob:
+        created = self._cluster.create(render(settings))
+        return MPIJob(settings.job.name, created["metadata"]["uid"])
+
+    def state(self, job: MPIJob) -> MPIJobState:
+        return self.look(job)[0]
+
+    def look(self, job: MPIJob) -> tuple[MPIJobState, list[dict[str, Any]]]:
+        """The state of a job, and its pods."""
+        _, jobs = self._cluster.list_jobs(job.name)
+        _, pods = self._cluster.list_pods(job.name)
+        if not jobs:
+            place = f"{self.namespace}/{job.name}"
+            raise ClusterError(f"there is no MPIJob {place}: see `kubectl get mpijobs --all-namespaces`", 404)
+        return read_state(jobs[0], pods), pods
+
+    def follow(self, job: MPIJob, say: Callable[[str], None], write: Callable[[str], None]) -> MPIJobState:
+        return follow(
+            self._cluster,
+            job.name,
+            uid=job.uid,
+            report=lambda state: say(str(state)),
+            lost=lambda why: say(f"{why}; asking again"),
+            write=write,
+        )
+
+    def log(self, job: MPIJob) -> Iterator[str]:
+        launcher = attempt(newest_launcher(self._cluster.list_pods(job.name)[1]))
+        if launcher is None:
+            raise ClusterError(f"{job.name} has written nothing yet: see `hvdcomp launch k8s status {job.name}`")
+        for line in self._cluster.log(launcher[0], LAUNCHER, follow=False):
+            yield line.partition(b" ")[2].decode(errors="replace")
+
+    def cancel(self, job: MPIJob) -> None:
+        self._cluster.delete(job.name, job.uid)
