@@ -194,7 +194,7 @@ def train_all(todo: Sequence[tuple[Experiment, Row, int, Path]]) -> list[str]:
             continue
         name = f"[{number + 1}/{len(todo)}] {experiment.title}: {row.group} {row.name}, seed {seed}"
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # the summaries of so many runs are left to the tables
+            with contextlib.redirect_stdout(io.StringIO()):  # the tables show what the summaries would
                 summary = train(experiment.settings(row, seed, folder))
         except RunRefused as error:
             refused.append(f"{row.group} {row.name}: {error}")

@@ -20,7 +20,7 @@ from hvdcomp.policies.request import Candidate, Candidates, Period, Statistics
 
 TENSORS = ("conv", "fc", "head")
 KINDS = {"dense": (0, "none"), "fp16": (0, "fp16"), "compressed": (0, None), "compressed and dense": (2, "none")}
-FLUSH = 1.4  # the first step after a change takes so many times one of the candidate
+FLUSH = 1.4  # the first step after a change takes this many times as long as a later one
 AUTO = Auto(calibration="cluster.json")
 
 Times = Mapping[str, float | Callable[[int], float]]

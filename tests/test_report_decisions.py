@@ -28,7 +28,7 @@ from tests.test_coordinator_auto import run as drive_auto
 EPOCH = 20  # steps
 TENSORS = ("conv.weight", "fc1.weight", "fc2.weight")
 Told = Callable[[Any, int], Statistics]
-"""The statistics after so many steps, in a state of the policy."""
+"""The statistics after this number of steps, in a state of the policy."""
 
 
 def write_log(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.alone
 
 # Runs `hvdcomp train` once per entry of a list, on ranks that stay. An entry may say after how many steps rank 1 gets a
 # signal, or a Python statement to run then on each rank; or a statement to run before it. A statement may fill the
-# disk: no file can then grow beyond so many bytes. The ranks look every three steps whether one was told to stop.
+# disk: no file can then grow beyond this size. The ranks look every three steps whether one was told to stop.
 _PROGRAM = """
 import json, os, resource, shutil, signal, sys
 from pathlib import Path

@@ -41,7 +41,7 @@ class AutoTraining(Training):
         super().__init__(AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:
-        """Trains for so long without others between, and some steps at least."""
+        """Trains for `seconds` without turns of others, and at least `_FEWEST` steps."""
         import horovod.torch as hvd
 
         start, made = time.perf_counter(), 0

@@ -353,7 +353,7 @@ def _encode_time(compressor: Compressor, workload: Workload, measured: float) ->
 
 
 def _alone(compressor: Compressor, workload: Workload, ranks: int) -> tuple[float, float]:
-    """Seconds before and after the last collective of a step with so many ranks' payloads, the mean of the ranks."""
+    """Seconds before and after the last collective of a step with the payloads of `ranks`, the mean of all ranks."""
     engine = Engine(LoopbackCommunicator(ranks), workload.tensors(), compressor)
     gradients = _gradients(workload)
     taken = []

@@ -70,7 +70,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--growth",
     type=click.FloatRange(0, min_open=True),
-    help="With --sweep encode: encoding k times faster sends so many times k more bytes.",
+    help="With --sweep encode: encoding that is k times as fast sends GROWTH x k times the bytes.",
 )
 @click.option(
     "--output",

@@ -30,7 +30,7 @@ class EncodeTime:
     estimated: bool = False
 
     def seconds(self, ranks: ArrayLike) -> Array:
-        """Of encoding and decoding, with so many ranks."""
+        """Encoding and decoding together, with this number of ranks."""
         return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(ranks, float)
 
 
@@ -46,7 +46,7 @@ class Compute:
             that ride along, and Horovod's handling of each tensor.
         horovod_s: what a step takes, after its last collective, in which Horovod carries the gradients itself.
         ready: when Horovod can send what during the backward pass: pairs of the share of all bytes, up to 1, and of
-            the share of the backward pass after which so much is ready. Both rise. Empty if not known.
+            the share of the backward pass after which that share of the bytes is ready. Both rise. Empty if not known.
         gamma: by how much communication that runs at the same time slows the backward pass, 1 or more.
         batch_size: of one rank, that the times are for; None if not known.
         encode: by spec of the compressor.

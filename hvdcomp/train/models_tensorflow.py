@@ -150,7 +150,7 @@ def _default_convolution(path: str, x: Any, width: int) -> Any:
 
 
 def _default_initializers(inputs: int) -> dict[str, Any]:
-    """How PyTorch draws the weights of layers with so many inputs to each output."""
+    """How PyTorch draws the weights of layers with this number of inputs to each output."""
     bound = 1 / math.sqrt(inputs)
     return {"kernel_initializer": RandomUniform(-bound, bound), "bias_initializer": RandomUniform(-bound, bound)}
 

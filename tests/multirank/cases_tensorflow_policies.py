@@ -53,7 +53,7 @@ class Training(TapeTraining):
     """A training whose every step can be looked at, and that can be stopped and gone on with.
 
     The learning rate falls by half at the beginning of every third epoch, as a callback of the user would do it. With a
-    policy of the batch size it takes so many batches at once, as `Compression.accumulation` asks for.
+    policy of the batch size it takes `Compression.accumulation` batches at once.
     """
 
     def __init__(self, spec: str, policy: str, **options: Any) -> None:

@@ -176,7 +176,7 @@ class Cluster:
 
         Arguments:
             follow: go on until the container ends.
-            since: only lines of that many last seconds.
+            since: only lines of the last `since` seconds.
         """
         options: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
         if since is not None:
