@@ -21,19 +21,16 @@ from hvdcomp.compressors.signs import EFSignSGD, OneBit, SignSGD
 from hvdcomp.compressors.sparsification import RandomK, TopK
 from hvdcomp.compressors.thresholds import DGC, MSTopK, RedSync, SIDCo
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
-from hvdcomp.policies import (
-    POLICIES,
-    Accordion,
-    AccordionBatchSize,
-    AccordionJoint,
-    AdaQS,
-    Auto,
-    AutoAccordion,
-    Constant,
-    GraVAC,
-    IncreaseBatchSize,
-    WarmUp,
-)
+from hvdcomp.policies import POLICIES
+from hvdcomp.policies.accordion import Accordion
+from hvdcomp.policies.accordion_auto import AutoAccordion
+from hvdcomp.policies.adaqs import AdaQS
+from hvdcomp.policies.auto import Auto
+from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.constant import Constant
+from hvdcomp.policies.gravac import GraVAC
+from hvdcomp.policies.joint import AccordionJoint
+from hvdcomp.policies.schedules import WarmUp
 
 __version__ = version("hvdcomp")
 

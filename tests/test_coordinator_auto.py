@@ -14,7 +14,7 @@ import pytest
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.policies import Auto
+from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic
 from tests.driven import SHAPES, Driven
 from tests.harness import BACKENDS, as_numpy

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
-from hvdcomp.policies import AutoAccordion
+from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.decisions import Decision, Factors, Probe
 from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 from tests.test_policies_accordion import LOW as CRITICAL

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import SpecError
-from hvdcomp.policies import Auto
-from hvdcomp.policies.auto import SETTLING, WARM_UP
+from hvdcomp.policies.auto import SETTLING, WARM_UP, Auto
 from hvdcomp.policies.auto_state import PATIENCE, AutoState
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.request import Candidate, Candidates, Period, Statistics

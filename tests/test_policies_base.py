@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import PowerSGD, SpecError, TopK
 from hvdcomp.policies import POLICIES as REGISTRY
-from hvdcomp.policies import WarmUp, parse_policy
+from hvdcomp.policies import parse_policy
 from hvdcomp.policies.accordion import Accordion
 from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
@@ -46,6 +46,7 @@ from hvdcomp.policies.request import (
     Statistics,
     Timing,
 )
+from hvdcomp.policies.schedules import WarmUp
 
 TENSORS = ("conv", "fc")
 KINDS: list[type[Policy]] = [kind for kind in REGISTRY.values() if issubclass(kind, Policy)]

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import PowerSGD, SpecError
-from hvdcomp.policies import AccordionJoint, Policy
+from hvdcomp.policies import Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 
 norms_and_falls = st.lists(

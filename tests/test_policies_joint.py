@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
-from hvdcomp.policies import AccordionJoint
 from hvdcomp.policies.decisions import BatchSize, Levels, LevelsAndBatch
+from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 
 LOW, HIGH = 0.5, 0.1

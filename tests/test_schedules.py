@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import hvdcomp
-from hvdcomp.policies import DENSE, WarmUp, parse_policy
+from hvdcomp.policies import DENSE, parse_policy
+from hvdcomp.policies.schedules import WarmUp
 
 
 def levels(schedule: WarmUp, count: int, own: float, steps_per_epoch: int | None = None) -> list:

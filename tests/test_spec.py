@@ -12,22 +12,16 @@ from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemo
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
-from hvdcomp.policies import (
-    POLICIES,
-    Accordion,
-    AccordionBatchSize,
-    AccordionJoint,
-    AdaQS,
-    Auto,
-    AutoAccordion,
-    Constant,
-    GraVAC,
-    IncreaseBatchSize,
-    LevelSchedule,
-    Policy,
-    WarmUp,
-    parse_policy,
-)
+from hvdcomp.policies import POLICIES, LevelSchedule, Policy, parse_policy
+from hvdcomp.policies.accordion import Accordion
+from hvdcomp.policies.accordion_auto import AutoAccordion
+from hvdcomp.policies.adaqs import AdaQS
+from hvdcomp.policies.auto import Auto
+from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
+from hvdcomp.policies.constant import Constant
+from hvdcomp.policies.gravac import GraVAC
+from hvdcomp.policies.joint import AccordionJoint
+from hvdcomp.policies.schedules import WarmUp
 
 RATIOS = st.floats(1e-9, 1, exclude_min=True)
 COMPRESSOR = (

@@ -106,66 +106,23 @@ class DecisionLog:
         except OSError as error:
             raise self._cannot(error) from None
 
-    def start(
-        self,
-        *,
-        step: int,
-        epoch: int | None,
-        policy: str,
-        compressor: str,
-        tensors: Mapping[str, Sequence[int]],
-        steps_per_epoch: int | None,
-        ranks: int,
-        state: Mapping[str, Any],
-        decision: Mapping[str, Any],
-    ) -> None:
-        """Adds a start line; see `Start`. The version is filled in.
+    def start(self, **fields: Any) -> None:
+        """Adds a start line with the fields of `Start`; the line and the version are filled in.
 
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        self._write(
-            {
-                "kind": "start",
-                "step": step,
-                "epoch": epoch,
-                "policy": policy,
-                "compressor": compressor,
-                "tensors": {name: list(shape) for name, shape in tensors.items()},
-                "steps_per_epoch": steps_per_epoch,
-                "ranks": ranks,
-                "hvdcomp": version("hvdcomp"),
-                "state": state,
-                "decision": decision,
-            }
-        )
+        self._write({"kind": "start", **_fields(Start(line=0, hvdcomp=version("hvdcomp"), **fields))})
 
-    def decision(
-        self,
-        *,
-        step: int,
-        epoch: int | None,
-        from_step: int,
-        statistics: Statistics,
-        state: Mapping[str, Any],
-        decision: Mapping[str, Any],
-    ) -> None:
-        """Adds a decision line; see `Decided`.
+    def decision(self, **fields: Any) -> None:
+        """Adds a decision line with the fields of `Decided`; the line is filled in.
 
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        self._write(
-            {
-                "kind": "decision",
-                "step": step,
-                "epoch": epoch,
-                "from_step": from_step,
-                "statistics": _renamed(statistics.known(), _WRITTEN),
-                "state": state,
-                "decision": decision,
-            }
-        )
+        made = Decided(line=0, **fields)
+        statistics = _renamed(made.statistics.known(), _WRITTEN)
+        self._write({"kind": "decision", **_fields(made), "statistics": statistics})
 
     def close(self) -> None:
         """Closes the file. A line that follows opens it again."""
@@ -297,6 +254,10 @@ def _record(number: int, line: bytes) -> Start | Decided:
     if isinstance(data.get("statistics"), dict):
         data["statistics"] = _renamed(data["statistics"], {written: name for name, written in _WRITTEN.items()})
     return typed(kinds[kind], {**data, "line": number}, kind, texts=NON_FINITE)
+
+
+def _fields(record: Start | Decided) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name != "line"}
 
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.exchange.engine import Plan
-from hvdcomp.policies.decisions import Decision, MultiLevel, Probe
+from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
 from hvdcomp.policies.request import GravacGains, Statistic, Timing
 
@@ -68,14 +68,6 @@ class TwoLevels(Observer):
         self._weights: list[list[float]] = []  # of each array's energy in those of x, and of what each level loses
         self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
         self._first: Sent = {}  # what was compressed once before it was sent, for `after_sent`
-
-    @classmethod
-    def of(
-        cls, plans: Plans, decision: Decision, measuring: bool, clock: StepClock, decide: Decide | None
-    ) -> TwoLevels:
-        """On every rank: the first compression is part of what is sent."""
-        assert isinstance(decision, MultiLevel)
-        return cls(plans, decision, measuring, decide, clock)
 
     def begin_step(self, period_ends: bool) -> None:
         self.due = period_ends
@@ -225,14 +217,6 @@ class LevelProbe(Observer):
         self._names = plans.names
         self._steps = 0
         self._energies: dict[str, dict[float, Array]] = {}  # (2,): of x, and of what compression loses
-
-    @classmethod
-    def of(
-        cls, plans: Plans, decision: Decision, measuring: bool, clock: StepClock, decide: Decide | None
-    ) -> LevelProbe | None:
-        """On rank 0 alone."""
-        assert isinstance(decision, Probe)
-        return cls(plans, decision) if measuring else None
 
     def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         if self._steps % self._every == 0:

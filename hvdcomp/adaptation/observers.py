@@ -14,9 +14,6 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.policies.decisions import Decision, MultiLevel, Probe
 from hvdcomp.policies.request import Statistic
 
-_GAINS: dict[type[Decision], type[TwoLevels | LevelProbe]] = {MultiLevel: TwoLevels, Probe: LevelProbe}
-"""What observes the engine while a decision is in force that wants to be measured."""
-
 
 class Observers:
     """The observers of one rank.
@@ -39,14 +36,23 @@ class Observers:
         self.sums = AccumulatedGradients(plans.names)
         self.times = StepTimes(clock)
         self.gains: Observer | None = None
+        self._decide: Decide | None = None
 
     def follow(self, decision: Decision, decide: Decide | None = None) -> None:
         """Observes the engine as a decision wants it; `decide` is as in `TwoLevels`."""
-        kind = _GAINS.get(type(decision))
-        self.gains = None if kind is None else kind.of(self._plans, decision, self._measuring, self._clock, decide)
+        self._decide = decide
+        self.gains = decision.observer(self)
         engine = self._plans.engine
         engine.before_compress = None if self.gains is None else self.gains.before_compress
         engine.after_sent = None if self.gains is None else self.gains.after_sent
+
+    def two_levels(self, decision: MultiLevel) -> Observer:
+        """As in `ObserverMaker`; on every rank, because the first compression is part of what is sent."""
+        return TwoLevels(self._plans, decision, self._measuring, self._decide, self._clock)
+
+    def level_gains(self, decision: Probe) -> Observer | None:
+        """As in `ObserverMaker`; on rank 0 alone."""
+        return LevelProbe(self._plans, decision) if self._measuring else None
 
     @property
     def all(self) -> tuple[Observer, ...]:

@@ -27,7 +27,8 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement, require_same_levels
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.waste import WasteWarning
-from hvdcomp.policies import Auto, LevelSchedule, Policy
+from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.policies.request import Candidates
 

@@ -7,18 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcomp.policies.accordion import Accordion, finite, is_critical
-from hvdcomp.policies.accordion_auto import AutoAccordion
-from hvdcomp.policies.adaqs import AdaQS
-from hvdcomp.policies.auto import Auto
+from hvdcomp.policies.accordion import finite, is_critical
 from hvdcomp.policies.base import Policy, is_number, is_whole
-from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
-from hvdcomp.policies.constant import Constant
 from hvdcomp.policies.decisions import decision_from_json
-from hvdcomp.policies.gravac import GraVAC
-from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.median import median_with_error
-from hvdcomp.policies.schedules import LevelSchedule, WarmUp
+from hvdcomp.policies.schedules import LevelSchedule
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.parsing import parse
 from hvdcomp.specs.registry import classes_by_name
@@ -49,18 +42,8 @@ def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
 __all__ = [
     "DENSE",
     "POLICIES",
-    "Accordion",
-    "AccordionBatchSize",
-    "AccordionJoint",
-    "AdaQS",
-    "Auto",
-    "AutoAccordion",
-    "Constant",
-    "GraVAC",
-    "IncreaseBatchSize",
     "LevelSchedule",
     "Policy",
-    "WarmUp",
     "changes_batch_size",
     "decision_from_json",
     "finite",

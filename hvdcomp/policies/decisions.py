@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from hvdcomp.specs.levels import Level
 
 PlanT = TypeVar("PlanT", covariant=True)
+ObserverT = TypeVar("ObserverT", covariant=True)
 
 
 class PlanMaker(Protocol[PlanT]):
@@ -32,6 +33,16 @@ class PlanMaker(Protocol[PlanT]):
 
     def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> PlanT:
         """Each named tensor with a compressor, all others with another; None for that of the training."""
+
+
+class ObserverMaker(Protocol[ObserverT]):
+    """Makes what measures the steps that obey a decision, on each rank; None where a rank need not do so."""
+
+    def two_levels(self, decision: MultiLevel) -> ObserverT | None:
+        """Measures the gains of two compressions of the whole model, and sends as the decision says."""
+
+    def level_gains(self, decision: Probe) -> ObserverT | None:
+        """Measures the gain of each tensor at several compression factors."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,10 @@ class Decision:
     def batch(self) -> BatchSize:
         """The batch size that it asks for: without a word of it, that of the start."""
         return BatchSize()
+
+    def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
+        """What measures the steps that obey it; None for nothing."""
+        return None
 
     def measures(self, period_ends: bool) -> bool:
         """Whether a step that obeys it is measured, on all ranks alike.
@@ -146,6 +161,9 @@ class MultiLevel(Decision):
         # Before it is known what is sent, the plan only says which memory goes with it.
         return plans.at_factor(self.minimum if self.sent is None else self.sent)
 
+    def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
+        return observers.two_levels(self)
+
     def measures(self, period_ends: bool) -> bool:
         return period_ends
 
@@ -225,6 +243,9 @@ class Probe(Decision):
 
     def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
         return plans.at_factor(self.send)
+
+    def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
+        return observers.level_gains(self)
 
     def measures(self, period_ends: bool) -> bool:
         return True
