@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import refuse_description
@@ -20,18 +20,13 @@ from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
 from hvdcomp.settings import Settings, check_policy
 from hvdcomp.specs.levels import Level
-from hvdcomp.torch.parameters import unique
 
 
 class _HorovodMethod:
-    """A method that Horovod calls on the object that it was given. On the class itself it says what to write instead.
-
-    AutoGraph leaves it as it is; tf.autograph's own decorator does the same, but needs TensorFlow.
-    """
+    """A method that Horovod calls on what it was given. On the class itself it says what to write instead."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        function.autograph_info__ = {}  # type: ignore[attr-defined]
-        self._function = function
+        self._function = frameworks.left_as_written(function)
         self.__doc__ = function.__doc__
 
     def __get__(self, instance: Any, owner: type) -> Any:
@@ -108,15 +103,14 @@ class Compression:
                 raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
             check_policy(policy, steps_per_epoch, compressor, memory)
         require_bounded_residuals(compressor, memory)
-        if named_parameters is None and "tensorflow" in sys.modules:
-            from hvdcomp.tensorflow.caller import refuse_to_be_traced
-
-            refuse_to_be_traced()
         self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
-        self._framework = _framework_of(named_parameters, variables, optimizer)
-        self._parameters = _parameters_of(named_parameters, variables)
+        self._framework, self._parameters = frameworks.of_arguments(
+            {"named_parameters": named_parameters, "variables": variables}, optimizer
+        )
+        for framework in frameworks.candidates(self._framework).values():
+            framework.check_making()
         self._optimizer = optimizer
         self._process_set = process_set
         self._grad_scaler = grad_scaler
@@ -182,8 +176,8 @@ class Compression:
     def accumulation(self) -> int:
         """By how much the batch of the next step is larger than at the start: 1 without a policy of the batch size.
 
-        With such a policy every rank has to read it before each step, and to do so many times the usual backward
-        passes, whose losses it divides by their number. Horovod's `backward_passes_per_step` and the learning rate
+        With such a policy every rank reads it before each step, makes this number of times the usual backward passes,
+        and divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate
         follow by themselves.
         """
         return 1 if self._binding is None else self._binding.accumulation
@@ -221,11 +215,13 @@ class Compression:
         """
         if self._binding is not None:
             raise ConfigurationError("load_state_dict has to be called before the first step")
-        self._restored = dict(state)
-        if not state:
-            self._restored = None
-        elif optimizer is not None or (self._framework == "tensorflow" and self._parameters is not None):
-            self._framework = self._framework or ("torch" if hasattr(optimizer, "param_groups") else "tensorflow")
+        self._restored = dict(state) or None
+        if self._restored is None:
+            return
+        if self._framework is None and optimizer is not None:
+            self._framework = frameworks.of_optimizer(optimizer)
+        known = self._framework and frameworks.framework_named(self._framework).can_bind(self._parameters, optimizer)
+        if known:
             self._binding = self._bind(self._optimizer if optimizer is None else optimizer)
         elif changes_batch_size(self.settings.policy):
             raise ConfigurationError(
@@ -247,26 +243,15 @@ class Compression:
         return self.__dict__ | {"_parameters": None}
 
     def __hash__(self) -> int:
-        # Horovod's optimizer for TensorFlow hashes it when it is made; one of Keras 3 never calls it again.
-        if self._framework == "tensorflow" or (self._framework is None and "tensorflow" in sys.modules):
-            from hvdcomp.tensorflow.caller import refuse_keras_3_caller
-
-            refuse_keras_3_caller()
+        for framework in frameworks.candidates(self._framework).values():
+            framework.check_wrapping()
         return object.__hash__(self)
 
     @_HorovodMethod
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
         if self._binding is None:
-            framework = type(tensor).__module__.partition(".")[0]
-            if self._framework is None and framework in _FRAMEWORKS:
-                self._framework = framework
-            if framework != self._framework:
-                raise ConfigurationError(
-                    f"hvdcomp.Compression was given a {type(tensor).__module__}.{type(tensor).__qualname__}; it works "
-                    "with PyTorch (horovod.torch, named_parameters=...) and TensorFlow (horovod.tensorflow, "
-                    f"variables=...){f', and was made for {self._framework}' if self._framework else ''}"
-                )
+            self._framework = frameworks.of_gradient(tensor, self._framework)
             self._binding = self._bind(self._optimizer, tensor)
         return self._binding.compress(tensor)
 
@@ -286,55 +271,11 @@ class Compression:
             grad_scaler=self._grad_scaler,
             optimizer=optimizer,
         )
-        binding: Any
-        if self._framework == "torch":
-            from hvdcomp.torch.binding import TorchBinding
-
-            binding = TorchBinding(setup)
-        else:
-            from hvdcomp.tensorflow.binding import TensorFlowBinding
-
-            binding = TensorFlowBinding(setup, tensor)
+        assert self._framework is not None
+        binding = frameworks.framework_named(self._framework).make_binding(setup, tensor)
         if self._restored is not None:
             binding.load_state_dict(self._restored)
         if self._level is not None:
             binding.engine.set_level(self._level)
         return binding
 
-
-_FRAMEWORKS = ("torch", "tensorflow")
-
-
-def _framework_of(named_parameters: Any, variables: Any, optimizer: Any) -> str | None:
-    """Which framework the arguments are of; None if they do not tell."""
-    if named_parameters is not None and variables is not None:
-        raise ConfigurationError(
-            "give hvdcomp.Compression named_parameters=model.named_parameters() (PyTorch) or "
-            "variables=model.trainable_variables (TensorFlow), one of the two or none: residuals and warm starts are "
-            "kept by parameter name"
-        )
-    if optimizer is not None and (named_parameters is not None or hasattr(optimizer, "param_groups")):
-        raise ConfigurationError(
-            "optimizer= is for TensorFlow: in PyTorch, hvdcomp finds the optimizer that Horovod made by itself"
-        )
-    if variables is not None or optimizer is not None:
-        return "tensorflow"
-    return None if named_parameters is None else "torch"
-
-
-def _parameters_of(named_parameters: Any, variables: Any) -> Any:
-    """What a binding is given: parameters by name, a function, or None."""
-    for given in (named_parameters, variables):
-        # A model, which can be called. One of Keras that is not built fails when it is asked for its variables.
-        if hasattr(type(given), "named_parameters") or hasattr(type(given), "trainable_variables"):
-            raise ConfigurationError(
-                f"hvdcomp.Compression was given the model {type(given).__name__} itself; give it "
-                "named_parameters=model.named_parameters() or variables=model.trainable_variables"
-            )
-        if callable(given):
-            return given
-    if variables is not None:
-        from hvdcomp.tensorflow.names import by_name
-
-        return by_name(variables)
-    return None if named_parameters is None else unique(named_parameters)

@@ -80,7 +80,7 @@ def test_many_differences_are_counted() -> None:
 def test_weights_that_differ_are_told_with_the_remedy() -> None:
     (message,) = set(outcomes("numpy", [{f"{WEIGHTS}w": str(rank), "seed": 0} for rank in range(2)]))
     assert message is not None
-    assert "hvd.broadcast_parameters" in message
+    assert "those of rank 0: broadcast them." in message
 
 
 def test_what_one_rank_refuses_reaches_those_that_compare() -> None:

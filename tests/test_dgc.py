@@ -150,10 +150,10 @@ def test_memory_of_each_tensor() -> None:
     routed = parse_compressor('{"a": "dgc:ratio=0.1,momentum=0.8", "*": "topk:ratio=0.1"}')
     for compressor, momentum in ((DGC(0.1), 0.9), (routed, 0.8)):
         made = engine(compressor)
-        assert {made.memory_for(kind) for kind in made.plan.values()} == {MomentumCorrection(momentum)}
+        assert {made.planner.memory_for(kind) for kind in made.plan.values()} == {MomentumCorrection(momentum)}
         assert not made.passthrough
     assert engine(TopK(0.1)).memory is None
-    assert engine(DGC(0.1), ErrorFeedback()).memory_for(DGC(0.1)) == ErrorFeedback()
+    assert engine(DGC(0.1), ErrorFeedback()).planner.memory_for(DGC(0.1)) == ErrorFeedback()
     assert parse_memory("momentum_correction:momentum=0.8,nesterov=true") == MomentumCorrection(0.8, nesterov=True)
 
 

@@ -17,7 +17,7 @@ from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import AllGather, AllReduce, TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.fusion import exchange, request_bytes
+from hvdcomp.exchange.fusion import communicate, request_bytes
 from tests.harness import (
     BACKENDS,
     DTYPES,
@@ -169,7 +169,7 @@ def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], 
         ]
         xp = arrays_for(requests[0].parts[0])
         counting = CountingCommunicator(communicator)
-        answers, padding = exchange(xp, counting, requests, "test")
+        answers, padding = communicate(xp, counting, requests, "test")
         ((_, _, _, length),) = counting.started
         assert length % 8 == 0
         assert 0 <= padding < 8
@@ -195,7 +195,7 @@ def test_operations_and_types_are_not_mixed_up(backend: str) -> None:
             for number, (op, dtype) in enumerate(requests)
         ]
         counting = CountingCommunicator(communicator)
-        answers, padding = exchange(arrays_for(values[0].array), counting, values, "test")
+        answers, padding = communicate(arrays_for(values[0].array), counting, values, "test")
         assert padding == 0
         return [as_numpy(answer).tolist() for answer in answers], counting.started
 
@@ -207,7 +207,7 @@ def test_operations_and_types_are_not_mixed_up(backend: str) -> None:
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     def work(communicator: Any) -> None:
         x = np.zeros(3 + communicator.rank, np.float32)
-        exchange(arrays_for(x), communicator, [AllReduce(x)], "test")
+        communicate(arrays_for(x), communicator, [AllReduce(x)], "test")
 
     with pytest.raises(RuntimeError, match="the ranks started different collectives"):
         run_ranks(2, work)
@@ -217,7 +217,7 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
 def test_parts_without_elements_come_back(backend: str) -> None:
     def work(communicator: Any) -> list:
         gather = AllGather((make(backend, np.zeros(0, np.int16), "int16"),))
-        ((parts, *_), *_), _ = exchange(arrays_for(gather.parts[0]), communicator, [gather], "test")
+        ((parts, *_), *_), _ = communicate(arrays_for(gather.parts[0]), communicator, [gather], "test")
         return [tuple(part.shape) for part in parts]
 
     assert run_ranks(2, work) == [[(0,)], [(0,)]]

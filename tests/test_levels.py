@@ -35,7 +35,7 @@ def plan(decision: Decision, compressor: Compressor) -> dict[str, Compressor]:
     names = levelled_tensors(engine)
     assert names == NAMES
     found = dict(decision.plan(Plans(engine, names)))
-    own = engine.plan_for(compressor)
+    own = engine.planner.plan_for(compressor)
     assert list(found) == list(engine.tensors)
     assert {name: found[name] for name in SHAPES if name not in NAMES} == {
         name: own[name] for name in SHAPES if name not in NAMES
@@ -94,7 +94,7 @@ def test_methods_are_of_all_tensors_also_of_those_too_small_to_be_compressed() -
         return dict(Methods(methods, others).plan(plans))
 
     small = {"small": NONE, "bias": NONE, "none": NONE}
-    assert of({}, None) == dict(engine.plan_for(TopK(0.1)))
+    assert of({}, None) == dict(engine.planner.plan_for(TopK(0.1)))
     assert of({}, "none") == {"conv": NONE, "linear": NONE, **small}
     assert of({}, "fp16") == dict.fromkeys(("conv", "linear", "small", "bias"), FP16()) | {"none": NONE}
     assert of({"conv": None}, "none") == {"conv": TopK(0.1), "linear": NONE, **small}

@@ -15,7 +15,8 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.low_rank import matrix_shape, orthogonalize
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.exchange.engine import Engine, TensorState
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.tensor_step import TensorState
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -88,7 +89,7 @@ def test_algorithm_1(backend: str, dtype: str, rank: int, size: int) -> None:
         assert dtype_of(result) == dtype
         np.testing.assert_allclose(as_numpy(result), expected[step].reshape(shape), rtol=0, atol=tolerance)
     for r, run in enumerate(runs):
-        assert run.engine.memory_for(PowerSGD(rank)) == ErrorFeedback()
+        assert run.engine.planner.memory_for(PowerSGD(rank)) == ErrorFeedback()
         kept = as_numpy(run.engine.states["w"].memory[0])
         np.testing.assert_allclose(kept, residuals[r].reshape(shape), rtol=0, atol=tolerance)
 

@@ -356,7 +356,7 @@ def test_memory_is_that_of_each_compressor() -> None:
     assert kept == {name for name in MIXED if name.startswith(("top", "power"))}
     for name, compressor in run.engine.plan.items():
         expected = ErrorFeedback() if name in kept else NoMemory()
-        assert run.engine.memory_for(compressor) == expected
+        assert run.engine.planner.memory_for(compressor) == expected
     assert run.engine.ledger.tensors["top.1"].bytes_sent == 2 * TopK(0.1).payload_bytes(MIXED["top.1"])
     np.testing.assert_array_equal(run.results[0]["dense.1"], mixed_gradients("numpy")(0, 0)["dense.1"])
     assert as_numpy(run.results[0]["top.1"]).astype(bool).sum() == 14  # ceil(0.1 * 12 * 11)

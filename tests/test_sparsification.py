@@ -81,7 +81,7 @@ def test_topk_with_error_feedback(backend: str, dtype: str, size: int) -> None:
     for step in range(STEPS):
         tolerance = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
         np.testing.assert_allclose(as_numpy(runs[0].results[step]["w"]), expected[step], rtol=tolerance, atol=tolerance)
-        assert runs[0].engine.memory_for(TopK(ratio)) == ErrorFeedback()
+        assert runs[0].engine.planner.memory_for(TopK(ratio)) == ErrorFeedback()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -284,7 +284,7 @@ def test_unbiased_randomk_has_the_gradient_as_its_mean(backend: str) -> None:
         1, infos({"w": (d,)}, "float64"), RandomK(ratio, unbiased=True),
         lambda r, s: {"w": make(backend, g, "float64")}, steps,
     )  # fmt: skip
-    assert run.engine.memory_for(RandomK(ratio, unbiased=True)) == NoMemory()
+    assert run.engine.planner.memory_for(RandomK(ratio, unbiased=True)) == NoMemory()
     mean = np.mean([as_numpy(result["w"]) for result in run.results], axis=0)
     # Each element is g d/k with probability k/d: variance g^2 (d/k - 1). 5 standard errors: 40 pass with 0.99997.
     assert (np.abs(mean - g) <= 5 * np.abs(g) * math.sqrt((1 / ratio - 1) / steps) + 1e-12).all()

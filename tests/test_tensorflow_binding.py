@@ -64,7 +64,7 @@ def test_an_optimizer_of_keras_3_is_refused_when_horovod_wraps_it() -> None:
 
 def test_parameters_and_variables_exclude_each_other() -> None:
     given = variables("a")
-    with pytest.raises(ConfigurationError, match="one of the two"):
+    with pytest.raises(ConfigurationError, match="one of these or none"):
         compression(given, named_parameters=[("a", given[0])])
     with pytest.raises(ConfigurationError, match="itself; give it"):
         hvdcomp.Compression.from_spec("topk:ratio=0.1", variables=tf_keras.Sequential())

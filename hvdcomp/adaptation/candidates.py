@@ -15,7 +15,8 @@ from typing import NamedTuple
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.exchange.engine import Engine, Plan
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.plan import Plan
 from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.policies.auto import DENSE_CANDIDATE
@@ -110,7 +111,7 @@ class _Model:
         self._setting = setting
         self._overlaps = overlaps
         self._plans = Plans(engine, levelled_tensors(engine))
-        self._own = engine.plan_for(engine.compressor)
+        self._own = engine.planner.plan_for(engine.compressor)
 
     def candidates(self, source: str) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""

@@ -233,7 +233,7 @@ class Coordinator:
     def _take_up_in_step(self) -> None:
         """Goes over to a plan that was decided in the step under way, when all ranks have the same one."""
         self.engine.begin()
-        require_same_levels(self.engine.communicator, self.engine.digest, self._like)
+        require_same_levels(self.engine.communicator, self.engine.planner.digest, self._like)
 
     # What outlives a restart.
 

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import Router
-from hvdcomp.exchange.engine import Engine, Plan
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.plan import Plan
 from hvdcomp.specs.levels import Level
 
 
@@ -17,7 +18,7 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
     return tuple(
         name
         for name, tensor in engine.tensors.items()
-        if tensor.size >= max(1, engine.min_numel) and len(tensor.shape) >= engine.min_ndim
+        if tensor.size >= max(1, engine.planner.min_numel) and len(tensor.shape) >= engine.planner.min_ndim
     )
 
 
@@ -32,7 +33,7 @@ class Plans:
     def __init__(self, engine: Engine, names: tuple[str, ...]) -> None:
         self.engine = engine
         self.names = names
-        self._own = engine.plan_for(engine.compressor)
+        self._own = engine.planner.plan_for(engine.compressor)
         self._at_factor: dict[float, Plan] = {}
 
     def own(self) -> Plan:
@@ -64,14 +65,14 @@ class Plans:
             raise ValueError(f"methods of unknown tensors: {', '.join(sorted(unknown))}")
         return MappingProxyType(
             {
-                name: self.engine.choose(compressors[methods.get(name, others)], tensor)
+                name: self.engine.planner.choose(compressors[methods.get(name, others)], tensor)
                 for name, tensor in self.engine.tensors.items()
             }
         )
 
     def _with(self, chosen: Mapping[str, Compressor]) -> Plan:
         tensors = self.engine.tensors
-        routed = {name: self.engine.choose(compressor, tensors[name]) for name, compressor in chosen.items()}
+        routed = {name: self.engine.planner.choose(compressor, tensors[name]) for name, compressor in chosen.items()}
         return MappingProxyType({**self._own, **routed})
 
 

@@ -16,8 +16,9 @@ from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.engine import Engine, TensorState
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
+from hvdcomp.exchange.tensor_step import TensorState
 
 FORMAT = 2  # to be raised with every change of what a state holds
 Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
@@ -47,7 +48,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
         "compressor": str(engine.compressor),
         "tensors": {name: list(tensor.shape) for name, tensor in engine.tensors.items()},
         "step": engine.step_number,
-        "level": engine.level,
+        "level": engine.planner.level,
         "warm_starts": warm_starts,
         "coordinator": None if coordinator is None else coordinator.shared_state(),
     }

@@ -22,7 +22,9 @@ _REFUSED = "refused"
 WEIGHTS = "weights of "  # begins the name of a fact about a parameter's value
 
 
-def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like: Array) -> None:
+def require_agreement(
+    communicator: Communicator, facts: Mapping[str, Any], like: Array, broadcast: str = "broadcast them"
+) -> None:
     """Compares facts between all ranks; waits for all of them.
 
     What travels is a digest of fixed length. The facts themselves follow only where digests differ.
@@ -31,6 +33,7 @@ def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like
         communicator: to exchange the facts with.
         facts: JSON-serialisable settings of this rank.
         like: an array of the framework and place that the communicator works on.
+        broadcast: what a user writes to give all ranks the weights of rank 0.
 
     Raises:
         RankMismatchError: on every rank, naming each differing setting and which ranks have which value.
@@ -42,7 +45,7 @@ def require_agreement(communicator: Communicator, facts: Mapping[str, Any], like
         return
     longest = max(int.from_bytes(row[-_LENGTH_BYTES:], "big") for row in rows)
     texts = _gather(communicator, text.ljust(longest), like, "hvdcomp.agreement.facts")
-    raise RankMismatchError(_what_differs([json.loads(text) for text in texts]))
+    raise RankMismatchError(_what_differs([json.loads(text) for text in texts], broadcast))
 
 
 def require_same_levels(communicator: Communicator, digest: int, like: Array, refused: str | None = None) -> None:
@@ -79,7 +82,7 @@ def _gather(communicator: Communicator, row: bytes, like: Array, name: str) -> l
     return [bytes(one) for one in gathered]
 
 
-def _what_differs(everyone: Sequence[Mapping[str, Any]]) -> str:
+def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
     refused = {theirs.get(_REFUSED) for theirs in everyone}
     if refused != {None}:  # what else a rank would have said is not known then
         reasons = _ranks_of([theirs.get(_REFUSED) or "no error" for theirs in everyone])
@@ -88,10 +91,7 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]]) -> str:
     different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
     if all(key.startswith(WEIGHTS) for key in different):
         problem = "the ranks would train different models, because their weights are not the same: "
-        remedy = (
-            "Before the first step give all ranks those of rank 0: hvd.broadcast_parameters(model.state_dict(), "
-            "root_rank=0) in PyTorch, hvd.broadcast_variables(model.variables, root_rank=0) in TensorFlow."
-        )
+        remedy = f"Before the first step give all ranks those of rank 0: {broadcast}."
     else:
         problem = "the ranks do not agree on how to compress: "
         remedy = "Give hvdcomp.Compression and Horovod's optimizer the same model and arguments on every rank."

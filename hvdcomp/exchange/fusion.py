@@ -18,7 +18,7 @@ from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 _ROW_ALIGNMENT = 8
 
 
-def exchange(
+def communicate(
     xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str
 ) -> tuple[list[Any], int]:
     """Serves the requests of one round; all collectives are started before the first is waited for.

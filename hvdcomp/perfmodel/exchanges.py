@@ -13,7 +13,8 @@ from typing import NamedTuple
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, TensorInfo
-from hvdcomp.exchange.engine import Engine, Plan
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.plan import Plan
 
 
 class Collective(NamedTuple):
@@ -95,7 +96,7 @@ def exchange_of_plan(engine: Engine, plan: Plan) -> Exchange:
         rounds=tuple(
             tuple(Collective(kind, size, _dtype_of(group)) for (kind, group), size in one.items()) for one in rounds
         ),
-        overlapped=engine.casts(plan),
+        overlapped=engine.planner.casts(plan),
         dense_bytes=sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors),
     )
 

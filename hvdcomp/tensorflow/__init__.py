@@ -1,5 +1,19 @@
 """What TensorFlow users need beside `hvdcomp.Compression`; `hvdcomp.tensorflow.keras` has a callback for Keras."""
 
-from hvdcomp.tensorflow.checkpoint import CompressionState
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdcomp.tensorflow.checkpoint import CompressionState
 
 __all__ = ["CompressionState"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports TensorFlow when what needs it is asked for: the core reads `hvdcomp.tensorflow.framework` without it."""
+    if name in __all__:
+        from hvdcomp.tensorflow import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

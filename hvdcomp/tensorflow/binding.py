@@ -82,6 +82,7 @@ class TensorFlowBinding(Binding):
     """
 
     overlaps_with_policy = False
+    broadcast = "hvd.broadcast_variables(model.variables, root_rank=0)"
 
     def __init__(self, setup: Setup, tensor: tf.Tensor | None = None) -> None:
         self._variables = _known_variables(setup.parameters, tensor)
@@ -210,7 +211,7 @@ class TensorFlowBinding(Binding):
         return self.engine.step_number
 
     def _step(self, names: list[str], gradients: Sequence[tf.Tensor], factor: int) -> list[tf.Tensor]:
-        results = self.exchange(dict(zip(names, gradients, strict=True)))
+        results = self.run_engine(dict(zip(names, gradients, strict=True)))
         if factor != 1:
             return [results[name] * factor for name in names]
         return [results[name] for name in names]

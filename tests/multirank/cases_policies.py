@@ -183,11 +183,11 @@ def case_other_levels_on_one_rank_stop_all_in_that_step() -> None:
         training.step()
     if hvd.rank() == 1:
         engine = training.binding.engine
-        engine.set_plan(engine.plan_for(hvdcomp.TopK(ratio=0.25)))
+        engine.set_plan(engine.planner.plan_for(hvdcomp.TopK(ratio=0.25)))
     before = weights(training.model)
     message = raised(RankMismatchError, training.step)
     assert "levels" in message, message
-    assert f"{training.binding.engine.digest:012x}" in message, message
+    assert f"{training.binding.engine.planner.digest:012x}" in message, message
     assert torch.equal(weights(training.model), before)
 
 
@@ -343,7 +343,7 @@ def case_residuals_weigh_the_same_when_the_learning_rate_grows() -> None:
     for _ in range(20):
         if engine is not None:
             before = {name: [array.clone() for array in state.memory] for name, state in engine.states.items()}
-            batch_size = training.binding._batch_size
+            batch_size = training.binding._batch.current
             factor = training.compression.accumulation / batch_size.accumulation
             grown |= factor != 1
             for name, state in engine.states.items():

@@ -1,0 +1,122 @@
+"""What the ranks compare before they begin: settings in the first step, weights as soon as all have the same.
+
+It is the only time that a hook waits for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import numpy
+
+from hvdcomp.arrays.types import Array
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.training import Training
+from hvdcomp.communicators import Communicator
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.engine import Engine
+
+
+class FirstSteps:
+    """Compares what the ranks were told, and their weights.
+
+    Args:
+        setup: what the user gave.
+        engine: that compresses.
+        communicator: of the ranks.
+        like: an empty array of the framework, where the communicator works.
+        training: of this rank.
+        errors: that this rank met while its binding was made, by name; told to all ranks with the settings.
+        after: called when all ranks have the same settings; None for nothing.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        engine: Engine,
+        communicator: Communicator,
+        like: Array,
+        training: Training,
+        errors: dict[str, str],
+        after: Callable[[], None] | None,
+    ) -> None:
+        self._settings = setup.settings
+        self._engine = engine
+        self._communicator = communicator
+        self._like = like
+        self._training = training
+        self._errors = errors
+        self._after = after
+        self._settings_agreed = self._weights_agreed = False
+        self._first: int | None = None  # the number of the first step
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the ranks have nothing more to compare."""
+        return self._settings_agreed and self._weights_agreed
+
+    def compare(self) -> None:
+        """Compares what is due in the step that begins; waits for all ranks if anything is.
+
+        Raises:
+            RankMismatchError: on every rank, if the settings or the weights of any differ.
+            ConfigurationError: on every rank, if none can take part.
+        """
+        if self.agreed:
+            return
+        step = self._engine.step_number
+        if self._first is None:
+            self._first = step
+        weights_due = step - self._first >= self._training.steps_before_broadcast
+        if self._settings_agreed and not weights_due:
+            return
+        facts: dict[str, Any] = {}
+        with refused_on_every_rank(self._communicator, self._like):
+            if not self._settings_agreed:
+                facts |= self._facts()
+                self._refuse_double_momentum()
+            if weights_due:
+                facts |= self._weights()
+        require_agreement(self._communicator, facts, self._like, self._training.broadcast)
+        if not self._settings_agreed and self._after is not None:
+            self._after()
+        self._settings_agreed, self._weights_agreed = True, weights_due
+
+    def _facts(self) -> dict[str, Any]:
+        settings, trained = self._settings, self._training.trained()
+        tensors, level = self._engine.tensors, self._engine.planner.level
+        parameters = {f"parameter {name}": f"{tensors[name].dtype} {tensors[name].shape}" for name in sorted(trained)}
+        return {
+            **settings.describe(),
+            **self._training.facts(),
+            **self._errors,
+            "level": settings.compressor.level if level is None else level,
+            "step": self._engine.step_number,
+            "momentum of the optimizer": self._doubled_momentum(),
+            "hvdcomp": version("hvdcomp"),
+            "numpy": numpy.__version__,
+            "parameters that are not trained": [name for name in tensors if name not in trained],
+            **parameters,
+        }
+
+    def _weights(self) -> dict[str, Any]:
+        names = sorted(self._training.trained())
+        numbers = self._training.checksums(names)
+        return {f"{WEIGHTS}{name}": f"{number:x}" for name, number in zip(names, numbers, strict=True)}
+
+    def _doubled_momentum(self) -> str | None:
+        """The optimizer's momentum, if the memory applies one too."""
+        memory = self._engine.memory
+        return self._training.momentum_of_optimizer() if memory is not None and memory.is_momentum else None
+
+    def _refuse_double_momentum(self) -> None:
+        found = self._doubled_momentum()
+        if found:
+            raise ConfigurationError(
+                f"the optimizer has {found}, but {self._engine.memory} applies momentum itself, before "
+                "compression; use an optimizer without momentum (SGD with momentum=0) and set momentum in the memory "
+                "(dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
+            )

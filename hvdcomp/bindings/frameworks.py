@@ -1,0 +1,155 @@
+"""The frameworks that hvdcomp serves: what the folder of each offers, and which one a training uses.
+
+The folder `hvdcomp/NAME/` has a module `framework` with the names that `Framework` lists. These modules, and this one,
+import no framework before there is a gradient, a variable or an optimizer of it: `import hvdcomp` stays quick, and
+works where only one framework is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hvdcomp.bindings.base import Binding
+
+NAMES = ("torch", "tensorflow")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Framework(Protocol):
+    """What a module `hvdcomp.NAME.framework` offers.
+
+    Attributes:
+        TITLE: the framework's name in messages.
+        ARGUMENT: the argument of `Compression` that takes its parameters.
+        EXAMPLE: how a user writes that argument.
+    """
+
+    TITLE: str
+    ARGUMENT: str
+    EXAMPLE: str
+
+    def owns_gradient(self, gradient: Any) -> bool:
+        """Whether this is a tensor of the framework."""
+
+    def owns_optimizer(self, optimizer: Any) -> bool:
+        """Whether this is an optimizer of the framework, or one of Horovod's around it."""
+
+    def is_model(self, given: Any) -> bool:
+        """Whether a user gave a model where its parameters were asked for."""
+
+    def by_name(self, given: Any) -> dict[str, Any]:
+        """The parameters by name, from what was given as `ARGUMENT` and is no function.
+
+        Raises:
+            ConfigurationError: if names are not unique, or it holds anything but parameters.
+        """
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raises ConfigurationError if `Compression` may not be given this optimizer, or none at all."""
+
+    def check_making(self) -> None:
+        """Raises ConfigurationError if no `Compression` may be made at this moment."""
+
+    def check_wrapping(self) -> None:
+        """Raises ConfigurationError if Horovod may not wrap the optimizer that it is about to wrap."""
+
+    def can_bind(self, parameters: Any, optimizer: Any) -> bool:
+        """Whether these tell enough to make a binding before the first gradient; each may be None."""
+
+    def make_binding(self, setup: Setup, gradient: Any) -> Binding:
+        """The binding of a training.
+
+        Args:
+            gradient: the first that Horovod hands over; None where `can_bind` says that it is not needed.
+        """
+
+
+def framework_named(name: str) -> Framework:
+    """The framework of this name, one of `NAMES`."""
+    return cast(Framework, import_module(f"hvdcomp.{name}.framework"))
+
+
+def candidates(name: str | None) -> dict[str, Framework]:
+    """By name, the framework of this name; all of them where it is None, because that is not known yet."""
+    return {one: framework_named(one) for one in (NAMES if name is None else (name,))}
+
+
+def of_arguments(parameters: Mapping[str, Any], optimizer: Any) -> tuple[str | None, Any]:
+    """Which framework the arguments of a `Compression` are of, None if they do not tell, and its parameters.
+
+    Args:
+        parameters: what was given as each framework's `ARGUMENT`; None for nothing.
+        optimizer: that was given, or None.
+
+    Returns:
+        The framework's name, and the parameters by name, or the function that was given, or None.
+
+    Raises:
+        ConfigurationError: if they are of two frameworks, or if they cannot be used.
+    """
+    every = candidates(None)
+    given = {argument: value for argument, value in parameters.items() if value is not None}
+    if len(given) > 1:
+        examples = " or ".join(f"{one.EXAMPLE} ({one.TITLE})" for one in every.values())
+        raise ConfigurationError(
+            f"give hvdcomp.Compression {examples}, one of these or none: residuals and warm starts are kept by "
+            "parameter name"
+        )
+    found = None
+    for name, framework in every.items():
+        owns_optimizer = optimizer is not None and framework.owns_optimizer(optimizer)
+        if optimizer is not None and (owns_optimizer or framework.ARGUMENT in given):
+            framework.check_optimizer(optimizer)
+        if framework.ARGUMENT in given or (owns_optimizer and not given):
+            found = name
+    return found, None if found is None or not given else _parameters_of(framework_named(found), *given.values())
+
+
+def _parameters_of(framework: Framework, given: Any) -> Any:
+    every = candidates(None).values()
+    # A model, which can be called. One of Keras that is not built fails when it is asked for its variables.
+    if any(one.is_model(given) for one in every):
+        examples = " or ".join(one.EXAMPLE for one in every)
+        raise ConfigurationError(
+            f"hvdcomp.Compression was given the model {type(given).__name__} itself; give it {examples}"
+        )
+    return given if callable(given) else framework.by_name(given)
+
+
+def of_gradient(gradient: Any, expected: str | None) -> str:
+    """Which framework a gradient is of.
+
+    Args:
+        expected: of the arguments; None if they did not tell.
+
+    Raises:
+        ConfigurationError: if it is of none, or not of the expected one.
+    """
+    for name, framework in candidates(expected).items():
+        if framework.owns_gradient(gradient):
+            return name
+    uses = [f"{one.TITLE} (horovod.{name}, {one.ARGUMENT}=...)" for name, one in candidates(None).items()]
+    raise ConfigurationError(
+        f"hvdcomp.Compression was given a {type(gradient).__module__}.{type(gradient).__qualname__}; it works with "
+        f"{' and '.join(uses)}{f', and was made for {expected}' if expected else ''}"
+    )
+
+
+def of_optimizer(optimizer: Any) -> str | None:
+    """Which framework an optimizer is of; None if that is not known."""
+    return next((name for name, framework in candidates(None).items() if framework.owns_optimizer(optimizer)), None)
+
+
+def left_as_written(function: Function) -> Function:
+    """Marks a function that no framework may rewrite when it traces: TensorFlow's AutoGraph looks for this attribute.
+
+    `tf.autograph.experimental.do_not_convert` does the same, but needs TensorFlow.
+    """
+    function.autograph_info__ = {}  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,71 @@
+"""What every framework's binding answers about the training that it serves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
+from typing import Any, ClassVar
+
+from hvdcomp.arrays.types import Array
+from hvdcomp.policies.decisions import BatchSize
+
+
+class Training(ABC):
+    """One training, as only its framework knows it.
+
+    Class attributes:
+        overlaps_with_policy: whether, in a training with a policy, Horovod itself carries what is nothing but casts.
+        broadcast: what a user writes to give all ranks the weights of rank 0.
+    """
+
+    overlaps_with_policy: ClassVar[bool]
+    broadcast: ClassVar[str]
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What Horovod was told, as far as it must be the same on all ranks; JSON-serialisable."""
+
+    @abstractmethod
+    def trained(self) -> Set[str]:
+        """The names of the parameters whose gradients Horovod averages."""
+
+    @property
+    def steps_before_broadcast(self) -> int:
+        """How many steps a training may make before all ranks have the same weights."""
+        return 0
+
+    @abstractmethod
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        """A number for each parameter's value, by which the ranks compare their weights."""
+
+    def reason_to_refuse(self) -> str | None:
+        """Why this rank cannot make the step that begins; None if it can."""
+        return None
+
+    @abstractmethod
+    def learning_rates(self) -> tuple[float, ...]:
+        """The rate of each parameter group, as the user set it.
+
+        Raises:
+            ConfigurationError: if the optimizer is not known.
+        """
+
+    @abstractmethod
+    def follow_batch_size(self, batch_size: BatchSize) -> None:
+        """Makes the optimizer accumulate this number of batches, and step at this multiple of its learning rate."""
+
+    @abstractmethod
+    def loss_scale(self) -> float | None:
+        """By how much the loss is multiplied in this step; None where that is not known."""
+
+    @abstractmethod
+    def momentum_of_optimizer(self) -> str | None:
+        """The first momentum in the optimizer's settings, as text; None without one."""
+
+    @abstractmethod
+    def copy(self, array: Array) -> Array:
+        """An array of the same content that nothing changes any more."""
+
+    @abstractmethod
+    def place(self, array: Array, name: str) -> Array:
+        """The array on the device of the parameter of this name."""

@@ -1,0 +1,54 @@
+"""What the core asks of PyTorch: `hvdcomp.bindings.frameworks.Framework` says what each name means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.parameters import unique
+
+if TYPE_CHECKING:
+    from hvdcomp.torch.binding import TorchBinding
+
+TITLE = "PyTorch"
+ARGUMENT = "named_parameters"
+EXAMPLE = "named_parameters=model.named_parameters()"
+
+by_name = unique
+
+
+def owns_gradient(gradient: Any) -> bool:
+    return type(gradient).__module__.partition(".")[0] == "torch"
+
+
+def owns_optimizer(optimizer: Any) -> bool:
+    return hasattr(optimizer, "param_groups")
+
+
+def is_model(given: Any) -> bool:
+    return hasattr(type(given), "named_parameters")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    raise ConfigurationError(
+        "optimizer= is for TensorFlow: in PyTorch, hvdcomp finds the optimizer that Horovod made by itself"
+    )
+
+
+def check_making() -> None:
+    """Nothing is wrong at any moment."""
+
+
+def check_wrapping() -> None:
+    """Nothing is wrong with any optimizer; the binding looks at it when the first gradient arrives."""
+
+
+def can_bind(parameters: Any, optimizer: Any) -> bool:
+    return optimizer is not None
+
+
+def make_binding(setup: Setup, gradient: Any) -> TorchBinding:
+    from hvdcomp.torch.binding import TorchBinding
+
+    return TorchBinding(setup)
