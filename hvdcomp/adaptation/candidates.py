@@ -1,8 +1,8 @@
-"""What a training could send instead of what it sends, and how long a step would take: for the policy `auto`.
+"""Candidates for the policy `auto`: other ways to send a training's gradients, with the predicted time of a step.
 
 The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
 everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
-the rest dense or in half precision. Rank 0 alone reads the calibration; the others hear of the result.
+the rest dense or in half precision. Rank 0 alone reads the calibration; the other ranks receive the result.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Both observers look at x = g + r of every tensor before it is compressed. `TwoLevels` looks at C(x) as well, when it has
 been sent: where C(x) follows from this rank's x alone, it shows its gain, and nothing is compressed to learn that.
 Everything else is compressed for measuring only, by `Engine.preview`: as if the rank were alone, so that no other rank
-has to join in.
+takes part.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TwoLevels(Observer):
         plans: of the tensors that are compressed.
         decision: to which factors, and what is sent.
         measuring: whether this rank is to learn the gains.
-        decide: called when the gains are known, if the decision leaves open what is sent; returns the one that says.
-            Without it the gains are known when the step ends.
+        decide: called when the gains are known, if the decision leaves open what is sent; returns the decision that
+            says it. Without it the gains are known when the step ends.
         clock: that times the steps.
 
     Attributes:
@@ -85,8 +85,8 @@ class TwoLevels(Observer):
                 self._span = (between if decision.send == "candidate" else start, end)
         if decision.send != "candidate":
             return {}
-        # What is sent is compressed twice: the first time is part of it on every rank, but where it changes nothing. If
-        # it was decided just now, rank 0 may have found another minimum, of which only this decision tells.
+        # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing. The
+        # minimum is that of the latest decision: if it was made just now, rank 0 may have changed it.
         minimum = self._plans.at_factor(decision.minimum)
         nested = {name for name in xs if self._nests(minimum[name], self._engine.plan[name])}
         twice = {name: x for name, x in xs.items() if self._measures or name not in nested}
@@ -115,7 +115,7 @@ class TwoLevels(Observer):
         return first.nested and type(first) is type(second)
 
     def _compress(self, xp: ModuleType, xs: Mapping[str, Array], plan: Plan, kept: Sent) -> None:
-        """Adds to `kept` what compression keeps of the tensors of which that is not known."""
+        """Adds to `kept` what compression keeps of each tensor that `kept` lacks."""
         for name, x in xs.items():
             if name not in kept:
                 kept[name] = self._engine.preview(xp, name, x, plan[name])
@@ -252,7 +252,7 @@ class LevelProbe(Observer):
         }
 
     def gains(self) -> dict[str, dict[float, float]]:
-        """By tensor name and factor; NaN for a tensor of zeros, of which nothing is known. Waits for the device."""
+        """By tensor name and factor; NaN for a tensor of zeros, which has no gain. Waits for the device."""
         sums = {
             name: {factor: arrays_for(both).to_list(both) for factor, both in by_factor.items()}
             for name, by_factor in self._energies.items()

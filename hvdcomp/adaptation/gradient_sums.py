@@ -20,7 +20,7 @@ class AccumulatedGradients(Observer):
     """Sums of the gradients of several steps, by tensor name, at least in single precision.
 
     Args:
-        names: of the tensors of which each has statistics of its own.
+        names: of the tensors that have norms and ratios of their own.
 
     Attributes:
         sums: by tensor name, of the tensors that had a gradient.
@@ -95,7 +95,7 @@ class AccumulatedGradients(Observer):
 def error_terms(xp: ModuleType, x: Array, sent: Array | SparseVector) -> list[tuple[float, Array]]:
     """Weights and arrays that make up ||x - C(x)||^2, the sum of each weight times the energy of its array.
 
-    Of a sparse C(x) they are x itself and, of the elements sent alone, what was there and what is left.
+    For a sparse C(x) they are x itself and, for the elements sent alone, their values before and what is left of them.
     """
     if isinstance(sent, SparseVector):
         taken = xp.take(xp.flatten(x), sent.indices)

@@ -40,7 +40,7 @@ class InStepCoordinator(Coordinator):
         self._await_gains()
 
     def _await_gains(self) -> None:
-        """Prepares for a step of which nobody knows yet what it sends."""
+        """Prepares a step in the middle of which it will be decided what is sent."""
         heard = self.policy.decision(self.channel.state)
         assert isinstance(heard, MultiLevel)
         # Rank 0 knows more than all ranks have heard, but the ranks compare their plans when the step begins.

@@ -75,7 +75,7 @@ def replay(path: Path) -> Replay:
     """Makes all decisions of a log again, up to the first that differs.
 
     Raises:
-        DecisionLogError: if it is not a decision log, or a line is damaged, or names no policy that there is.
+        DecisionLogError: if it is not a decision log, or a line is damaged, or names an unknown policy.
         OSError: if the file cannot be read.
     """
     done = Replay()

@@ -19,8 +19,8 @@ Rates = tuple[float, ...]
 class Progress:
     """Counts steps and epochs that ended.
 
-    An epoch is `steps_per_epoch` batches of the starting size. A step that accumulates several of them takes as many;
-    what is then left of an epoch and does not fill a step is dropped, as data loaders do it.
+    An epoch is `steps_per_epoch` batches of the starting size. A step that accumulates several batches takes as many;
+    the rest of an epoch that does not fill a step is dropped, as data loaders do it.
 
     Attributes:
         steps_per_epoch: None if epochs are not counted.

@@ -1,11 +1,11 @@
-"""Auto: chooses between dense, fp16 and compressed by what steps take, so that compression never costs time.
+"""Auto: chooses between dense, fp16 and compressed by the time of steps, so that compression never costs time.
 
 The performance model names the candidates and predicts a step's time for each (`hvdcomp.adaptation.candidates`). The
 training begins with the fastest by the model, and measures it. Candidates that the model puts near the best are tried,
-each for a few steps, before and after steps of the best so far: machines are not equally fast all the time, and only
-what is measured one right after the other can be compared. The fastest by measurement stays. A trial begins when what
-it may cost, by what is known, is no more than a small share of the time so far, so that trials as a whole stay below
-that share. When steps take another time than when the candidate was chosen, all is open again.
+each for a few steps, between steps of the best so far: a machine's speed changes, and only what is measured in
+succession can be compared. The fastest by measurement stays. A trial begins when its expected cost is no more than a
+small share of the time so far, so that all trials together stay below that share. When the time of steps has changed
+since the candidate was chosen, all candidates are open again.
 
 This is not from a paper.
 """
@@ -46,7 +46,7 @@ _MOST = 16  # measurements of a candidate that cannot be told apart from the bes
 _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
 _MOST_PATIENCE = 64  # looks in a row
 _LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be short
-_SURE = 3  # standard errors that a change of the step time has to be above: else restless steps open all without end
+_SURE = 3  # standard errors that a change of the step time must exceed: else restless steps would always open all again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ class Auto(Policy[AutoState]):
         for name in state.candidates:
             one = state.measured.get(name)
             if one is None:
-                # Dense in any case, whatever the model says: never to be slower than that is what is promised.
+                # Dense in any case, whatever the model says: the promise is never to be slower than dense.
                 if name == DENSE_CANDIDATE or self._is_near(state, best, name):
                     found.append(name)
             elif name != best and one.steps < _MOST * self.window:

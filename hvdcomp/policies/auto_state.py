@@ -52,7 +52,7 @@ class AutoState:
         order: names of the tensors, those first that are most worth compressing.
         candidates: by name, with predicted times; none before they are told.
         chosen: the candidate in force.
-        why: it is, in words.
+        why: the reason for that, in words.
         since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
         until: the next decision is made when this number of steps have ended.
         trying: whether it is being tried; else it stays until something speaks against it.
@@ -60,13 +60,13 @@ class AutoState:
         tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
         latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
         times: seconds of the steps of this trial that count, or of the one that has just ended.
-        measured: by name, what is known since the last time that all was open. A trial counts in proportion: by how
-            much longer its steps took than those of the rival before and after it; and the first one together with
-            the prediction, as if that were two steps more, unless they contradict each other.
-        before: by name, medians that were measured before that.
+        measured: by name, what was measured since all candidates were last open. A trial counts in proportion to the
+            rival: by how much longer its steps took than those of the rival before and after it. The first trial counts
+            together with the prediction, as if that were two steps more, unless they contradict each other.
+        before: by name, medians that were measured earlier.
         usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
         drifted: looks in a row that found another time.
-        patience: number of them that opens all again.
+        patience: number of such looks that opens all candidates again.
         reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
         elapsed: seconds of all steps so far.
         spent: seconds of these that trials and changes took beyond steps of the best.

@@ -64,7 +64,7 @@ class Decision:
         return plans.own()
 
     def batch(self) -> BatchSize:
-        """The batch size that it asks for: without a word of it, that of the start."""
+        """The batch size that it asks for; a decision that is not about it asks for that of the start."""
         return BatchSize()
 
     def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
@@ -229,8 +229,8 @@ class Probe(Decision):
     """Levels are to be measured: in some steps rank 0 compresses the same gradients to several factors.
 
     Attributes:
-        factors: the compression factors to try, ascending. Nothing of it is sent.
-        every: in the first step of the period, and in every `every`-th step after it.
+        factors: the compression factors to try, ascending. What they give is measured, not sent.
+        every: levels are measured in the first step of a period, and in every `every`-th step after it.
         send: the factor at which all tensors are sent, in every step.
     """
 
@@ -291,7 +291,7 @@ def decision_from_json(data: Mapping[str, Any]) -> Decision:
     """The decision that `Decision.to_json` wrote.
 
     Raises:
-        ValueError: if it is of no kind that there is.
+        ValueError: if its kind is unknown.
         LookupError: if a field is not there.
     """
     kinds = {kind.kind: kind for kind in Decision.__subclasses__()}

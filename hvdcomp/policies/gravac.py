@@ -89,8 +89,8 @@ class GraVAC(Policy[GraVACState]):
         smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
             `every` steps.
         every: gains are measured, and what to send is decided, in one of `every` steps; 1 for the published algorithm,
-            whose price short steps notice. None for 10 if that divides the window into 10 or more parts and `lag` is 1,
-            and for 1 otherwise.
+            which costs much where steps are short. None for 10 if that divides the window into 10 or more parts and
+            `lag` is 1, and for 1 otherwise.
         lag: 1 to let steps obey what the one before them showed; all are dense until gains are first measured. 0 for
             the algorithm to the letter: gains are told, and the decision awaited, in the middle of each step, and its
             timing is told at the end of it, in two calls of `decide`.
