@@ -23,7 +23,7 @@ pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed
 
 from hvdcomp.cli import main
 from hvdcomp.launch.k8s import follow as following
-from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
+from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
 from hvdcomp.launch.k8s.follow import NewLines, follow
 from hvdcomp.launch.k8s.state import MPIJobState
 from tests.k8s_api import KubernetesApi
@@ -196,7 +196,7 @@ def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi) -> None:
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(1)})
     api.fail = lambda verb, path, query: (503, "overloaded")
     told: list[str] = []
-    with pytest.raises(ClusterError, match="overloaded"):
+    with pytest.raises(KubernetesError, match="overloaded"):
         follow(Cluster(), "mnist", report=pytest.fail, lost=told.append, write=print, patience=0.3)
     assert len(told) == 1
 
@@ -395,7 +395,7 @@ def test_no_thread_is_left_however_following_ends(api: KubernetesApi, ends: bool
 
     with ThreadPoolExecutor(1) as other:
         done = other.submit(cluster)
-        with contextlib.nullcontext() if ends else pytest.raises(ClusterError, match="forbidden"):
+        with contextlib.nullcontext() if ends else pytest.raises(KubernetesError, match="forbidden"):
             follow(Cluster(), "mnist", report=lambda state: None, lost=pytest.fail, write=written.put)
         assert not {"watch jobs", "watch pods", "log"} & {thread.name for thread in threading.enumerate()}
         done.result(timeout=30)

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed: pip install 'hvdcomp[k8s]'")
 
 from hvdcomp.cli import main
-from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
+from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
 from tests.k8s_api import KubernetesApi
 
 NO_NAMES = ["", " ", ".", "..", "../..", "a/b", "a%2Fb", "a,b", "A", "a b", "a\n", "4-ranks", "a" * 41]
@@ -64,7 +64,7 @@ def test_what_no_namespace_can_be_called_never_reaches_the_server(api: Kubernete
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../mpijobs", "three"])
 def test_only_a_job_that_was_found_is_deleted(api: KubernetesApi, name: str) -> None:
-    with pytest.raises(ClusterError, match="there is no MPIJob") as refused:
+    with pytest.raises(KubernetesError, match="there is no MPIJob") as refused:
         Cluster().delete(name)
     assert refused.value.status == 404
     assert not api.asked("delete", "")
@@ -86,7 +86,7 @@ def test_a_job_made_anew_under_the_same_name_is_not_deleted(api: KubernetesApi) 
     assert api.objects["mpijobs", "one"]["metadata"]["uid"] != first
 
     api.fail = lambda verb, path, query: None
-    with pytest.raises(ClusterError, match="there is no MPIJob"):
+    with pytest.raises(KubernetesError, match="there is no MPIJob"):
         Cluster().delete("one", first)
     assert ("mpijobs", "one") in api.objects
     assert launch("k8s", "delete", "one").exit_code == 0

@@ -28,10 +28,10 @@ from pathlib import Path
 import click
 
 from hvdcomp.commands.train import command
-from hvdcomp.train import trainer
+import hvdcomp.train.run as training
 from hvdcomp.train.frameworks import learner_class
 
-trainer._STEPS_BETWEEN_CHECKS = 3
+training._STEPS_BETWEEN_CHECKS = 3
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
 runs = json.loads(sys.argv[1])
 learner = learner_class(runs[0].get("framework", "torch"))

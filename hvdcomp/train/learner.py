@@ -1,7 +1,7 @@
 """What the training loop asks of a framework: a model, an optimizer and a step, and nothing else.
 
-The loop, the data, the ranks and the files are the same for all frameworks; `torch_learner` and
-`tensorflow_learner` are the rest. Everything that passes between is NumPy.
+The loop, the data, the ranks and the files are the same for all frameworks; `torch_learner` and `tensorflow_learner`
+hold what differs. Arguments and results are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Learner(ABC):
     """
 
     first_step: str | None = None
-    """What to tell before the first step, where that takes much longer than the others."""
+    """What to tell the user before the first step, if it takes much longer than the others; None: nothing."""
 
     @abstractmethod
     def __init__(self, options: TrainingOptions, data: DataSet, rank: int) -> None: ...
@@ -67,7 +67,7 @@ class Learner(ABC):
 
         Args:
             inputs, targets: as `DataSet` gives them, (accumulation * backward_passes_per_step * batch_size, ...).
-            accumulation: how many times the usual batch that is.
+            accumulation: how many batches of the usual size they are.
         """
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Learner(ABC):
 
     @abstractmethod
     def parameters(self) -> Arrays:
-        """What is trained, by name."""
+        """The trained weights, by name."""
 
     @abstractmethod
     def buffers(self) -> Arrays:
@@ -88,9 +88,9 @@ class Learner(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> list[Path]:
-        """Write all by which the steps that follow depend on those that were, for this rank, between two steps.
+        """Write this rank's part of the training state: weights, optimizer, compression, random generators.
 
-        Every rank writes to the same folder; the files of one have its number in their names.
+        Call it between two steps. Every rank writes to the same folder; a file of one rank has its number in its name.
 
         Returns:
             The files that this rank wrote.
@@ -101,8 +101,8 @@ class Learner(ABC):
 
     @abstractmethod
     def restore(self, folder: Path) -> None:
-        """Go on from what was saved by as many ranks; after `distribute` and before the first step.
+        """Load what `save` wrote with the same number of ranks; after `distribute` and before the first step.
 
         Raises:
-            ConfigurationError: it is of another model or compression.
+            ConfigurationError: the files are those of another model or compression.
         """

@@ -1,7 +1,7 @@
 """The API server, through the official client: what the launcher asks of it, and its errors in words.
 
 Objects are plain dicts as in the API's JSON. Everything here asks once; what is worth asking again is said by
-`ClusterError.transient`, and `follow` does so.
+`KubernetesError.transient`, and `follow` does so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TRANSIENT = {408, 410, 429, 500, 502, 503, 504}
 
 
-class ClusterError(SchedulerError):
+class KubernetesError(SchedulerError):
     """The cluster refused, or cannot be reached.
 
     Attributes:
@@ -54,14 +54,14 @@ class Cluster:
         context: of the kubeconfig; None for its current one.
 
     Raises:
-        ClusterError: the client is not installed, or no cluster is configured.
+        KubernetesError: the client is not installed, or no cluster is configured.
     """
 
     def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
         try:
             import kubernetes
         except ImportError:
-            raise ClusterError("this needs the Kubernetes client: pip install 'hvdcomp[k8s]'") from None
+            raise KubernetesError("this needs the Kubernetes client: pip install 'hvdcomp[k8s]'") from None
         self._kubernetes: Any = kubernetes
         client, configured = self._connect(context)
         self.namespace: str = namespace or configured
@@ -82,10 +82,10 @@ class Cluster:
             chosen = active if context is None else next((one for one in contexts if one["name"] == context), None)
             if chosen is None:
                 names = ", ".join(one["name"] for one in contexts)
-                raise ClusterError(f"context: the kubeconfig has no {context!r}; it has: {names}")
+                raise KubernetesError(f"context: the kubeconfig has no {context!r}; it has: {names}")
             client = config.new_client_from_config(config_file=file, context=chosen["name"])
         except config.ConfigException as error:
-            raise ClusterError(
+            raise KubernetesError(
                 f"no cluster is configured ({error}): set KUBECONFIG to your kubeconfig, or see `kubectl config view`"
             ) from None
         return client, chosen["context"].get("namespace") or "default"
@@ -109,7 +109,7 @@ class Cluster:
         """
         found = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
         if not found:
-            raise ClusterError(f"there is no MPIJob {self.namespace}/{name} to delete", 404)
+            raise KubernetesError(f"there is no MPIJob {self.namespace}/{name} to delete", 404)
         client = self._kubernetes.client
         options = client.V1DeleteOptions(
             propagation_policy="Background", preconditions=client.V1Preconditions(uid=found[0]["uid"])
@@ -166,7 +166,7 @@ class Cluster:
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     status = event["object"]
-                    raise ClusterError(f"{failed}: {status.get('message')}", status.get("code"))
+                    raise KubernetesError(f"{failed}: {status.get('message')}", status.get("code"))
                 yield event["type"], event["object"]
 
     def log(self, pod: str, container: str, *, follow: bool, since: int | None = None) -> Iterator[bytes]:
@@ -204,20 +204,20 @@ class Cluster:
 
     @contextlib.contextmanager
     def _explained(self, what: str, creating: str | None = None) -> Iterator[None]:
-        """Turn the client's exceptions into ClusterError."""
+        """Turn the client's exceptions into KubernetesError."""
         import urllib3
 
         try:
             yield
         except self._kubernetes.client.ApiException as error:
-            raise ClusterError(
+            raise KubernetesError(
                 f"{what}: {self._reason(error, creating)}", error.status, None if error.status else True
             ) from None
         except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object
             message = f"{what}: no answer from {self._server} ({_innermost(error)})"
             if creating is not None:
                 message += f"; it may have been created all the same: see `hvdcomp launch k8s status {creating}`"
-            raise ClusterError(message, transient=True) from None
+            raise KubernetesError(message, transient=True) from None
 
     def _reason(self, error: Any, creating: str | None) -> str:
         said = _message(error)

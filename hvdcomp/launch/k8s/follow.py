@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
+from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
 from hvdcomp.launch.k8s.state import LAUNCHER, MPIJobState, attempt, newest_launcher, read_state
 
 PATIENCE = 300.0
@@ -44,9 +44,9 @@ def follow(
         write: is given each line of the launcher's log, without its end; from another thread.
 
     Raises:
-        ClusterError: the server refuses, or did not answer for `patience` seconds.
+        KubernetesError: the server refuses, or did not answer for `patience` seconds.
     """
-    seen: queue.Queue[tuple[str, Objects | ClusterError]] = queue.Queue()
+    seen: queue.Queue[tuple[str, Objects | KubernetesError]] = queue.Queue()
     watches = [
         _Watch(lambda: cluster.list_jobs(name), lambda version: cluster.watch_jobs(name, version), seen, "jobs"),
         _Watch(lambda: cluster.list_pods(name), lambda version: cluster.watch_pods(name, version), seen, "pods"),
@@ -60,7 +60,7 @@ def follow(
             watch.start()
         while True:
             kind, objects = seen.get()
-            if isinstance(objects, ClusterError):
+            if isinstance(objects, KubernetesError):
                 if not objects.transient or time.monotonic() - answered > patience:
                     raise objects
                 if not silent:
@@ -92,7 +92,7 @@ def _end(
 ) -> MPIJobState:
     """The last state, with the pods as they are now: their watch may be behind the MPIJob's."""
     if state.phase == "failed":
-        with contextlib.suppress(ClusterError):  # the state is known; only the exit code may be an earlier attempt's
+        with contextlib.suppress(KubernetesError):  # the state is known; only the exit code may be an earlier attempt's
             state = read_state(job, cluster.list_pods(name)[1])
     report(state)
     return state
@@ -105,7 +105,7 @@ class _Watch(threading.Thread):
         self,
         list_all: Callable[[], tuple[str, Objects]],
         watch: Callable[[str], Iterable[tuple[str, dict[str, Any]]]],
-        seen: queue.Queue[tuple[str, Objects | ClusterError]],
+        seen: queue.Queue[tuple[str, Objects | KubernetesError]],
         kind: str,
     ) -> None:
         super().__init__(daemon=True, name=f"watch {kind}")  # it may be waiting for an event when the job has ended
@@ -131,7 +131,7 @@ class _Watch(threading.Thread):
                     elif change in ("ADDED", "MODIFIED"):
                         objects[one["metadata"]["uid"]] = one
                     self._seen.put((self._kind, list(objects.values())))
-            except ClusterError as error:
+            except KubernetesError as error:
                 if error.status != 410:  # too old a version is no trouble: list anew
                     self._seen.put((self._kind, error))
                 if not error.transient:
@@ -139,7 +139,7 @@ class _Watch(threading.Thread):
                 failures += 1
             except Exception as error:
                 # Without this thread the job's end would not be noticed.
-                self._seen.put((self._kind, ClusterError(f"{self._kind} cannot be watched: {error!r}")))
+                self._seen.put((self._kind, KubernetesError(f"{self._kind} cannot be watched: {error!r}")))
                 return
             # Also after a watch that ended in good order, so that a server that ends each at once is not flooded.
             self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
@@ -196,7 +196,7 @@ class _Log:
                     self._write(line)
                 if last:
                     return
-            except ClusterError as error:
+            except KubernetesError as error:
                 if self._stopped.is_set():
                     return
                 # 400: the node of the pod does not answer

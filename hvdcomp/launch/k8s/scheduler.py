@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcomp.launch.k8s.cluster import Cluster, ClusterError
+from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
 from hvdcomp.launch.k8s.follow import follow
 from hvdcomp.launch.k8s.manifest import render
 from hvdcomp.launch.k8s.settings import KubernetesSettings
@@ -46,7 +46,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
         _, pods = self._cluster.list_pods(job.name)
         if not jobs:
             place = f"{self.namespace}/{job.name}"
-            raise ClusterError(f"there is no MPIJob {place}: see `kubectl get mpijobs --all-namespaces`", 404)
+            raise KubernetesError(f"there is no MPIJob {place}: see `kubectl get mpijobs --all-namespaces`", 404)
         return read_state(jobs[0], pods), pods
 
     def follow(self, job: MPIJob, say: Callable[[str], None], write: Callable[[str], None]) -> MPIJobState:
@@ -62,7 +62,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
     def log(self, job: MPIJob) -> Iterator[str]:
         launcher = attempt(newest_launcher(self._cluster.list_pods(job.name)[1]))
         if launcher is None:
-            raise ClusterError(f"{job.name} has written nothing yet: see `hvdcomp launch k8s status {job.name}`")
+            raise KubernetesError(f"{job.name} has written nothing yet: see `hvdcomp launch k8s status {job.name}`")
         for line in self._cluster.log(launcher[0], LAUNCHER, follow=False):
             yield line.partition(b" ")[2].decode(errors="replace")
 

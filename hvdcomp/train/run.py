@@ -1,0 +1,344 @@
+"""The training loop under stock Horovod, the same for every framework; a `Learner` is what differs.
+
+Every rank starts from rank 0's weights, sees its own part of each epoch's common shuffle, and ends with the same
+weights. The digest of each rank's weights in the summary says whether the weights are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import hvdcomp
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.train import environment, outputs
+from hvdcomp.train.checkpoints import Checkpoints, Warnings
+from hvdcomp.train.data import epoch_shard, evaluation_shard
+from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.learner import Arrays, Learner
+from hvdcomp.train.options import TrainingOptions
+from hvdcomp.train.ranks import Ranks
+from hvdcomp.train.reporter import Reporter
+
+_STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
+_SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
+_FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
+_EVALUATION_BATCH = 256
+# What of a `_Run` a checkpoint keeps.
+_KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
+
+
+class Run:
+    """One run, ready to start: the same on every rank but for its shard. Rank 0 writes and shows."""
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        ranks: Ranks,
+        data: DataSet,
+        learner: Learner,
+        compression: hvdcomp.Compression,
+        steps: int,
+        checkpoints: Checkpoints | None,
+        writer: outputs.RunWriter | None,
+        warnings: Warnings | None,
+    ) -> None:
+        self._options = options
+        self._ranks = ranks
+        self._data = data
+        self._learner = learner
+        self._compression = compression
+        self._steps_per_epoch = steps
+        self._checkpoints = checkpoints
+        self._warnings = warnings
+        self._writer = writer
+        self._reporter = Reporter(
+            steps * options.epochs, options.epochs, visible=ranks.rank == 0, progress=options.progress
+        )
+        self._augmenting = np.random.default_rng([options.seed, ranks.rank])
+        self._metric = "perplexity" if data.is_text else "accuracy"
+        self._step = 0
+        self._epoch = 1  # the one that is trained
+        self._taken = 0  # batches of the starting size, in this epoch
+        self._losses: list[float] = []  # of the steps of this epoch
+        self._rate = 0.0
+        self._finite = True  # on this rank
+        self._times: list[float] = []  # ms of each step
+        self._epochs: list[dict[str, Any]] = []
+        self._stepped = False  # in this process
+        self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
+        self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
+        self._start = self._epoch_start = time.perf_counter()
+
+    def go_on_from(self, saved: dict[str, Any]) -> None:
+        """Go on from where `_position` told when this was saved."""
+        for name in _KEPT:
+            setattr(self, f"_{name}", saved[name])
+        self._augmenting.bit_generator.state = saved["augmenting"]
+        self._resumed_at = [*saved["resumed_at"], self._step]
+        self._next_check = self._step + 1
+        now = time.perf_counter()
+        self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
+        assert self._checkpoints is not None
+        for damage in self._checkpoints.damaged:
+            self._reporter.say(f"passed over a checkpoint: {damage}")
+        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}")
+
+    def _position(self) -> dict[str, Any]:
+        """Where this rank is in the run, as JSON."""
+        now = time.perf_counter()
+        return {
+            **{name: getattr(self, f"_{name}") for name in _KEPT},
+            "augmenting": self._augmenting.bit_generator.state,
+            "resumed_at": self._resumed_at,
+            "seconds": now - self._start,
+            "epoch_seconds": now - self._epoch_start,
+            "sizes": None if self._writer is None else self._writer.sizes(),
+        }
+
+    def run(self) -> dict[str, Any]:
+        try:
+            with self._reporter:
+                status = self._train()
+            summary = self._summary(status, self._ranks.gather(_digest(self._learner.parameters()), "weights"))
+            if self._writer is not None:
+                self._writer.finish(summary)
+            self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
+        except BaseException as error:
+            # The other ranks may be gone: nothing is asked of them.
+            if self._writer is not None:
+                self._writer.finish({**self._summary("failed", []), "error": f"{type(error).__name__}: {error}"})
+            raise
+        output = None if self._options.output is None else str(self._options.output)
+        self._reporter.summary(summary, output)
+        return summary
+
+    @property
+    def _unwritten(self) -> str | None:
+        """What this rank could not write."""
+        return None if self._writer is None else self._writer.problem
+
+    def _refuse_unwritten(self, problems: Sequence[str | None]) -> None:
+        """Ends the run on every rank, if any of them could not write."""
+        for problem in filter(None, problems):
+            raise ConfigurationError(
+                f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
+            )
+
+    def _train(self) -> str:
+        """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
+        while self._epoch <= self._options.epochs:
+            ended = self._train_epoch()
+            if ended is not None and self._epoch <= self._options.epochs:
+                return ended
+        return "finished"
+
+    def _train_epoch(self) -> str | None:
+        """Train what is left of this epoch; "diverged" or "stopped" if the run ends by it."""
+        options, data = self._options, self._data
+        assert options.batch_size is not None
+        shard = epoch_shard(
+            len(data.train_x),
+            self._ranks.size,
+            self._ranks.rank,
+            options.batch_size * options.backward_passes_per_step,
+            options.seed,
+            self._epoch,
+        )[self._taken :]
+        while len(shard) >= (accumulation := self._next_accumulation()):
+            self._timed_step(shard[:accumulation].flatten(), accumulation)
+            shard = shard[accumulation:]
+            due = self._checkpoints is not None and self._checkpoints.due(self._step)
+            if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
+                return ended
+        if ended := self._agree():
+            return ended
+        self._end_epoch()
+        over = self._epoch > options.epochs
+        if self._checkpoints is not None and (over or self._checkpoints.due_each_epoch):
+            return self._agree(save=True)
+        return None
+
+    def _agree(self, save: bool = False) -> str | None:
+        """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
+        told = self._warnings is not None and self._warnings.told
+        answers = self._ranks.gather((self._finite, told, self._steps_to_next_check(), self._unwritten), "agree")
+        finite, stop, steps, unwritten = zip(*answers, strict=True)
+        self._refuse_unwritten(unwritten)
+        self._next_check = self._step + min(steps)
+        if not all(finite):
+            return "diverged"
+        if self._checkpoints is not None and (save or any(stop)):
+            with self._compression.paused():
+                self._checkpoints.save(self._step, self._learner, self._position)
+        return "stopped" if any(stop) else None
+
+    def _steps_to_next_check(self) -> int:
+        if self._checkpoints is None:
+            return _STEPS_BETWEEN_CHECKS
+        seconds = float(np.median(self._times[-_FIRST_STEPS:])) / 1000
+        return max(1, min(_STEPS_BETWEEN_CHECKS, int(_SECONDS_BETWEEN_CHECKS / seconds)))
+
+    @property
+    def _batches(self) -> int:
+        """Of the starting size, that were taken."""
+        return (self._epoch - 1) * self._steps_per_epoch + self._taken
+
+    def _next_accumulation(self) -> int:
+        """How many batches the next step takes: more than one only where a policy has made them larger.
+
+        The learning rate is set before, as a scheduler would do it, because policies look at it.
+        """
+        self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch)
+        self._learner.set_learning_rate(self._rate)
+        return self._compression.accumulation
+
+    def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
+        """One optimizer step on these samples of this rank."""
+        if not self._stepped and self._learner.first_step is not None:
+            self._reporter.note(self._learner.first_step)
+        self._stepped = True
+        start = time.perf_counter()
+        loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
+        milliseconds = 1000 * (time.perf_counter() - start)
+        self._step += 1
+        self._taken += accumulation
+        self._losses.append(loss)
+        self._times.append(milliseconds)
+        self._finite = self._finite and math.isfinite(loss)
+        self._reporter.step(self._batches, self._epoch, loss, milliseconds)
+        if self._writer is not None:
+            record = {
+                "step": self._step,
+                "epoch": self._epoch,
+                "loss": loss,
+                "learning_rate": self._rate,
+                "accumulation": accumulation,
+                "ms": milliseconds,
+            }
+            self._writer.step({**record, **_cost(self._compression)})
+
+    def _end_epoch(self) -> None:
+        with self._compression.paused():
+            self._close_epoch()
+
+    def _close_epoch(self) -> None:
+        self._average_buffers()
+        loss = sum(self._losses) / len(self._losses)
+        mean_loss = float(self._ranks.sum(loss, "loss")) / self._ranks.size
+        test_loss, accuracy = self._evaluate()
+        record = {
+            "epoch": self._epoch,
+            "step": self._step,
+            "train_loss": mean_loss,
+            "test_loss": test_loss,
+            self._metric: accuracy if self._metric == "accuracy" else _exp(test_loss),
+            "seconds": time.perf_counter() - self._epoch_start,
+            "bytes_sent": self._compression.ledger.totals.bytes_sent,
+        }
+        self._epochs.append(record)
+        self._reporter.epoch(record)
+        if self._writer is not None:
+            self._writer.epoch(record)
+        self._epoch, self._taken, self._losses = self._epoch + 1, 0, []
+        self._epoch_start = time.perf_counter()
+
+    def _average_buffers(self) -> None:
+        """Average the running statistics of normalization layers, which each rank takes from its own shard."""
+        everywhere = self._ranks.gather(self._learner.buffers(), "buffers")
+        means = {name: np.mean([own[name] for own in everywhere], axis=0) for name in everywhere[0]}
+        self._learner.set_buffers(means)
+
+    def _evaluate(self) -> tuple[float, float]:
+        """Mean loss and accuracy over the whole test set (of text: per token), each rank doing its share."""
+        totals = np.zeros(3)  # loss, right answers, answers
+        shard = evaluation_shard(len(self._data.test_x), self._ranks.size, self._ranks.rank)
+        for first in range(0, len(shard), _EVALUATION_BATCH):
+            inputs, targets = self._data.test_batch(shard[first : first + _EVALUATION_BATCH])
+            loss, right = self._learner.evaluate(inputs, targets)
+            totals += loss * targets.size, right, targets.size
+        loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
+        return loss / count, right / count
+
+    def _summary(self, status: str, digests: list[str]) -> dict[str, Any]:
+        options, totals = self._options, self._compression.ledger.totals
+        last = self._epochs[-1] if self._epochs else {}
+        values = [record[self._metric] for record in self._epochs]
+        best = max if self._metric == "accuracy" else min
+        median, over = self._time_per_step()
+        alone = self._ranks.size == 1
+        note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else None
+        return {
+            "status": status,
+            "framework": options.framework,
+            "model": options.model,
+            "data": options.data,
+            "spec": options.compression,
+            "seed": options.seed,
+            self._metric: last.get(self._metric),
+            f"best_{self._metric}": best(values) if values else None,
+            "loss": last.get("test_loss"),
+            "train_loss": last.get("train_loss"),
+            "steps": self._step,
+            "epochs": len(self._epochs),
+            "resumed_at": self._resumed_at,
+            "world_size": self._ranks.size,
+            "ranks_per_host": self._ranks.local_size,
+            "controller": self._ranks.controller,
+            "seconds": time.perf_counter() - self._start,
+            "ms_per_step": median,
+            "ms_per_step_over": over,
+            "bytes_sent": totals.bytes_sent,
+            "dense_bytes": totals.dense_bytes,
+            "bytes_sent_per_step": totals.bytes_sent / self._step if self._step else None,
+            "floats_sent": totals.floats_sent,
+            "compression_factor": totals.dense_bytes / totals.bytes_sent if totals.bytes_sent else None,
+            "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),
+            "weights_sha256": digests,
+            "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
+            "identical": len(set(digests)) == 1 if digests else None,
+            "note": note,
+            "options": options.as_json(),
+            "versions": environment.versions(options.framework),
+        }
+
+    def _time_per_step(self) -> tuple[float | None, str]:
+        """Median time of a step in ms, and the steps it is of: those of the start are slower."""
+        skipped = self._steps_per_epoch if len(self._times) > self._steps_per_epoch else _FIRST_STEPS
+        counted = self._times[skipped:]
+        if not counted:
+            return None, f"no more than {skipped} steps were made"
+        return float(np.median(counted)), f"median of steps {skipped + 1} to {len(self._times)}"
+
+
+def _digest(parameters: Arrays) -> str:
+    """SHA-256 over the names and the bytes of all parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(parameters.items()):
+        digest.update(name.encode())
+        digest.update(parameter.tobytes())
+    return digest.hexdigest()
+
+
+def _cost(compression: hvdcomp.Compression) -> dict[str, float | None]:
+    """What the ledger says of the last step; with one rank Horovod compresses nothing and it is empty."""
+    last = compression.ledger.last
+    cost: dict[str, float | None] = {
+        name: 0 if last is None else getattr(last, name) for name in ("bytes_sent", "dense_bytes", "floats_sent")
+    }
+    for phase in ("encode", "communicate", "decode"):
+        seconds = None if last is None else getattr(last, f"{phase}_seconds")
+        cost[f"{phase}_ms"] = None if seconds is None else 1000 * seconds
+    return cost
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
