@@ -161,7 +161,7 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("network", "inner", "ranks_per_node", value=1.5), "ranks_per_node must be a whole number"),
     (put("network", "latency", value=1), "network.latency is not a field that is known here"),
     (put("noise", "relative", value=-0.1), "noise.relative is -0.1"),
-    (put("machine", "gpus", value=4), "machine.gpus must be a text, not 4"),
+    (put("machine", "gpus", value=4), "machine.gpus: 4 must be text"),
     (drop(*MINE, "backward_s"), "models.mine.backward_s is missing"),
     (put(*MINE, "gamma", value=0.9), "models.mine.gamma is 0.9, and must be at least 1"),
     (put(*MINE, "batch_size", value=0), "models.mine.batch_size is 0"),
@@ -169,14 +169,14 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put(*MINE, "shapes", value="resnet50"), "models.mine needs either 'shapes'"),
     (put(*MINE, "tensors", value=None), "models.mine needs either 'shapes'"),
     (put(*MINE, "tensors", value=[]), "models.mine.tensors holds no tensor"),
-    (put(*MINE, "tensors", value=[{"name": "w", "shape": [2.5]}]), "models.mine.tensors[0].shape must be a list of"),
+    (put(*MINE, "tensors", value=[{"name": "w", "shape": [2.5]}]), "tensors[0].shape[0]: 2.5 must be a whole number"),
     (put(*MINE, "tensors", value=[{"name": "w", "shape": [2]}] * 2), "models.mine.tensors holds a name twice"),
     (put(*MINE, "tensors", value=[{"name": "w", "shape": [2], "dtype": "int8"}]), "tensors[0].dtype 'int8' is not a"),
     (put(*MINE, "encode", value={"nope": {"encode_s": 1}}), "models.mine.encode.nope unknown compressor 'nope'"),
     (put(*MINE, "encode", value={"signsgd": {}}), "models.mine.encode.signsgd.encode_s is missing"),
     (put(*MINE, "encode", value={"signsgd": {"encode_s": -1}}), "models.mine.encode.signsgd.encode_s is -1"),
-    (put(*MINE, "encode", value={"signsgd": {"encode_s": 1, "estimated": 1}}), "must be true or false, not 1"),
-    (put(*MINE, "estimated", value=[1]), "models.mine.estimated must hold texts"),
+    (put(*MINE, "encode", value={"signsgd": {"encode_s": 1, "estimated": 1}}), "1 must be true or false"),
+    (put(*MINE, "estimated", value=[1]), "models.mine.estimated[0]: 1 must be text"),
 ]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hvdcomp.specs.typed import shortened, typed
+
 _REQUIRED: Any = object()
 
 
@@ -26,7 +28,7 @@ class Fields:
         self._path = path
         self._read: set[str] = set()
         if not isinstance(data, dict):
-            raise self.error(f"must be a JSON object, not {_short(data)}")
+            raise self.error(f"must be a JSON object, not {shortened(data)}")
         self._data: dict[str, Any] = data
 
     def error(self, what: str, name: str | None = None) -> CalibrationError:
@@ -55,17 +57,11 @@ class Fields:
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         """A text."""
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            raise self.error(f"must be a text, not {_short(value)}", name)
-        return value
+        return self._typed(str, name, default)
 
     def truth(self, name: str, default: bool) -> bool:
         """true or false."""
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise self.error(f"must be true or false, not {_short(value)}", name)
-        return value
+        return self._typed(bool, name, default)
 
     def number(
         self, name: str, default: float = _REQUIRED, *, lowest: float | None = None, above: float | None = None
@@ -77,7 +73,7 @@ class Fields:
         """A whole number, at least `lowest`."""
         value = self.number(name, lowest=lowest)
         if value != int(value):
-            raise self.error(f"must be a whole number, not {_short(value)}", name)
+            raise self.error(f"must be a whole number, not {shortened(value)}", name)
         return int(value)
 
     def pairs(
@@ -94,7 +90,7 @@ class Fields:
         found: list[tuple[float, float]] = []
         for row in rows:
             if not isinstance(row, list) or len(row) != 2:
-                raise self.error(f"must hold pairs of {what}, not {_short(row)}", name)
+                raise self.error(f"must hold pairs of {what}, not {shortened(row)}", name)
             first, second = self._number(row[0], name, None, 0), self._number(row[1], name, lowest_second, None)
             if found and (first <= found[-1][0] or (second_rises and second < found[-1][1])):
                 raise self.error(f"must rise from pair to pair ({what}), but {row} follows {list(found[-1])}", name)
@@ -103,12 +99,10 @@ class Fields:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The dimensions of a tensor."""
-        value = self._get(name, _REQUIRED)
-        if not isinstance(value, list) or not all(
-            isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
-        ):
-            raise self.error(f"must be a list of whole numbers from 0, not {_short(value)}", name)
-        return tuple(value)
+        sizes = self._typed(tuple[int, ...], name)
+        if any(size < 0 for size in sizes):
+            raise self.error(f"must be a list of whole numbers from 0, not {shortened(sizes)}", name)
+        return sizes
 
     def texts(self) -> dict[str, str]:
         """The whole object, as texts by name."""
@@ -116,10 +110,7 @@ class Fields:
 
     def list_of_texts(self, name: str) -> list[str]:
         """A list of texts; empty if the field is not there."""
-        values = self._list(name)
-        if not all(isinstance(value, str) for value in values):
-            raise self.error(f"must hold texts, not {_short(values)}", name)
-        return values
+        return list(self._typed(tuple[str, ...], name, []))
 
     def section(self, name: str, optional: bool = False) -> Fields:
         """An object in this one; an empty one if it is optional and not there."""
@@ -138,22 +129,21 @@ class Fields:
             return default
         return self._data[name]
 
-    def _list(self, name: str) -> list[Any]:
-        value = self._get(name, [])
-        if not isinstance(value, list):
-            raise self.error(f"must be a list, not {_short(value)}", name)
-        return value
+    def _list(self, name: str) -> tuple[Any, ...]:
+        return self._typed(tuple[Any, ...], name, [])
+
+    def _typed(self, kind: Any, name: str, default: Any = _REQUIRED) -> Any:
+        value = self._get(name, default)
+        try:
+            return typed(kind, value, self._place(name))
+        except ValueError as error:
+            raise CalibrationError(f"{self._file}: {error}") from None
 
     def _number(self, value: Any, name: str, lowest: float | None, above: float | None) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(f"must be a finite number, not {_short(value)}", name)
+            raise self.error(f"must be a finite number, not {shortened(value)}", name)
         if lowest is not None and value < lowest:
             raise self.error(f"is {value}, and must be at least {lowest:g}", name)
         if above is not None and value <= above:
             raise self.error(f"is {value}, and must be more than {above:g}", name)
         return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

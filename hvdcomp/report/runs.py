@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdcomp.adaptation.decision_log import DecisionLogError
 from hvdcomp.report.decisions import MOST_STEPS, Decisions, load_decisions
+from hvdcomp.specs.typed import typed
 
 RUN_FILES = ("steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
@@ -260,10 +261,12 @@ def _check_summary(path: Path, summary: dict[str, Any]) -> None:
             as_number(summary.get(key))
         except (TypeError, ValueError) as error:
             raise RunError(f"{path}: {key}: {error}; {_HINT}") from None
-    for key, kind, words in (*((key, str, "a text") for key in _TEXTS), ("options", dict, "an object")):
-        value = summary.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise RunError(f"{path}: {key}: {shortened(value)} is not {words}; {_HINT}")
+    try:
+        for key in _TEXTS:
+            typed(str | None, summary.get(key), key)
+        typed(Mapping[str, Any] | None, summary.get("options"), "options")
+    except ValueError as error:
+        raise RunError(f"{path}: {error}; {_HINT}") from None
 
 
 def _read_decisions(path: Path) -> Decisions | None:

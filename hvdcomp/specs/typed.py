@@ -18,7 +18,7 @@ _SCALARS: dict[Any, tuple[tuple[Any, ...], str]] = {
     bool: ((bool,), "true or false"),
     Path: ((str, Path), "the name of a file or folder"),
 }
-_LONGEST = 80  # characters of a value in a message
+_LONGEST = 60  # characters of a value in a message
 
 
 def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None = None) -> Any:
@@ -45,15 +45,15 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         return typed(float if set(inner) == {int, float} else inner[0], value, where, texts)
     if origin is typing.Literal:
         if value not in inner:
-            raise ValueError(f"{where}: {_short(value)} is not one of {', '.join(map(str, inner))}")
+            raise ValueError(f"{where}: {shortened(value)} is not one of {', '.join(map(str, inner))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f'{where}: {_short(value)} must be a list, such as ["one", "two"]')
+            raise ValueError(f'{where}: {shortened(value)} must be a list, such as ["one", "two"]')
         return tuple(typed(inner[0], item, f"{where}[{place}]", texts) for place, item in enumerate(value))
     if origin is not None and issubclass(origin, collections.abc.Mapping):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where}: {_short(value)} must be a table of values by name")
+            raise ValueError(f"{where}: {shortened(value)} must be a table of values by name")
         return {
             key if inner[0] is str else _number(key, where): typed(inner[1], item, f"{where}.{key}", texts)
             for key, item in value.items()
@@ -64,13 +64,19 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         return texts[value]
     taken, words = _SCALARS[kind]
     if not isinstance(value, taken) or (kind is not bool and isinstance(value, bool)):
-        raise ValueError(f"{where}: {_short(value)} must be {words}")
+        raise ValueError(f"{where}: {shortened(value)} must be {words}")
     return kind(value) if kind is Path else value
+
+
+def shortened(value: Any) -> str:
+    """A value of a message, which may be a whole file."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None) -> Any:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: {_short(value)} must be an object")
+        raise ValueError(f"{where}: {shortened(value)} must be an object")
     hints = type_hints(kind)
     needed = {
         field.name
@@ -95,8 +101,3 @@ def _number(text: str, where: str) -> float | int:
         return float(text)
     except ValueError:
         raise ValueError(f"{where} has {text!r} where a number should be") from None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
