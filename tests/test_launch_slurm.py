@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hvdcomp.cli import main
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import Job
-from hvdcomp.launch.slurm.client import SlurmJobState
+from hvdcomp.launch.slurm.client import SlurmJobState, _parse_job
 from hvdcomp.launch.slurm.script import batch_script
 from hvdcomp.launch.slurm.settings import SlurmJob, seconds_of
 
@@ -260,3 +260,19 @@ def test_the_exit_code_is_that_of_the_job() -> None:
     assert code("CANCELLED", 0, 15) == 143
     assert code("TIMEOUT") == 1
     assert code("NODE_FAIL") == 1
+
+
+def test_the_state_is_read_from_what_scontrol_shows() -> None:
+    shown = """\
+JobId=7 JobName=mnist
+   UserId=root(0) GroupId=root(0) MCS_label=N/A
+   JobState=FAILED Reason=NonZeroExitCode Dependency=(null)
+   Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=213:0
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList=node[1-2]
+   StdOut=/home/me/my runs/mnist-7.log
+"""
+    expected = SlurmJobState(
+        7, "mnist", "FAILED", "NonZeroExitCode", "node[1-2]", 2, 213, 0, Path("/home/me/my runs/mnist-7.log")
+    )
+    assert _parse_job(7, shown) == expected

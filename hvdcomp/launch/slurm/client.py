@@ -145,8 +145,8 @@ def _parse_job(job_id: int, text: str) -> SlurmJobState:
     return SlurmJobState(
         job_id=job_id,
         name=value(r"^JobId=\d+ JobName=(\S+)"),
-        state=value(r"^ +SlurmJobState=(\w+)"),
-        reason=value(r"^ +SlurmJobState=\w+ Reason=(\S+)"),
+        state=value(r"^ +JobState=(\w+)"),
+        reason=value(r"^ +JobState=\w+ Reason=(\S+)"),
         nodes="" if nodes == "(null)" else nodes,
         restarts=int(value(r"^ +Requeue=\d+ Restarts=(\d+)") or 0),
         code=int(code or 0),
