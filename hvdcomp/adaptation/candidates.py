@@ -7,16 +7,15 @@ the rest dense or in half precision. Rank 0 alone reads the calibration; the oth
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.plan import Plan
 from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.policies.auto import DENSE_CANDIDATE
@@ -174,9 +173,8 @@ class _Model:
         return best
 
     def _seconds(self, plan: Plan, encode: EncodeTime | None) -> float:
-        exchange = exchange_of_plan(self.engine, plan)
-        if not self._overlaps:
-            exchange = dataclasses.replace(exchange, overlapped=False)
+        overlapped = self._overlaps and self.engine.planner.casts(plan)
+        exchange = exchange_of_plan(self.engine.tensors.values(), plan, overlapped)
         network, compute = self._calibration.network, self.facts.compute
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode)
         return float(parts.total)

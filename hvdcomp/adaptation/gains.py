@@ -21,8 +21,8 @@ from hvdcomp.adaptation.step_counter import StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import SparseVector
-from hvdcomp.exchange.plan import Plan
 from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
 from hvdcomp.policies.request import GravacGains, Statistic, Timing

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import Router
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.plan import Plan
 from hvdcomp.specs.levels import Level
 
 

@@ -16,12 +16,13 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, flag_request, found_inf_of
 from hvdcomp.exchange.fusion import communicate, request_bytes
 from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
-from hvdcomp.exchange.plan import Plan, Planner
+from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.tensor_step import TensorState, TensorStep
 from hvdcomp.specs.levels import Level
 

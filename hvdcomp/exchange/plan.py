@@ -1,38 +1,27 @@
-"""The plan of a step: which compressor each tensor gets. It changes between steps only.
-
-Nothing here communicates, or needs an array: names, shapes and element types are all that a plan depends on.
-"""
+"""The plan of a step: which compressor each tensor gets. It changes between steps only. Nothing here communicates."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from types import MappingProxyType
 
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, NoCompression
-from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.choice import Chooser, Plan
+from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.ledger import Cost, StepCost
 from hvdcomp.specs.levels import Level
 
-Plan = Mapping[str, Compressor]
-"""The compressor of each tensor, by name. Nobody changes a plan once it is made."""
 
-
-class Planner:
-    """Chooses the compressor of each tensor.
+class Planner(Chooser):
+    """Holds the plan of the step under way, and of the one that follows.
 
     Args:
-        tensors: all tensors that may have a gradient; the same on all ranks.
-        compressor: how to compress; each tensor gets what the compressor's `route` gives for it.
-        memory: None for the default: error feedback for biased compressors, nothing for the others; but for all
-            tensors the momentum correction of a compressor that comes with it.
-        min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
+        tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
 
     Attributes:
-        tensors: by name, sorted.
-        memory: of all tensors; None where each compressor's default counts.
         plan: of the step that is under way.
         level: as `set_level` was last told.
     """
@@ -45,37 +34,14 @@ class Planner:
         min_numel: int = 1024,
         min_ndim: int = 2,
     ) -> None:
-        # Sorted, because the order of named parameters is up to the user and must not differ between ranks.
-        self.tensors = {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
-        self.compressor = compressor
-        self.min_numel = min_numel
-        self.min_ndim = min_ndim
+        super().__init__(tensors, compressor, memory, min_numel, min_ndim)
         self.level: Level | str | None = None
         self.plan = self.plan_for(compressor)
-        if memory is None:  # momentum is for all tensors or for none
-            defaults = [kind.default_memory for kind in (compressor, *self.plan.values())]
-            memory = next((default for default in defaults if default.is_momentum), None)
-        self.memory = memory
         self._next_plan = self.plan
         # What follows from the plan; None where it is not computed yet.
         self._digest: int | None = None
         self._casts: bool | None = None
         self._cast_cost: StepCost | None = None  # of the tensors that were last sent so
-
-    def plan_for(self, compressor: Compressor) -> Plan:
-        """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
-        return MappingProxyType({name: self.choose(compressor, tensor) for name, tensor in self.tensors.items()})
-
-    def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
-        """What one tensor gets from a compressor."""
-        chosen = compressor.route(tensor) if tensor.size else NoCompression()
-        small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
-        return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
-
-    def memory_for(self, compressor: Compressor) -> Memory:
-        """The memory of a tensor that is sent by a compressor."""
-        memory = compressor.default_memory if self.memory is None else self.memory
-        return NoMemory() if compressor.lossless and not memory.is_momentum else memory
 
     # How the plan changes.
 
@@ -126,15 +92,6 @@ class Planner:
         if self._casts is None:
             self._casts = self.casts(self.plan)
         return self._casts
-
-    def casts(self, plan: Plan) -> bool:
-        """Whether a plan is nothing but casts that keep nothing back."""
-        return all(self.is_cast(name, compressor) for name, compressor in plan.items())
-
-    def is_cast(self, name: str, compressor: Compressor) -> bool:
-        """Whether a compressor does no more to this tensor than cast it, and keeps nothing back."""
-        cast = compressor.wire_dtype(self.tensors[name].dtype) is not None
-        return cast and isinstance(self.memory_for(compressor), NoMemory)
 
     def cost_of_casts(self, names: Set[str]) -> StepCost:
         """What the plan, one of casts, costs for some tensors; nothing may change what is returned."""

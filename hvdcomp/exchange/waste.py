@@ -6,8 +6,8 @@ import contextlib
 import warnings
 
 from hvdcomp.compressors import NoCompression
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.plan import Plan
 
 _NOTICEABLE = 0.01  # of the bytes of all tensors, uncompressed; below it are a few small tensors
 _NAMED = 3

@@ -1,20 +1,18 @@
 """What is to be exchanged in a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
-Everything comes from where it is decided: the tensors' compressors from the engine's plan, the rounds of a compressor
-from itself, and what shares a collective by the rule of `hvdcomp.exchange.fusion`.
+Nothing is decided here: the plan says which compressor each tensor has, the compressor says its rounds, and what shares
+a collective follows the rule of `hvdcomp.exchange.fusion`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from hvdcomp.arrays.types import dtype_bytes
-from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, TensorInfo
-from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.plan import Plan
+from hvdcomp.compressors.choice import Chooser, Plan
 
 
 class Collective(NamedTuple):
@@ -67,9 +65,9 @@ def exchange_of(
     bytes a tensor that Horovod allreduces during the backward pass to keep ranks in step.
 
     Args:
-        compressor: what the user asks for; each tensor gets what the engine chooses for it.
+        compressor: what the user asks for; each tensor gets what `Chooser` gives it.
         tensors: all that have a gradient.
-        min_numel, min_ndim: as for `hvdcomp.exchange.engine.Engine`.
+        min_numel, min_ndim: as for `Chooser`.
 
     Raises:
         ValueError: if there is nothing to exchange.
@@ -77,28 +75,34 @@ def exchange_of(
     tensors = [tensor for tensor in tensors if tensor.size]
     if not tensors:
         raise ValueError("there are no tensors with elements, so there is nothing to exchange")
-    engine = Engine(LoopbackCommunicator(), tensors, compressor, min_numel=min_numel, min_ndim=min_ndim)
-    return exchange_of_plan(engine, engine.plan)
+    chooser = Chooser(tensors, compressor, min_numel=min_numel, min_ndim=min_ndim)
+    plan = chooser.plan_for(compressor)
+    return exchange_of_plan(chooser.tensors.values(), plan, chooser.casts(plan))
 
 
-def exchange_of_plan(engine: Engine, plan: Plan) -> Exchange:
-    """The exchange of one step at a plan of an engine; what is left out is the same as of `exchange_of`."""
+def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool) -> Exchange:
+    """The exchange of one step at a plan; what is left out is the same as of `exchange_of`.
+
+    Args:
+        tensors: all that have a gradient, sorted by name.
+        plan: the compressor of each of them.
+        overlapped: as in `Exchange`.
+    """
     rounds: list[dict[tuple[str, str], float]] = []
-    tensors = [tensor for tensor in engine.tensors.values() if tensor.size]
+    dense_bytes = 0
     for tensor in tensors:
-        chosen = plan[tensor.name]
-        for number, payload in enumerate(chosen.payloads(tensor.shape, tensor.dtype)):
+        if not tensor.size:
+            continue
+        dense_bytes += tensor.size * dtype_bytes(tensor.dtype)
+        for number, payload in enumerate(plan[tensor.name].payloads(tensor.shape, tensor.dtype)):
             if number == len(rounds):
                 rounds.append({})
             key = (payload.kind, payload.group)
             rounds[number][key] = rounds[number].get(key, 0) + payload.bytes
-    return Exchange(
-        rounds=tuple(
-            tuple(Collective(kind, size, _dtype_of(group)) for (kind, group), size in one.items()) for one in rounds
-        ),
-        overlapped=engine.planner.casts(plan),
-        dense_bytes=sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors),
+    collectives = tuple(
+        tuple(Collective(kind, size, _dtype_of(group)) for (kind, group), size in one.items()) for one in rounds
     )
+    return Exchange(collectives, overlapped, dense_bytes)
 
 
 def _dtype_of(group: str) -> str:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.plan import Plan
 from hvdcomp.torch.caller import ParameterNames
 
 

@@ -1,0 +1,72 @@
+"""Which compressor and which memory each tensor gets. Names, shapes and element types are all that this depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.protocol import TensorInfo
+
+Plan = Mapping[str, Compressor]
+"""The compressor of each tensor, by name. Nobody changes a plan once it is made."""
+
+
+class Chooser:
+    """Chooses the compressor and the memory of each tensor.
+
+    Args:
+        tensors: all tensors that may have a gradient; the same on all ranks.
+        compressor: how to compress; each tensor gets what the compressor's `route` gives for it.
+        memory: None for the default: error feedback for biased compressors, nothing for the others; but for all
+            tensors the momentum correction of a compressor that comes with it.
+        min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
+
+    Attributes:
+        tensors: by name, sorted.
+        memory: of all tensors; None where each compressor's default counts.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[TensorInfo],
+        compressor: Compressor,
+        memory: Memory | None = None,
+        min_numel: int = 1024,
+        min_ndim: int = 2,
+    ) -> None:
+        # Sorted, because the order of named parameters is up to the user and must not differ between ranks.
+        self.tensors = {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
+        self.compressor = compressor
+        self.min_numel = min_numel
+        self.min_ndim = min_ndim
+        if memory is None:  # momentum is for all tensors or for none
+            defaults = [kind.default_memory for kind in (compressor, *self.plan_for(compressor).values())]
+            memory = next((default for default in defaults if default.is_momentum), None)
+        self.memory = memory
+
+    def plan_for(self, compressor: Compressor) -> Plan:
+        """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
+        return MappingProxyType({name: self.choose(compressor, tensor) for name, tensor in self.tensors.items()})
+
+    def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
+        """What one tensor gets from a compressor."""
+        chosen = compressor.route(tensor) if tensor.size else NoCompression()
+        small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
+        return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
+
+    def memory_for(self, compressor: Compressor) -> Memory:
+        """The memory of a tensor that is sent by a compressor."""
+        memory = compressor.default_memory if self.memory is None else self.memory
+        return NoMemory() if compressor.lossless and not memory.is_momentum else memory
+
+    def casts(self, plan: Plan) -> bool:
+        """Whether a plan is nothing but casts that keep nothing back."""
+        return all(self.is_cast(name, compressor) for name, compressor in plan.items())
+
+    def is_cast(self, name: str, compressor: Compressor) -> bool:
+        """Whether a compressor does no more to this tensor than cast it, and keeps nothing back."""
+        cast = compressor.wire_dtype(self.tensors[name].dtype) is not None
+        return cast and isinstance(self.memory_for(compressor), NoMemory)
