@@ -17,7 +17,7 @@ from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
 from tests.harness import BACKENDS
 from tests.spy_policy import EPOCH, Spy, SpyState, at_ratio, drive
 from tests.test_coordinator import lines
-from tests.test_progress import loop
+from tests.test_step_counter import loop
 from tests.two_levels import Model, gain_of, top
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
