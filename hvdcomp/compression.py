@@ -183,7 +183,7 @@ class Compression:
         return 1 if self._binding is None else self._binding.accumulation
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context for what a training does between two steps, such as evaluation: no step's time is to hold it.
+        """A context for work between two steps, such as evaluation: its time counts for no step.
 
         Some policies (GraVAC, Auto) decide by the time that steps take.
         """
@@ -191,7 +191,7 @@ class Compression:
         return nullcontext() if coordinator is None else coordinator.clock.paused()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything by which the steps that follow depend on those that were, for a checkpoint between two steps.
+        """All that later steps need of earlier ones, for a checkpoint between two steps.
 
         It holds the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not: to
         lose nothing, save it on every rank, each to a file of its own. `torch.save` can write it.
@@ -230,7 +230,7 @@ class Compression:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, which are for other models: what names their parameters is asked of Horovod's optimizer.
+        """For copies. A copy serves another model, so it takes the names of parameters from Horovod's optimizer.
 
         Raises:
             ConfigurationError: after the first step, because two copies could not both send what was left to be sent.

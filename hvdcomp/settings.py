@@ -58,7 +58,7 @@ def check_policy(
 
 @dataclass(frozen=True)
 class _Watched:
-    """What a policy sees of a compressor; the levels that it asks for are looked at."""
+    """What a policy sees of a compressor: each level that it asks for is checked."""
 
     compressor: Compressor
     memory: Memory | None

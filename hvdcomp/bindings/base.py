@@ -42,8 +42,6 @@ class Binding(Training):
         like: an empty array of the framework, where the communicator works.
 
     Attributes:
-        engine: that compresses.
-        coordinator: of the policy, if there is one that rank 0 decides by.
         presence: what this rank puts in for the step that has begun.
     """
 
@@ -56,7 +54,7 @@ class Binding(Training):
     ) -> None:
         self.setup = setup
         self.communicator = communicator
-        self._like = like
+        self.like = like
         self._loss_scale: float | None = None
         self._refused: str | None = None  # why this rank cannot make the step that has begun
         settings = setup.settings
@@ -72,12 +70,9 @@ class Binding(Training):
             ledger=setup.ledger,
         )
         self._waste = WasteWarning(self.engine)
-        self.coordinator, errors = make_coordinator(setup, self.engine, communicator, like, self.overlaps_with_policy)
-        self._batch = None
-        if self.coordinator is not None:
-            self._batch = BatchInForce(self.coordinator, self.engine, self.follow_batch_size)
-        start_log = None if self.coordinator is None else self.coordinator.start_log
-        self._first_steps = FirstSteps(setup, self.engine, communicator, like, self, errors, start_log)
+        self.coordinator, errors = make_coordinator(self)
+        self._batch = None if self.coordinator is None else BatchInForce(self, self.coordinator)
+        self._first_steps = FirstSteps(self, errors)
         self.presence = PRESENCE
 
     # A step.
@@ -128,7 +123,7 @@ class Binding(Training):
                 "does not work with gradient compression. Give every rank the same number of batches."
             )
         if total != self.presence * size:
-            require_same_levels(self.communicator, self.engine.planner.digest, self._like, self._refused)
+            require_same_levels(self.communicator, self.engine.planner.digest, self.like, self._refused)
         self.refuse()
 
     def run_engine(self, gradients: Mapping[str, Array]) -> dict[str, Array]:

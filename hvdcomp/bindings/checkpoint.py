@@ -1,4 +1,4 @@
-"""What outlives a restart: everything by which the steps that follow depend on those that were.
+"""What outlives a restart: all that later steps need of earlier ones.
 
 A checkpoint has two parts. What is `shared` is the same on all ranks: the step, levels, the policy, warm starts. What
 is a rank's `own` is not: residuals, and on rank 0 what was accumulated for the next decision. It holds plain values

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.in_step import coordinator_for
-from hvdcomp.arrays.types import Array
-from hvdcomp.bindings.setup import Setup
-from hvdcomp.communicators import HorovodCommunicator
+from hvdcomp.bindings.training import Training
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies import Policy
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.policies.request import Candidates
 
 
-def make_coordinator(
-    setup: Setup, engine: Engine, communicator: HorovodCommunicator, like: Array, overlaps: bool
-) -> tuple[Coordinator | None, dict[str, str]]:
+def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, str]]:
     """The coordinator of the policy, if there is one that rank 0 decides by.
-
-    Args:
-        like: an empty array of the framework, where the communicator works.
-        overlaps: as `Binding.overlaps_with_policy`.
 
     Returns:
         The coordinator or None, and what went wrong on rank 0. The binding tells that to all ranks with the settings:
         an error raised here would leave them waiting.
     """
+    setup, communicator = training.setup, training.communicator
     policy = setup.settings.policy
     if not isinstance(policy, Policy):
         return None, {}
@@ -39,7 +29,7 @@ def make_coordinator(
     log: DecisionLog | None = None
     candidates: Candidates | None = None
     if communicator.rank == 0:
-        candidates = _candidates(policy, engine, overlaps, errors)
+        candidates = _candidates(policy, training, errors)
         try:
             log = None if setup.decision_log is None else DecisionLog(setup.decision_log)
         except ConfigurationError as error:
@@ -50,13 +40,13 @@ def make_coordinator(
             from hvdcomp.communicators.mpi import MPIBroadcaster
 
             return MPIBroadcaster()
-        return CommunicatorBroadcaster(communicator, like)
+        return CommunicatorBroadcaster(communicator, training.like)
 
-    make = coordinator_for(policy)
-    return make(policy, engine, broadcaster, like, setup.settings.steps_per_epoch, log, candidates), errors
+    make, steps = coordinator_for(policy), setup.settings.steps_per_epoch
+    return make(policy, training.engine, broadcaster, training.like, steps, log, candidates), errors
 
 
-def _candidates(policy: Policy, engine: Engine, overlaps: bool, errors: dict[str, str]) -> Candidates | None:
+def _candidates(policy: Policy, training: Training, errors: dict[str, str]) -> Candidates | None:
     """What rank 0's policy has to choose from, if it chooses by a calibration."""
     from hvdcomp.adaptation.candidates import candidates_of
     from hvdcomp.perfmodel import CalibrationError
@@ -64,7 +54,8 @@ def _candidates(policy: Policy, engine: Engine, overlaps: bool, errors: dict[str
     if not isinstance(policy, Auto):
         return None
     try:
-        return candidates_of(engine, policy.calibration, policy.model or None, policy.batch or None, overlaps)
+        model, batch = policy.model or None, policy.batch or None
+        return candidates_of(training.engine, policy.calibration, model, batch, training.overlaps_with_policy)
     except CalibrationError as error:
         errors["error of the calibration"] = str(error)
         return None
@@ -74,23 +65,24 @@ class BatchInForce:
     """Keeps the optimizer and the residuals at the batch size that the coordinator says.
 
     Args:
-        coordinator: of the policy.
-        engine: whose residuals follow the learning rate.
-        follow: puts a batch size into the optimizer.
+        training: whose optimizer and residuals these are.
+        coordinator: of its policy.
+
+    Attributes:
+        current: as it was put into the optimizer.
     """
 
-    def __init__(self, coordinator: Coordinator, engine: Engine, follow: Callable[[BatchSize], None]) -> None:
+    def __init__(self, training: Training, coordinator: Coordinator) -> None:
+        self._training = training
         self._coordinator = coordinator
-        self._engine = engine
-        self._follow = follow
-        self.current = BatchSize()  # as it was put into the optimizer
+        self.current = BatchSize()
 
     def apply(self) -> None:
         """Puts the batch size in force into the optimizer, between two steps."""
         # A residual is a change of the weights that is still to come, at the learning rate of its time.
         factor = self.current.learning_rate_factor / self._coordinator.batch_size.learning_rate_factor
         if self._follow_coordinator():
-            self._engine.scale_residuals(factor, momentum=False)
+            self._training.engine.scale_residuals(factor, momentum=False)
 
     def restore(self) -> None:
         """The same after a restart: the residuals of a checkpoint are those of its batch size already."""
@@ -100,7 +92,7 @@ class BatchInForce:
         changed = self._coordinator.batch_size != self.current
         if changed:
             self.current = self._coordinator.batch_size
-            self._follow(self.current)
+            self._training.follow_batch_size(self.current)
         return changed
 
     def require_same(self) -> None:

@@ -5,51 +5,27 @@ It is the only time that a hook waits for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import numpy
 
-from hvdcomp.arrays.types import Array
-from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
-from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
-from hvdcomp.exchange.engine import Engine
 
 
 class FirstSteps:
     """Compares what the ranks were told, and their weights.
 
     Args:
-        setup: what the user gave.
-        engine: that compresses.
-        communicator: of the ranks.
-        like: an empty array of the framework, where the communicator works.
         training: of this rank.
         errors: that this rank met while its binding was made, by name; told to all ranks with the settings.
-        after: called when all ranks have the same settings; None for nothing.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        engine: Engine,
-        communicator: Communicator,
-        like: Array,
-        training: Training,
-        errors: dict[str, str],
-        after: Callable[[], None] | None,
-    ) -> None:
-        self._settings = setup.settings
-        self._engine = engine
-        self._communicator = communicator
-        self._like = like
+    def __init__(self, training: Training, errors: dict[str, str]) -> None:
         self._training = training
         self._errors = errors
-        self._after = after
         self._settings_agreed = self._weights_agreed = False
         self._first: int | None = None  # the number of the first step
 
@@ -67,34 +43,36 @@ class FirstSteps:
         """
         if self.agreed:
             return
-        step = self._engine.step_number
+        training = self._training
+        step = training.engine.step_number
         if self._first is None:
             self._first = step
-        weights_due = step - self._first >= self._training.steps_before_broadcast
+        weights_due = step - self._first >= training.steps_before_broadcast
         if self._settings_agreed and not weights_due:
             return
         facts: dict[str, Any] = {}
-        with refused_on_every_rank(self._communicator, self._like):
+        with refused_on_every_rank(training.communicator, training.like):
             if not self._settings_agreed:
                 facts |= self._facts()
                 self._refuse_double_momentum()
             if weights_due:
                 facts |= self._weights()
-        require_agreement(self._communicator, facts, self._like, self._training.broadcast)
-        if not self._settings_agreed and self._after is not None:
-            self._after()
+        require_agreement(training.communicator, facts, training.like, training.broadcast)
+        if not self._settings_agreed and training.coordinator is not None:
+            training.coordinator.start_log()
         self._settings_agreed, self._weights_agreed = True, weights_due
 
     def _facts(self) -> dict[str, Any]:
-        settings, trained = self._settings, self._training.trained()
-        tensors, level = self._engine.tensors, self._engine.planner.level
+        training = self._training
+        settings, engine, trained = training.setup.settings, training.engine, training.trained()
+        tensors, level = engine.tensors, engine.planner.level
         parameters = {f"parameter {name}": f"{tensors[name].dtype} {tensors[name].shape}" for name in sorted(trained)}
         return {
             **settings.describe(),
-            **self._training.facts(),
+            **training.facts(),
             **self._errors,
             "level": settings.compressor.level if level is None else level,
-            "step": self._engine.step_number,
+            "step": engine.step_number,
             "momentum of the optimizer": self._doubled_momentum(),
             "hvdcomp": version("hvdcomp"),
             "numpy": numpy.__version__,
@@ -109,14 +87,14 @@ class FirstSteps:
 
     def _doubled_momentum(self) -> str | None:
         """The optimizer's momentum, if the memory applies one too."""
-        memory = self._engine.memory
+        memory = self._training.engine.memory
         return self._training.momentum_of_optimizer() if memory is not None and memory.is_momentum else None
 
     def _refuse_double_momentum(self) -> None:
         found = self._doubled_momentum()
         if found:
             raise ConfigurationError(
-                f"the optimizer has {found}, but {self._engine.memory} applies momentum itself, before "
+                f"the optimizer has {found}, but {self._training.engine.memory} applies momentum itself, before "
                 "compression; use an optimizer without momentum (SGD with momentum=0) and set momentum in the memory "
                 "(dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
             )

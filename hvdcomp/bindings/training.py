@@ -6,20 +6,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
+from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators import HorovodCommunicator
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.decisions import BatchSize
 
 
 class Training(ABC):
     """One training, as only its framework knows it.
 
+    Attributes:
+        setup: what the user gave.
+        communicator: of the ranks that exchange.
+        like: an empty array of the framework, where the communicator works.
+        engine: that compresses.
+        coordinator: of the policy, if there is one that rank 0 decides by.
+
     Class attributes:
-        overlaps_with_policy: whether, in a training with a policy, Horovod itself carries what is nothing but casts.
+        overlaps_with_policy: whether Horovod carries gradients that are only cast also in a training with a policy.
         broadcast: what a user writes to give all ranks the weights of rank 0.
     """
 
     overlaps_with_policy: ClassVar[bool]
     broadcast: ClassVar[str]
+    setup: Setup
+    communicator: HorovodCommunicator
+    like: Array
+    engine: Engine
+    coordinator: Coordinator | None
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """How all ranks learn that a step is not to count, because something in it is not finite.
 
 Each rank makes a flag, an element that is 0, or NaN if what it would send holds an inf or NaN. The flags travel with
-the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's `found_inf`. What the
-ranks make of the exchange is the same on all of them, so that each by itself sees what the others see, and adds it.
+the first collectives of the step. What comes back is 0 or NaN on all ranks alike: the step's `found_inf`. What comes
+of the exchange is the same on all ranks, so that each checks it by itself, without another collective.
 """
 
 from __future__ import annotations

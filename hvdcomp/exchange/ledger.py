@@ -34,7 +34,7 @@ class Cost:
     decode_seconds: float | None = None
 
     def add(self, other: Cost, times: int = 1) -> None:
-        """Adds another cost, its bytes and floats so many times; an unknown time adds nothing."""
+        """Adds another cost, its bytes and floats `times` times; a time that is not known adds nothing."""
         # Written out, as it is done for each tensor of each step.
         self.bytes_sent += times * other.bytes_sent
         self.dense_bytes += times * other.dense_bytes
@@ -68,8 +68,8 @@ class Ledger:
         self.steps = 0
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
-        # Steps without times that cost the same are added up by tensor when somebody asks: where Horovod carries the
-        # gradients, that would be most of what hvdcomp does in a step.
+        # Steps without times that cost the same are added up by tensor only when `tensors` is read: doing so in each
+        # step would be most of hvdcomp's work where Horovod carries the gradients.
         self._same: dict[str, Cost] = {}
         self._same_steps = 0
 

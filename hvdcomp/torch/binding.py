@@ -4,7 +4,7 @@ Horovod calls `compress` for every gradient as it becomes ready (in any order), 
 once all were compressed. A step takes one of two ways, the same on all ranks:
 
 - cast: where the plan needs no more than an allreduce of cast gradients, Horovod carries them itself, overlapped with
-  the backward pass. Each gradient interrupts that pass, so where all are cast alike nobody asks whose it is.
+  the backward pass (`hvdcomp.torch.passthrough`).
 - engine: `compress` only notes the gradient and gives Horovod one number to allreduce; the first `decompress` runs the
   engine, whose collectives are then safe to wait for, because every rank has submitted everything of Horovod's own.
 """

@@ -1,6 +1,6 @@
 """Steps that Horovod carries itself: each gradient as it is, or cast, while the backward pass goes on.
 
-Each gradient interrupts that pass, so where all are cast alike nobody asks which parameter's it is.
+Each gradient interrupts that pass, so where all are cast alike its name is not looked up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Ticket(NamedTuple):
     """What Horovod carries from compress to decompress.
 
     Attributes:
-        name: of the tensor; "" if nobody asked.
+        name: of the tensor; "" where it was not looked up.
         cast: whether Horovod carries the gradient itself.
         gradient: None where what Horovod allreduced is the result as it is.
     """
@@ -29,7 +29,7 @@ class Ticket(NamedTuple):
     gradient: torch.Tensor | None
 
 
-UNCHANGED = Ticket("", True, None)  # of a tensor that nobody asked the name of
+UNCHANGED = Ticket("", True, None)  # of a tensor whose name was not looked up
 
 
 class Passthrough:
