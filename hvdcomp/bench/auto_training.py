@@ -30,11 +30,11 @@ class AutoTraining(Training):
     def __init__(
         self, compressor: str, calibration: Path, log: Path, model_name: str, batch_size: int, seed: int
     ) -> None:
-        import hvdcomp
+        from hvdcomp import Auto
 
         self._settings: dict[str, Any] = {
             "spec": compressor,
-            "policy": hvdcomp.Auto(calibration=str(calibration), model=model_name),
+            "policy": Auto(calibration=str(calibration), model=model_name),
             "decision_log": log,
         }
         self._others = ExitStack()  # the policy's clock stands still in it
@@ -73,9 +73,9 @@ class AutoTraining(Training):
         }
 
     def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
-        import hvdcomp
+        from hvdcomp.compression import Compression
 
-        return hvdcomp.Compression.from_spec(named_parameters=named, seed=seed, **self._settings)
+        return Compression.from_spec(named_parameters=named, seed=seed, **self._settings)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

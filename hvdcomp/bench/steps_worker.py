@@ -92,9 +92,9 @@ class Training:
         return hvd.DistributedOptimizer(plain, named_parameters=named, compression=compression)
 
     def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
-        import hvdcomp
+        from hvdcomp.compression import Compression
 
-        return hvdcomp.Compression.from_spec(self.times.method, named_parameters=named, seed=seed)
+        return Compression.from_spec(self.times.method, named_parameters=named, seed=seed)
 
     def _turn(self) -> AbstractContextManager[None]:
         """Surrounds the steps of a block."""

@@ -7,13 +7,13 @@ import base64
 import io
 import json
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure
 
-import hvdcomp
 from hvdcomp.files import csv_of, replace_files
 from hvdcomp.report.curves import draw_section
 from hvdcomp.report.decision_curves import draw_decisions
@@ -29,7 +29,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
-    document = {"hvdcomp": getattr(hvdcomp, "__version__", None), "rows": rows}
+    document = {"hvdcomp": version("hvdcomp"), "rows": rows}
     files: dict[str, bytes] = {}
     shown = [_render(files, section, number) for number, section in enumerate(sections, start=1)]
     loader = jinja2.PackageLoader("hvdcomp.report", ".")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-import hvdcomp
+from hvdcomp.compression import Compression
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.options import TrainingOptions
 
@@ -50,11 +50,11 @@ class Learner(ABC):
         """Put rank 0's weights on every rank, and make an optimizer that starts there."""
 
     @abstractmethod
-    def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
+    def compression(self, spec: str, **options: Any) -> Compression:
         """`hvdcomp.Compression.from_spec` for the parameters of this model."""
 
     @abstractmethod
-    def distribute(self, compression: hvdcomp.Compression) -> None:
+    def distribute(self, compression: Compression) -> None:
         """Exchange gradients through Horovod from now on, compressed so."""
 
     @abstractmethod

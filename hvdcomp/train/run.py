@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-import hvdcomp
+from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
@@ -42,7 +42,7 @@ class Run:
         ranks: Ranks,
         data: DataSet,
         learner: Learner,
-        compression: hvdcomp.Compression,
+        compression: Compression,
         steps: int,
         checkpoints: Checkpoints | None,
         writer: outputs.RunWriter | None,
@@ -325,7 +325,7 @@ def _digest(parameters: Arrays) -> str:
     return digest.hexdigest()
 
 
-def _cost(compression: hvdcomp.Compression) -> dict[str, float | None]:
+def _cost(compression: Compression) -> dict[str, float | None]:
     """What the ledger says of the last step; with one rank Horovod compresses nothing and it is empty."""
     last = compression.ledger.last
     cost: dict[str, float | None] = {

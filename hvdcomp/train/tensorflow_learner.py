@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-import hvdcomp
+from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.tensorflow import CompressionState
 from hvdcomp.train import environment
@@ -47,7 +47,7 @@ class TensorFlowLearner(Learner):
         tf_keras.utils.set_random_seed(options.seed)
         self._model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
         self._optimizer: Any = None
-        self._compression: hvdcomp.Compression | None = None
+        self._compression: Compression | None = None
         inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.is_text else tf.float32)
         targets = tf.TensorSpec((None, *data.train_y.shape[1:]), tf.int64)
         self._training = tf.function(self._training_step, input_signature=(inputs, targets))
@@ -76,11 +76,11 @@ class TensorFlowLearner(Learner):
         self._optimizer.build(self._model.trainable_variables)
         tf.random.set_seed(options.seed + self._rank * 2**31)  # of what is traced from here on
 
-    def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
+    def compression(self, spec: str, **options: Any) -> Compression:
         variables = self._model.trainable_variables
-        return hvdcomp.Compression.from_spec(spec, variables=variables, optimizer=self._optimizer, **options)
+        return Compression.from_spec(spec, variables=variables, optimizer=self._optimizer, **options)
 
-    def distribute(self, compression: hvdcomp.Compression) -> None:
+    def distribute(self, compression: Compression) -> None:
         self._compression = compression
 
     def set_learning_rate(self, rate: float) -> None:

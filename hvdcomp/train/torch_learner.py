@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import hvdcomp
+from hvdcomp.compression import Compression
 from hvdcomp.files import write_file
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
@@ -38,7 +38,7 @@ class TorchLearner(Learner):
         model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
         self._model = model.to(self._device)
         self._optimizer: Any = None
-        self._compression: hvdcomp.Compression | None = None
+        self._compression: Compression | None = None
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
@@ -59,10 +59,10 @@ class TorchLearner(Learner):
         self._optimizer = optimizer
         torch.manual_seed(options.seed + self._rank * 2**31)
 
-    def compression(self, spec: str, **options: Any) -> hvdcomp.Compression:
-        return hvdcomp.Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
+    def compression(self, spec: str, **options: Any) -> Compression:
+        return Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
 
-    def distribute(self, compression: hvdcomp.Compression) -> None:
+    def distribute(self, compression: Compression) -> None:
         self._compression = compression
         self._optimizer = hvd.DistributedOptimizer(
             self._optimizer,

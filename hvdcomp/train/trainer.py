@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import hvdcomp
+from hvdcomp.compression import Compression
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
 from hvdcomp.train.data import load_data, steps_per_epoch
@@ -88,7 +88,7 @@ def _comparable(options: TrainingOptions) -> dict[str, Any]:
     return {key: value for key, value in options.as_json().items() if key not in places}
 
 
-def _compression(options: TrainingOptions, learner: Learner, steps: int) -> hvdcomp.Compression:
+def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Compression:
     return learner.compression(
         options.compression,
         memory=options.memory,
