@@ -18,6 +18,7 @@ from hvdcomp.compressors.memory import ErrorFeedback, MomentumCorrection, NoMemo
 from hvdcomp.compressors.quantization import QSGD, GlobalQSGD, Natural, TernGrad
 from hvdcomp.compressors.routing import ByDimensions, ByName, BySize
 from hvdcomp.compressors.signs import EFSignSGD, OneBit, SignSGD
+from hvdcomp.compressors.sparse_ternary import SparseTernary
 from hvdcomp.compressors.sparsification import RandomK, TopK
 from hvdcomp.compressors.thresholds import DGC, MSTopK, RedSync, SIDCo
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
@@ -70,6 +71,7 @@ __all__ = [
     "RedSync",
     "SIDCo",
     "SignSGD",
+    "SparseTernary",
     "SpecError",
     "TernGrad",
     "TopK",
