@@ -73,7 +73,7 @@ def test_what_allgathers_costs_more_with_every_rank_and_what_allreduces_hardly(p
         return CollectiveCost(algorithm, 0, 1e9).seconds(kind, b, p).total
 
     assert seconds("allgather", "direct", 2 * p) > 2 * seconds("allgather", "direct", p)
-    assert seconds("allreduce", "ring", 2 * p) <= 1.5 * seconds("allreduce", "ring", p)
+    assert seconds("allreduce", "ring", 2 * p) <= 1.5 * seconds("allreduce", "ring", p) * (1 + 1e-12)
 
 
 def test_a_table_is_interpolated_and_goes_on_at_the_bandwidth() -> None:

@@ -185,8 +185,10 @@ class GraVAC(Policy[GraVACState]):
         if not all(map(math.isfinite, new.values())):
             return state
         weight = self.smoothing
-        if weight is None:  # as if the gains of the steps between had been the same
-            weight = 1 - (1 - min(1.0, told.ranks / 100)) ** self._every
+        if weight is None:
+            weight = min(1.0, told.ranks / 100)
+            if self._every > 1:  # as if the gains of the steps between had been the same
+                weight = 1 - (1 - weight) ** self._every
         old = state.gains
         gains = {cf: weight * value + (1 - weight) * old[cf] if cf in old else value for cf, value in new.items()}
         return dataclasses.replace(state, gains=gains)
