@@ -23,7 +23,7 @@ OF_FRAMEWORKS = {"arrays", "communicators", "kernels", "torch", "tensorflow"}
 TABLE = PACKAGE / "bindings" / "frameworks.py"
 
 LINES, ATTRIBUTES = 250, 15
-TOO_LARGE = {"AutoState", "Auto", "Binding", "TorchBinding"}
+TOO_LARGE = {"AutoState", "Auto"}
 
 
 def name_of(path: Path) -> str:
