@@ -18,15 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdcomp.policies.auto_state import PATIENCE, AutoState, Measured
+from hvdcomp.policies.auto_state import DOUBT, NOTICEABLE, PATIENCE, SETTLING, AutoState, Measured, as_if_measured
 from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
-
-SETTLING = 2
-"""Steps after a change that are not counted. The first sends what compression had kept back, and Horovod learns the
-names and sizes of what it exchanges anew."""
 
 WARM_UP = 10
 """Steps at the start of a training that are not counted, before those after the first change. Caches, allocators and
@@ -37,10 +33,6 @@ DENSE_CANDIDATE = "dense"
 
 _HOPELESS = 1.5  # a trial ends early if its steps take this many times as long as those of the best, or the reverse
 _LEAST = 2  # steps to judge that by
-_DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
-_PRIOR = 2  # steps that a prediction weighs as much as, with _DOUBT as its standard error
-_AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
-_NOTICEABLE = 0.01  # differences of step times that are looked for
 _FEW = 4  # measurements after which what the changes themselves cost counts in any case
 _MOST = 16  # measurements of a candidate that cannot be told apart from the best, in windows
 _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
@@ -116,7 +108,7 @@ class Auto(Policy[AutoState]):
             assert statistics.candidates is not None
             return self._begin(state, statistics.candidates, step)
         assert statistics.step_times is not None
-        state, counted = self._count(state, statistics.step_times, step)
+        state, counted = state.with_times(statistics.step_times, step)
         if state.trying:
             state = dataclasses.replace(state, times=(*state.times, *counted))
             missing = self._missing(state)
@@ -124,7 +116,7 @@ class Auto(Policy[AutoState]):
                 why = f"measures {state.chosen} for {missing} more steps"
                 return dataclasses.replace(state, until=step + missing, why=why)
             now = Measured.of(state.times)
-            if state.rival and now.seconds * _HOPELESS > self._latest(state).seconds:
+            if state.rival and now.seconds * _HOPELESS > state.of_rival.seconds:
                 return self._return(state, step)
             # The first of all, or so much better that nothing is left for a second look.
             state = self._compare(state, state.chosen, now, []) if state.rival else self._note(state, now)
@@ -145,7 +137,7 @@ class Auto(Policy[AutoState]):
                 if state.drifted < state.patience:
                     why = f"steps take {_ms(now.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
                     return dataclasses.replace(state, until=step + self._until_look(now.seconds), why=why)
-                state = self._reopen(state, now)
+                state = state.opened_again(now)
             else:
                 state = dataclasses.replace(self._note(state, now), drifted=0)
         return self._go_on(state, step)
@@ -164,23 +156,10 @@ class Auto(Policy[AutoState]):
         tried = self._try(state, first, step, why)
         return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
-    def _count(self, state: AutoState, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
-        """Enters the times into the accounts. Returns those that say how long the chosen candidate takes."""
-        known = [(number, time) for number, time in enumerate(times, step - len(times)) if 0 < time < math.inf]
-        settled = state.since + SETTLING
-        others = [name for name in state.measured if not (state.trying and name == state.chosen)]
-        best = min((state.measured[name].seconds for name in others), default=math.inf)
-        if state.trying and state.latest is not None:
-            best = state.latest.seconds
-        beyond = sum(time - best for number, time in known if state.trying or number < settled)
-        elapsed = state.elapsed + sum(time for _, time in known)
-        state = dataclasses.replace(state, elapsed=elapsed, spent=state.spent + max(0.0, beyond))
-        return state, [time for number, time in known if number >= settled]
-
     def _missing(self, state: AutoState) -> int:
         """Steps that a trial has yet to take."""
         enough = state.rival and len(state.times) >= _LEAST
-        if enough and min(state.times) > _HOPELESS * self._latest(state).seconds:
+        if enough and min(state.times) > _HOPELESS * state.of_rival.seconds:
             return 0
         return max(0, self.window - len(state.times))
 
@@ -194,7 +173,7 @@ class Auto(Policy[AutoState]):
 
     def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
         """Enters what was tried, by how much longer its steps took than the rival's before and after."""
-        sides = [self._latest(state), *after]
+        sides = [state.of_rival, *after]
         seconds = sum(one.seconds for one in sides) / len(sides)
         change = sides[-1].seconds - sides[0].seconds
         error = math.hypot(*(one.error for one in sides), change) / len(sides)
@@ -202,54 +181,28 @@ class Auto(Policy[AutoState]):
         rival = state.rival or state.chosen
         found = trial.seconds * state.measured[rival].seconds / seconds
         now = Measured(found, doubt * found, trial.steps)
-        old = state.measured.get(name) or self._prior(self._expected(state, rival, name), now)
+        old = state.measured.get(name) or as_if_measured(state.expected(rival, name), now)
         told = now if old is None else old.with_more(now, _MOST * self.window)
         return dataclasses.replace(state, measured={**state.measured, name: told})
-
-    def _prior(self, predicted: float, now: Measured) -> Measured | None:
-        """The prediction as if it were measured: a first trial may be as far off. None if the trial contradicts it."""
-        error = _DOUBT * predicted
-        if abs(now.seconds - predicted) > _AGREES * math.hypot(error, now.error):
-            return None
-        return Measured(predicted, error, _PRIOR)
-
-    def _latest(self, state: AutoState) -> Measured:
-        assert state.latest is not None  # nothing is tried before
-        return state.latest
-
-    def _reopen(self, state: AutoState, now: Measured) -> AutoState:
-        """Forgets how fast candidates are but for the chosen one."""
-        before = {**state.before, **{name: one.seconds for name, one in state.measured.items()}}
-        return dataclasses.replace(
-            state, measured={state.chosen: now}, before=before, drifted=0,
-            usual={state.chosen: now.seconds}, reopened=state.chosen,
-        )  # fmt: skip
 
     # What comes next.
 
     def _go_on(self, state: AutoState, step: int) -> AutoState:
         """Begins a trial that is worth its price, or stays with the best."""
-        best = self._best(state)
+        best = state.best()
         if best != state.chosen or state.latest is None:  # first to be measured itself
             return self._stay(state, best, step, None)
         near = self._open(state, best)
-        offers = sorted((self._price(state, best, name), self._expected(state, best, name), name) for name in near)
+        offers = sorted((self._price(state, best, name), state.expected(best, name), name) for name in near)
         for price, _, name in offers:
             free = state.reopened and name not in state.measured and self._is_near(state, best, name)
             if free or self._short_of(state, name, price) <= 0:
-                return self._try(state, name, step, self._why_try(state, best, name))
+                return self._try(state, name, step, _why_try(state, best, name))
         if state.reopened:
             patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else PATIENCE
             state = dataclasses.replace(state, reopened="", patience=patience)
         short = min((self._short_of(state, name, price) for price, _, name in offers), default=None)
         return self._stay(state, best, step, short)
-
-    def _best(self, state: AutoState) -> str:
-        """The fastest by measurement. What stays is not left for a difference that may be chance."""
-        best = min(state.measured, key=lambda name: state.measured[name].seconds)
-        fastest, ours = state.measured[best], state.measured[state.chosen]
-        doubt = max(fastest.error, _NOTICEABLE * fastest.seconds)
-        return best if ours.seconds - fastest.seconds > doubt else state.chosen
 
     def _open(self, state: AutoState, best: str) -> list[str]:
         """The candidates that may turn out to be faster than the best, by a difference that counts."""
@@ -263,38 +216,24 @@ class Auto(Policy[AutoState]):
                     found.append(name)
             elif name != best and one.steps < _MOST * self.window:
                 gain = limit.seconds - one.seconds + 2 * one.error
-                if gain > _NOTICEABLE * limit.seconds:
+                if gain > NOTICEABLE * limit.seconds:
                     found.append(name)
         return found
 
     def _is_near(self, state: AutoState, best: str, name: str) -> bool:
         """Whether a candidate is within the margin: as predicted, as once measured, or relative to the best's time."""
-        least = min(self._expected(state, best, name), state.before.get(name, state.candidates[name].seconds))
+        least = min(state.expected(best, name), state.before.get(name, state.candidates[name].seconds))
         return least <= (1 + self.margin) * state.measured[best].seconds
-
-    def _expected(self, state: AutoState, best: str, name: str) -> float:
-        """Seconds of a step as measured, or as predicted, corrected by what the best takes instead of predicted."""
-        if name in state.measured:
-            return state.measured[name].seconds
-        correction = state.measured[best].seconds / state.candidates[best].seconds
-        return state.candidates[name].seconds * correction
 
     def _price(self, state: AutoState, best: str, name: str) -> float:
         """Seconds that a trial is expected to cost."""
-        expected = self._expected(state, best, name) * (1 if name in state.measured else 1 - _DOUBT)
+        expected = state.expected(best, name) * (1 if name in state.measured else 1 - DOUBT)
         return max(0.0, expected - state.measured[best].seconds) * (SETTLING + self.window)
 
     def _short_of(self, state: AutoState, name: str, price: float) -> float:
         """Seconds that the training has yet to take until a trial is affordable; the first few may be at no price."""
         few = name not in state.measured or state.measured[name].steps < _FEW * self.window
         return 0.0 if few and price == 0 else (state.spent + price) / self.budget - state.elapsed
-
-    def _why_try(self, state: AutoState, best: str, name: str) -> str:
-        known = state.measured[best]
-        if name in state.measured:
-            return f"tries {name} again: {_ms(state.measured[name].seconds)} is too near {best} to be told apart"
-        text = f"tries {name}: {_ms(self._expected(state, best, name))} expected, {best} takes {_ms(known.seconds)}"
-        return f"steps have changed; {text}" if state.reopened else text
 
     def _try(self, state: AutoState, name: str, step: int, why: str) -> AutoState:
         return dataclasses.replace(
@@ -355,6 +294,14 @@ class Auto(Policy[AutoState]):
 
 def _rebuilt(kind: type[Any], fields: Any) -> Any:
     return kind(**fields)
+
+
+def _why_try(state: AutoState, best: str, name: str) -> str:
+    known = state.measured[best]
+    if name in state.measured:
+        return f"tries {name} again: {_ms(state.measured[name].seconds)} is too near {best} to be told apart"
+    text = f"tries {name}: {_ms(state.expected(best, name))} expected, {best} takes {_ms(known.seconds)}"
+    return f"steps have changed; {text}" if state.reopened else text
 
 
 def _ms(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,15 @@ from hvdcomp.policies.request import Candidate
 
 PATIENCE = 4
 """Looks in a row that have to find another time, before all is open again for the first time."""
+
+SETTLING = 2
+"""Steps after a change that are not counted. The first sends what compression had kept back, and Horovod learns the
+names and sizes of what it exchanges anew."""
+
+DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
+_PRIOR = 2  # steps that a prediction weighs as much as, with DOUBT as its standard error
+_AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
+NOTICEABLE = 0.01  # differences of step times that are looked for
 
 
 @dataclass(frozen=True)
@@ -91,3 +101,52 @@ class AutoState:
     reopened: str = ""
     elapsed: float = 0.0
     spent: float = 0.0
+
+    def with_times(self, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
+        """The state with the times in its accounts, and those times that say how long the chosen candidate takes."""
+        known = [(number, time) for number, time in enumerate(times, step - len(times)) if 0 < time < math.inf]
+        settled = self.since + SETTLING
+        others = [name for name in self.measured if not (self.trying and name == self.chosen)]
+        best = min((self.measured[name].seconds for name in others), default=math.inf)
+        if self.trying and self.latest is not None:
+            best = self.latest.seconds
+        beyond = sum(time - best for number, time in known if self.trying or number < settled)
+        elapsed = self.elapsed + sum(time for _, time in known)
+        state = dataclasses.replace(self, elapsed=elapsed, spent=self.spent + max(0.0, beyond))
+        return state, [time for number, time in known if number >= settled]
+
+    @property
+    def of_rival(self) -> Measured:
+        """The latest steps of the rival."""
+        assert self.latest is not None  # nothing is tried before
+        return self.latest
+
+    def opened_again(self, now: Measured) -> AutoState:
+        """The state in which all candidates are open: only how fast the chosen one is, is still known."""
+        before = {**self.before, **{name: one.seconds for name, one in self.measured.items()}}
+        return dataclasses.replace(
+            self, measured={self.chosen: now}, before=before, drifted=0,
+            usual={self.chosen: now.seconds}, reopened=self.chosen,
+        )  # fmt: skip
+
+    def best(self) -> str:
+        """The fastest by measurement. What stays is not left for a difference that may be chance."""
+        best = min(self.measured, key=lambda name: self.measured[name].seconds)
+        fastest, ours = self.measured[best], self.measured[self.chosen]
+        doubt = max(fastest.error, NOTICEABLE * fastest.seconds)
+        return best if ours.seconds - fastest.seconds > doubt else self.chosen
+
+    def expected(self, best: str, name: str) -> float:
+        """Seconds of a step as measured, or as predicted, corrected by what the best takes instead of predicted."""
+        if name in self.measured:
+            return self.measured[name].seconds
+        correction = self.measured[best].seconds / self.candidates[best].seconds
+        return self.candidates[name].seconds * correction
+
+
+def as_if_measured(predicted: float, now: Measured) -> Measured | None:
+    """The prediction as if it were measured: a first trial may be as far off. None if the trial contradicts it."""
+    error = DOUBT * predicted
+    if abs(now.seconds - predicted) > _AGREES * math.hypot(error, now.error):
+        return None
+    return Measured(predicted, error, _PRIOR)
