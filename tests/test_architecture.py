@@ -23,7 +23,7 @@ OF_FRAMEWORKS = {"arrays", "communicators", "kernels", "torch", "tensorflow"}
 TABLE = PACKAGE / "bindings" / "frameworks.py"
 
 LINES, ATTRIBUTES = 250, 15
-TOO_LARGE = {"AutoState", "Auto"}
+TOO_LARGE = {"AutoState"}
 
 
 def name_of(path: Path) -> str:
