@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.policies.request import Statistic
 
@@ -41,7 +41,7 @@ class AccumulatedGradients(Observer):
         if gradients.keys() - self.sums.keys():
             for name, gradient in gradients.items():  # in their order, which that of additions follows
                 if name not in self.sums:
-                    wide = "float32" if xp.item_size(gradient) < 4 else xp.dtype_name(gradient)
+                    wide = wide_dtype(xp.dtype_name(gradient))
                     self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
         if found_inf is None:
             found_inf = xp.zeros((1,), like=arrays[0])

@@ -38,7 +38,7 @@ class DeviceMagnitudes:
         counter: str,
     ) -> None:
         self._xp = xp
-        self._values = xp.absolute(x)
+        self._values = abs(x)
         self._count_nonzero = count_nonzero
         self._largest = largest
         self.where = where

@@ -139,7 +139,10 @@ class Magnitudes:
         return self._placed(chosen)
 
     def top(self, k: int) -> Array:
-        """Indices (k,) of the k largest elements; NaN counts as largest."""
+        """Indices (k,), int32 where they fit, of the k largest elements; NaN counts as largest.
+
+        Which of several equal elements is taken is left open; exactly k are.
+        """
         magnitude, indices, _ = self._largest
         chosen = np.argpartition(magnitude, len(magnitude) - k)[len(magnitude) - k :]
         return self._placed(_at(indices, chosen))

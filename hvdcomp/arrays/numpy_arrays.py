@@ -18,19 +18,18 @@ def dtype_name(x: Array) -> str:
     return x.dtype.name
 
 
-def item_size(x: Array) -> int:
-    """Bytes of one element."""
-    return x.dtype.itemsize
-
-
 def device(x: Array) -> str:
     """Where the array lives, as text."""
     return "cpu"
 
 
 def astype(x: Array, dtype: str) -> Array:
-    """`x` with another element type; `x` itself if it has that type already."""
-    return x.astype(dtype, copy=False)
+    """`x` with another element type; `x` itself if it has that type already.
+
+    Numbers become integers only if they are whole and fit. What NaN becomes is left open.
+    """
+    with np.errstate(invalid="ignore"):
+        return x.astype(dtype, copy=False)
 
 
 def flatten(x: Array) -> Array:
@@ -58,14 +57,9 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return x
 
 
-def concatenate(arrays: Sequence[Array]) -> Array:
-    """The vectors end to end, or the matrices one below the other, in fresh storage."""
-    return np.concatenate(arrays)
-
-
-def concatenate_columns(matrices: Sequence[Array]) -> Array:
-    """The matrices side by side, in fresh storage."""
-    return np.concatenate(matrices, axis=1)
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+    """The vectors end to end, or the matrices one below the other (side by side for axis 1), in fresh storage."""
+    return np.concatenate(arrays, axis)
 
 
 def as_bytes(x: Array) -> Array:
@@ -89,20 +83,6 @@ def to_bfloat16_bits(x: Array) -> Array:
 def from_bfloat16_bits(bits: Array) -> Array:
     """float32 values of int16 bfloat16 bit patterns."""
     return (bits.view(np.uint16).astype(_UNSIGNED_32) << 16).view(np.float32)
-
-
-def scale(x: Array, factor: float) -> Array:
-    """x * factor, in the element type of x; reuses the storage of x."""
-    x *= x.dtype.type(factor)
-    return x
-
-
-def top_k_indices(x: Array, k: int) -> Array:
-    """Indices (k,), int32 where they fit, of the k elements of the vector `x` largest by magnitude.
-
-    NaN counts as largest. Which of several equal elements is taken is left open; exactly k are.
-    """
-    return magnitudes(x, k).top(k)
 
 
 def magnitudes(x: Array, need: int) -> Magnitudes:
@@ -187,11 +167,6 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
     return x
 
 
-def matmul(a: Array, b: Array) -> Array:
-    """Matrix product."""
-    return a @ b
-
-
 def transpose(x: Array) -> Array:
     """The transposed matrix; a view where possible."""
     return x.T
@@ -258,11 +233,6 @@ def shift_right(x: Array, places: int | Array) -> Array:
     return x >> np.asarray(places, x.dtype)
 
 
-def absolute(x: Array) -> Array:
-    """Elementwise magnitude."""
-    return np.abs(x)
-
-
 def sign(x: Array) -> Array:
     """Elementwise -1, 0 or 1."""
     return np.sign(x)
@@ -276,12 +246,6 @@ def floor(x: Array) -> Array:
 def clip(x: Array, low: float, high: float) -> Array:
     """Elementwise nearest value in [low, high], in fresh storage."""
     return np.clip(x, x.dtype.type(low), x.dtype.type(high))
-
-
-def to_integers(x: Array, dtype: str) -> Array:
-    """Whole numbers as elements of an integer type that holds them. What NaN becomes is left open."""
-    with np.errstate(invalid="ignore"):
-        return x.astype(dtype)
 
 
 def largest_magnitude(x: Array) -> Array:

@@ -13,21 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.arrays.types import DTYPE_BYTES, number_of_elements
 
-_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-}
-_WIDTH = {dtype: place for place, dtype in enumerate(_BYTES)}  # of two types, an operation results in the later one
+# Of two types, an operation results in the later one.
+_WIDTH = {dtype: place for place, dtype in enumerate(DTYPE_BYTES)}
 
 
 class ShapeArray:
@@ -48,7 +37,7 @@ class ShapeArray:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return number_of_elements(self.shape) * _BYTES[self.dtype]
+        return number_of_elements(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __getitem__(self, key: Any) -> ShapeArray:
         keys = key if isinstance(key, tuple) else (key,)
@@ -69,7 +58,10 @@ class ShapeArray:
     def __neg__(self) -> ShapeArray:
         return self
 
-    __invert__ = __neg__
+    __invert__ = __abs__ = __neg__
+
+    def __matmul__(self, other: ShapeArray) -> ShapeArray:
+        return ShapeArray((self.shape[0], other.shape[1]), self.dtype)
 
     def _combined(self, other: Any) -> ShapeArray:
         if not isinstance(other, ShapeArray):
@@ -94,7 +86,7 @@ class ShapeMagnitudes:
     largest = 1.0
 
     def __init__(self, x: ShapeArray) -> None:
-        self._index_type = _index_type(x)
+        self._index_type = "int32" if x.shape[0] < 2**31 else "int64"
 
     def sample_threshold(self, ratio: float) -> float:
         return self.mean
@@ -112,34 +104,28 @@ class ShapeMagnitudes:
         return True
 
     def pick(self, low: float, high: float, k: int, limit: int) -> ShapeArray:
+        return self.top(k)
+
+    def top(self, k: int) -> ShapeArray:
         return ShapeArray((k,), self._index_type)
-
-
-def _index_type(x: ShapeArray) -> str:
-    return "int32" if x.shape[0] < 2**31 else "int64"
 
 
 def _same(x: ShapeArray, *_: Any) -> ShapeArray:
     return x
 
 
-absolute = sign = floor = clip = scale = finite_or_zero = sort = cumulative_sum = eigenvectors = add_at = _same
-reciprocal_or_zero = _same
+sign = floor = clip = finite_or_zero = sort = cumulative_sum = eigenvectors = add_at = reciprocal_or_zero = _same
 
 
 def dtype_name(x: ShapeArray) -> str:
     return x.dtype
 
 
-def item_size(x: ShapeArray) -> int:
-    return _BYTES[x.dtype]
-
-
 def astype(x: ShapeArray, dtype: str) -> ShapeArray:
     return x if x.dtype == dtype else ShapeArray(x.shape, dtype)
 
 
-to_integers = bitcast = astype
+bitcast = astype
 
 
 def shift_left(x: ShapeArray, places: Any) -> ShapeArray:
@@ -170,12 +156,10 @@ def from_numpy(x: np.ndarray, like: ShapeArray) -> ShapeArray:
     return ShapeArray(x.shape, x.dtype.name)
 
 
-def concatenate(arrays: Sequence[ShapeArray]) -> ShapeArray:
-    return ShapeArray((sum(x.shape[0] for x in arrays), *arrays[0].shape[1:]), arrays[0].dtype)
-
-
-def concatenate_columns(matrices: Sequence[ShapeArray]) -> ShapeArray:
-    return ShapeArray((matrices[0].shape[0], sum(x.shape[1] for x in matrices)), matrices[0].dtype)
+def concatenate(arrays: Sequence[ShapeArray], axis: int = 0) -> ShapeArray:
+    shape = list(arrays[0].shape)
+    shape[axis] = sum(x.shape[axis] for x in arrays)
+    return ShapeArray(shape, arrays[0].dtype)
 
 
 def to_bfloat16_bits(x: ShapeArray) -> ShapeArray:
@@ -184,10 +168,6 @@ def to_bfloat16_bits(x: ShapeArray) -> ShapeArray:
 
 def from_bfloat16_bits(bits: ShapeArray) -> ShapeArray:
     return ShapeArray(bits.shape, "float32")
-
-
-def top_k_indices(x: ShapeArray, k: int) -> ShapeArray:
-    return ShapeArray((k,), _index_type(x))
 
 
 def magnitudes(x: ShapeArray, need: int) -> ShapeMagnitudes:
@@ -204,10 +184,6 @@ def repeat(x: ShapeArray, counts: ShapeArray, total: int) -> ShapeArray:
 
 def take(x: ShapeArray, indices: ShapeArray) -> ShapeArray:
     return ShapeArray((*indices.shape, *x.shape[1:]), x.dtype)
-
-
-def matmul(a: ShapeArray, b: ShapeArray) -> ShapeArray:
-    return ShapeArray((a.shape[0], b.shape[1]), a.dtype)
 
 
 def transpose(x: ShapeArray) -> ShapeArray:

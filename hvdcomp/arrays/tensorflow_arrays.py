@@ -26,10 +26,6 @@ def dtype_name(x: Array) -> str:
     return x.dtype.name
 
 
-def item_size(x: Array) -> int:
-    return x.dtype.size
-
-
 def device(x: Array) -> str:
     return "cpu" if _on_cpu(x) else x.device.rpartition("device:")[2].lower()
 
@@ -60,12 +56,8 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
         return tf.constant(x)
 
 
-def concatenate(arrays: Sequence[Array]) -> Array:
-    return tf.concat(list(arrays), 0)
-
-
-def concatenate_columns(matrices: Sequence[Array]) -> Array:
-    return tf.concat(list(matrices), 1)
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+    return tf.concat(list(arrays), axis)
 
 
 def as_bytes(x: Array) -> Array:
@@ -84,14 +76,6 @@ def to_bfloat16_bits(x: Array) -> Array:
 
 def from_bfloat16_bits(bits: Array) -> Array:
     return tf.cast(tf.bitcast(bits, tf.bfloat16), tf.float32)
-
-
-def scale(x: Array, factor: float) -> Array:
-    return x * x.dtype.as_numpy_dtype(factor)
-
-
-def top_k_indices(x: Array, k: int) -> Array:
-    return magnitudes(x, k).top(k)
 
 
 def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
@@ -178,10 +162,6 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
     return tf.tensor_scatter_nd_add(x, indices[:, None], values)
 
 
-def matmul(a: Array, b: Array) -> Array:
-    return tf.matmul(a, b)
-
-
 def transpose(x: Array) -> Array:
     return tf.transpose(x)
 
@@ -233,10 +213,6 @@ def shift_right(x: Array, places: int | Array) -> Array:
     return tf.bitwise.right_shift(x, tf.cast(places, x.dtype))
 
 
-def absolute(x: Array) -> Array:
-    return tf.abs(x)
-
-
 def sign(x: Array) -> Array:
     return tf.sign(x)
 
@@ -247,10 +223,6 @@ def floor(x: Array) -> Array:
 
 def clip(x: Array, low: float, high: float) -> Array:
     return tf.maximum(tf.minimum(x, tf.cast(high, x.dtype)), tf.cast(low, x.dtype))
-
-
-def to_integers(x: Array, dtype: str) -> Array:
-    return tf.cast(x, dtype)
 
 
 def largest_magnitude(x: Array) -> Array:

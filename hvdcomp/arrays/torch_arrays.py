@@ -23,10 +23,6 @@ def dtype_name(x: Array) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def item_size(x: Array) -> int:
-    return x.element_size()
-
-
 def device(x: Array) -> str:
     return str(x.device)
 
@@ -55,12 +51,8 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return torch.from_numpy(x).to(like.device, non_blocking=True)
 
 
-def concatenate(arrays: Sequence[Array]) -> Array:
-    return torch.cat(list(arrays))
-
-
-def concatenate_columns(matrices: Sequence[Array]) -> Array:
-    return torch.cat(list(matrices), dim=1)
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
+    return torch.cat(list(arrays), axis)
 
 
 def as_bytes(x: Array) -> Array:
@@ -80,14 +72,6 @@ def to_bfloat16_bits(x: Array) -> Array:
 
 def from_bfloat16_bits(bits: Array) -> Array:
     return bits.view(torch.bfloat16).float()
-
-
-def scale(x: Array, factor: float) -> Array:
-    return x.mul_(factor)
-
-
-def top_k_indices(x: Array, k: int) -> Array:
-    return magnitudes(x, k).top(k)
 
 
 def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
@@ -169,10 +153,6 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
     return x.index_add_(0, indices, values)
 
 
-def matmul(a: Array, b: Array) -> Array:
-    return torch.mm(a, b)
-
-
 def transpose(x: Array) -> Array:
     return x.t()
 
@@ -221,10 +201,6 @@ def shift_right(x: Array, places: int | Array) -> Array:
     return x >> places
 
 
-def absolute(x: Array) -> Array:
-    return x.abs()
-
-
 def sign(x: Array) -> Array:
     return x.sign()
 
@@ -235,10 +211,6 @@ def floor(x: Array) -> Array:
 
 def clip(x: Array, low: float, high: float) -> Array:
     return x.clamp(low, high)
-
-
-def to_integers(x: Array, dtype: str) -> Array:
-    return x.to(getattr(torch, dtype))
 
 
 def largest_magnitude(x: Array) -> Array:

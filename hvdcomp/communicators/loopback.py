@@ -14,7 +14,7 @@ class LoopbackCommunicator:
         self.world_size = size
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Array:
-        return arrays_for(array).scale(array, self.world_size) if op == "sum" and self.world_size > 1 else array
+        return array * self.world_size if op == "sum" and self.world_size > 1 else array
 
     def start_allgather(self, array: Array, name: str) -> Array:
         xp = arrays_for(array)

@@ -65,6 +65,7 @@ class BF16(Compressor):
         total = xp.zeros(bits.shape, xp.from_bfloat16_bits(bits[:0]))
         for (other,) in ranks:
             total = total + xp.from_bfloat16_bits(other)
+        total *= 1 / context.world_size
         dtype = xp.dtype_name(x)
         sent = xp.reshape(xp.astype(xp.from_bfloat16_bits(bits), dtype), x.shape)
-        return Outcome(xp.reshape(xp.astype(xp.scale(total, 1 / context.world_size), dtype), x.shape), sent)
+        return Outcome(xp.reshape(xp.astype(total, dtype), x.shape), sent)

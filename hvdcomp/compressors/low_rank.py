@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, require_count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
@@ -95,28 +95,28 @@ class PowerSGD(Compressor):
             p, q, state = yield from self._update_p(xp, matrix, state)
         else:
             p, q, state = yield from self._update_q(xp, matrix, state)
-        approximation = xp.astype(xp.reshape(xp.matmul(p, xp.transpose(q)), x.shape), xp.dtype_name(x))
+        approximation = xp.astype(xp.reshape(p @ xp.transpose(q), x.shape), xp.dtype_name(x))
         return Outcome(approximation, approximation, state)
 
     def _iterate(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
         (start,) = state
         q = start
         for _ in range(self.iterations):
-            p = yield AllReduce(xp.matmul(matrix, orthogonalize(xp, q)))
+            p = yield AllReduce(matrix @ orthogonalize(xp, q))
             p = orthogonalize(xp, p)
-            q = yield AllReduce(xp.matmul(xp.transpose(matrix), p))
+            q = yield AllReduce(xp.transpose(matrix) @ p)
         return p, q, (nonzero_columns(xp, q, start),)
 
     def _update_p(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
         start, old = state
         q = orthogonalize(xp, start)
-        p = yield AllReduce(xp.matmul(matrix, q))
+        p = yield AllReduce(matrix @ q)
         return p, q, (start, nonzero_columns(xp, p, old))
 
     def _update_q(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
         old, start = state
         p = orthogonalize(xp, start)
-        q = yield AllReduce(xp.matmul(xp.transpose(matrix), p))
+        q = yield AllReduce(xp.transpose(matrix) @ p)
         return p, q, (nonzero_columns(xp, q, old), start)
 
     @property
@@ -146,7 +146,7 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def as_matrix(xp: ModuleType, x: Array) -> Array:
     """The tensor as a matrix of `matrix_shape`, in float32 at least."""
-    return xp.reshape(xp.astype(x, "float32") if xp.item_size(x) < 4 else x, matrix_shape(tuple(x.shape)))
+    return xp.reshape(xp.astype(x, wide_dtype(xp.dtype_name(x))), matrix_shape(tuple(x.shape)))
 
 
 def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
@@ -165,7 +165,7 @@ def fit_columns(
     have = kept.shape[1]
     if have >= rank:
         return kept[:, :rank]
-    return xp.concatenate_columns([kept, random_columns(xp, x, length, rank, context, purpose)[:, have:]])
+    return xp.concatenate([kept, random_columns(xp, x, length, rank, context, purpose)[:, have:]], axis=1)
 
 
 def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: Context, purpose: str) -> Array:
@@ -174,7 +174,7 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
     A higher count begins with the columns of a lower one.
     """
     start = Context(context.name, 0, context.seed, 0, context.world_size)
-    dtype = "float64" if xp.item_size(x) == 8 else "float32"
+    dtype = wide_dtype(xp.dtype_name(x))
 
     def draw() -> np.ndarray:
         return shared_generator(start, purpose).standard_normal((count, length), dtype=np.dtype(dtype).type)
@@ -203,7 +203,7 @@ def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     done = [rest[:, :1]]
     for _ in range(matrix.shape[1] - 1):
         unit, rest = done[-1], rest[:, 1:]
-        rest = rest - xp.matmul(unit, xp.matmul(xp.transpose(unit), rest))
+        rest = rest - unit @ (xp.transpose(unit) @ rest)
         first = rest[:, :1]
         done.append(first * xp.reciprocal_or_zero(xp.column_norms(first), _DEPENDENT))
-    return xp.concatenate_columns(done)
+    return xp.concatenate(done, axis=1)

@@ -65,8 +65,9 @@ class ATOMO(Compressor):
         ranks = yield AllGather((left, right))
         lefts = xp.concatenate([left for left, _ in ranks])
         rights = xp.concatenate([right for _, right in ranks])
-        mean = xp.scale(xp.matmul(xp.transpose(lefts), rights), 1 / context.world_size)
-        sent = xp.matmul(xp.transpose(left), right)
+        mean = xp.transpose(lefts) @ rights
+        mean *= 1 / context.world_size
+        sent = xp.transpose(left) @ right
         dtype = xp.dtype_name(x)
         return Outcome(xp.astype(xp.reshape(mean, x.shape), dtype), xp.astype(xp.reshape(sent, x.shape), dtype))
 
@@ -88,9 +89,9 @@ def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
     Returns:
         u_i as rows (m, m), and sigma_i v_i = M' u_i as rows (m, n).
     """
-    gram = xp.matmul(matrix, xp.transpose(matrix))
+    gram = matrix @ xp.transpose(matrix)
     basis = xp.eigenvectors(xp.finite_or_zero(gram))
-    return basis, xp.matmul(basis, matrix)
+    return basis, basis @ matrix
 
 
 def sampled_triplets(xp: ModuleType, sigma: Array, count: int, offset: float) -> tuple[Array, Array]:

@@ -78,7 +78,9 @@ def average_decoded(
             total = total + values  # the first rank's values may be what this rank sent
         else:
             total += values
-    return outcome_like(xp, x, total if len(ranks) == 1 else xp.scale(total, 1 / len(ranks)), sent)
+    if len(ranks) > 1:
+        total *= 1 / len(ranks)
+    return outcome_like(xp, x, total, sent)
 
 
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:

@@ -222,7 +222,7 @@ class GlobalQSGD(Compressor):
         values = vector * (xp.reciprocal_or_zero(scale, _SMALLEST_SCALE) * levels)
         values += uniform(xp, rank_generator(context, self.name), size, like=values)
         values = xp.clip(xp.floor(values), -levels, levels)
-        total = yield AllReduce(self._pack(xp, xp.to_integers(values, "int32")), op="sum")
+        total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
         mean = xp.astype(self._unpack(xp, total, levels * context.world_size), "float32")[:size]
         mean *= scale * (1 / (levels * context.world_size))
         values *= scale * (1 / levels)
@@ -264,7 +264,7 @@ def whole_codes(xp: ModuleType, values: Array, lowest: int, steps: int) -> Array
     """
     values = xp.clip(xp.floor(values), -lowest, steps - lowest)
     values += lowest
-    return xp.to_integers(values, "uint8")
+    return xp.astype(values, "uint8")
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:

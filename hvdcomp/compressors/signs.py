@@ -154,7 +154,9 @@ class EFSignSGD(Compressor):
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         # Divided before they are added up, so that the sum does not overflow.
-        magnitude = xp.flatten(xp.row_sums(xp.reshape(xp.scale(xp.absolute(vector), 1 / size), (1, size))))
+        shares = abs(vector)
+        shares *= 1 / size
+        magnitude = xp.flatten(xp.row_sums(xp.reshape(shares, (1, size))))
         bits = pack(xp, xp.astype(vector >= 0, "uint8"), 1)
         ranks = yield AllGather((bits, representable(xp, magnitude, x)))
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
@@ -105,7 +105,7 @@ def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array
 
     Half-precision values are added in float32. No more than one rank's part is unpacked at a time.
     """
-    wide = "float32" if xp.item_size(like) < 4 else xp.dtype_name(like)
+    wide = wide_dtype(xp.dtype_name(like))
     total = xp.zeros(like.shape, like=xp.astype(like[:0], wide))
     for parts in ranks:
         values = xp.astype(parts[0], wide)

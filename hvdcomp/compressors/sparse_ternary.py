@@ -51,9 +51,9 @@ class SparseTernary(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         count = elements_kept(self.ratio, vector.shape[0])
-        (values, *places), chosen = sparse_payload.encode(xp, vector, xp.top_k_indices(vector, count), "same")
+        (values, *places), chosen = sparse_payload.encode(xp, vector, xp.magnitudes(vector, count).top(count), "same")
         # In double precision no sum overflows, and every framework rounds it to the same float32.
-        magnitudes = xp.reshape(xp.absolute(xp.astype(values, "float64")), (1, count))
+        magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
         mean_magnitude = representable(xp, xp.flatten(xp.row_sums(magnitudes)) * (1 / count), x)
         signs = pack(xp, xp.astype(values >= 0, "uint8"), 1)
 

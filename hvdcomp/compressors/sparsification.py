@@ -81,7 +81,7 @@ class TopK(Sparsifier):
     reference: ClassVar[str] = "Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599"
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        return xp.top_k_indices(vector, k)
+        return xp.magnitudes(vector, k).top(k)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class RandomK(Compressor):
         indices = distinct_indices(xp, shared_generator(context, "randomk"), count, size, like=x)
         values = xp.take(vector, indices)
         if self.unbiased:
-            values = xp.scale(values, size / count)
+            values *= size / count
         values = sparse_payload.round_values(xp, values, self.values, LARGEST_HALF / (2 * context.world_size))
         mean = yield AllReduce(xp.astype(values, self._carried_dtype(dtype)))
         dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
@@ -72,7 +72,7 @@ def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce]) -> list[An
 def _pack(xp: ModuleType, group: Sequence[AllGather]) -> tuple[Array, list[list[int]], int]:
     """The group's parts in one byte vector, the offset of each part of each request, and the padding."""
     parts = [(number, place, part) for number, gather in enumerate(group) for place, part in enumerate(gather.parts)]
-    parts.sort(key=lambda entry: -xp.item_size(entry[2]))
+    parts.sort(key=lambda entry: -DTYPE_BYTES[xp.dtype_name(entry[2])])
     offsets = [[0] * len(gather.parts) for gather in group]
     pieces = []
     end = 0
@@ -108,7 +108,7 @@ def _unpack(
 
 def part_bytes(xp: ModuleType, part: Array) -> int:
     """Bytes of an array."""
-    return number_of_elements(tuple(part.shape)) * xp.item_size(part)
+    return number_of_elements(tuple(part.shape)) * DTYPE_BYTES[xp.dtype_name(part)]
 
 
 def request_bytes(xp: ModuleType, request: Request) -> int:
