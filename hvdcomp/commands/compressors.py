@@ -89,7 +89,7 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
         ],
         "level": example.level_name,
         "sends": kind.sends,
-        "collective": kind.collective,
+        "collective": ", ".join(payload.kind for payload in example.payloads((64, 64))),
         "biased": example.biased,
         "biased_when": _biased_when(example),
         "memory": example.default_memory.name,

@@ -59,7 +59,6 @@ class Compressor(Described):
         examples: specs of the method in each of its forms, the commonest first. The manual shows the first; tests of
             what every compressor must do, and `hvdcomp bench encode`, take all.
         level_name: the field that says how hard to compress, or None if the method has no such knob.
-        collective: the collectives of one step, in order, in words.
         sends: what one rank sends for a tensor, in words.
         biased: whether the mean of the result over the method's random choices differs from the gradient. Biased
             methods use error feedback unless told otherwise. A cast's rounding does not count.
@@ -78,7 +77,6 @@ class Compressor(Described):
     name: ClassVar[str]
     examples: ClassVar[tuple[str, ...]]
     level_name: ClassVar[str | None] = None
-    collective: ClassVar[str]
     sends: ClassVar[str]
     biased: ClassVar[bool] = False
     lossless: ClassVar[bool] = False

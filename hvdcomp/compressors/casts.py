@@ -17,7 +17,6 @@ class NoCompression(Compressor):
 
     name: ClassVar[str] = "none"
     examples: ClassVar[tuple[str, ...]] = ("none",)
-    collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "all elements"
     lossless: ClassVar[bool] = True
 
@@ -38,7 +37,6 @@ class FP16(Compressor):
 
     name: ClassVar[str] = "fp16"
     examples: ClassVar[tuple[str, ...]] = ("fp16",)
-    collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "all elements, 16 bits each"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
@@ -56,7 +54,6 @@ class BF16(Compressor):
 
     name: ClassVar[str] = "bf16"
     examples: ClassVar[tuple[str, ...]] = ("bf16",)
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "all elements, 16 bits each"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:

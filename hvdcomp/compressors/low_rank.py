@@ -60,7 +60,6 @@ class PowerSGD(Compressor):
         "powersgd:rank=2,iterations=2",
     )
     level_name: ClassVar[str | None] = "rank"
-    collective: ClassVar[str] = "allreduce, allreduce"
     sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # its factors are means over the ranks

@@ -44,7 +44,6 @@ class ATOMO(Compressor):
     name: ClassVar[str] = "atomo"
     examples: ClassVar[tuple[str, ...]] = ("atomo:rank=4",)
     level_name: ClassVar[str | None] = "rank"
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "rank pairs of vectors u (rows) and v (columns), scaled by sigma / p"
     variance: ClassVar[float] = math.inf  # min(rows, columns) / rank - 1 if singular values are equal
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"

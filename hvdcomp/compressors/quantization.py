@@ -42,7 +42,6 @@ class QSGD(Compressor):
     name: ClassVar[str] = "qsgd"
     examples: ClassVar[tuple[str, ...]] = ("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=1,bucket=64")
     level_name: ClassVar[str | None] = "bits"
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "bits for each element, a 2-norm for each bucket"
     reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
 
@@ -104,7 +103,6 @@ class TernGrad(Compressor):
 
     name: ClassVar[str] = "terngrad"
     examples: ClassVar[tuple[str, ...]] = ("terngrad",)
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "two bits an element, the largest magnitude"
     reference: ClassVar[str] = "Wen et al. 2017, arXiv:1705.07878"
 
@@ -148,7 +146,6 @@ class Natural(Compressor):
 
     name: ClassVar[str] = "natural"
     examples: ClassVar[tuple[str, ...]] = ("natural",)
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "a sign bit and an exponent byte for each element"
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
@@ -189,7 +186,6 @@ class GlobalQSGD(Compressor):
     name: ClassVar[str] = "globalqsgd"
     examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
     level_name: ClassVar[str | None] = "bits"
-    collective: ClassVar[str] = "allreduce, allreduce"
     sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"
     sent_is_own: ClassVar[bool] = False  # its scale is the largest of all ranks
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"

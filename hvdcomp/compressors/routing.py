@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
@@ -34,7 +34,6 @@ class Router(Compressor):
     sets it in all of them. Otherwise there is none to set, and levels are a matter of single tensors.
     """
 
-    collective: ClassVar[str] = "those of the chosen compressors"
     sends: ClassVar[str] = "what the chosen compressors send"
 
     @property
@@ -195,7 +194,45 @@ class ByName(Router):
 
 
 @dataclass(frozen=True)
-class BySize(Router):
+class _ByThreshold(Router):
+    """Base of those that choose between two compressors, the fields after `threshold`, by a number of the tensor.
+
+    Class attributes:
+        condition: what a spec string calls that number.
+    """
+
+    threshold: int
+
+    condition: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        require_count(self.name, threshold=self.threshold)
+        for place, choice in self._by_field().items():
+            _require_compressor(self.name, place, choice)
+
+    def compared(self, tensor: TensorInfo) -> int:
+        """The number; below the threshold the first compressor is chosen, else the second."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> tuple[Compressor, ...]:
+        return tuple(self._by_field().values())
+
+    def choose(self, tensor: TensorInfo) -> Compressor:
+        return self.choices[self.compared(tensor) >= self.threshold]
+
+    def rules(self) -> dict[str, Compressor]:
+        return dict(zip((f"{self.condition}<{self.threshold}", ANY), self.choices, strict=True))
+
+    def _with(self, choices: Iterable[Compressor]) -> Router:
+        return type(self)(self.threshold, *choices)
+
+    def _by_field(self) -> dict[str, Compressor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+
+@dataclass(frozen=True)
+class BySize(_ByThreshold):
     """Chooses by the number of elements.
 
     Attributes:
@@ -204,34 +241,18 @@ class BySize(Router):
         large: for all others.
     """
 
-    threshold: int
     small: Compressor
     large: Compressor
 
     name: ClassVar[str] = "by_size"
     condition: ClassVar[str] = "numel"
 
-    def __post_init__(self) -> None:
-        require_count(self.name, threshold=self.threshold)
-        _require_compressor(self.name, "small", self.small)
-        _require_compressor(self.name, "large", self.large)
-
-    @property
-    def choices(self) -> tuple[Compressor, ...]:
-        return self.small, self.large
-
-    def choose(self, tensor: TensorInfo) -> Compressor:
-        return self.small if tensor.size < self.threshold else self.large
-
-    def rules(self) -> dict[str, Compressor]:
-        return {f"{self.condition}<{self.threshold}": self.small, ANY: self.large}
-
-    def _with(self, choices: Iterable[Compressor]) -> BySize:
-        return BySize(self.threshold, *choices)
+    def compared(self, tensor: TensorInfo) -> int:
+        return tensor.size
 
 
 @dataclass(frozen=True)
-class ByDimensions(Router):
+class ByDimensions(_ByThreshold):
     """Chooses by the number of dimensions: a bias has one, a linear layer two, a convolution four.
 
     Attributes:
@@ -240,30 +261,14 @@ class ByDimensions(Router):
         others: for all others.
     """
 
-    threshold: int
     fewer: Compressor
     others: Compressor
 
     name: ClassVar[str] = "by_dimensions"
     condition: ClassVar[str] = "ndim"
 
-    def __post_init__(self) -> None:
-        require_count(self.name, threshold=self.threshold)
-        _require_compressor(self.name, "fewer", self.fewer)
-        _require_compressor(self.name, "others", self.others)
-
-    @property
-    def choices(self) -> tuple[Compressor, ...]:
-        return self.fewer, self.others
-
-    def choose(self, tensor: TensorInfo) -> Compressor:
-        return self.fewer if len(tensor.shape) < self.threshold else self.others
-
-    def rules(self) -> dict[str, Compressor]:
-        return {f"{self.condition}<{self.threshold}": self.fewer, ANY: self.others}
-
-    def _with(self, choices: Iterable[Compressor]) -> ByDimensions:
-        return ByDimensions(self.threshold, *choices)
+    def compared(self, tensor: TensorInfo) -> int:
+        return len(tensor.shape)
 
 
 def _require_compressor(method: str, place: str, choice: object) -> None:

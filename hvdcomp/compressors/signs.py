@@ -44,7 +44,6 @@ class SignSGD(Compressor):
 
     name: ClassVar[str] = "signsgd"
     examples: ClassVar[tuple[str, ...]] = ("signsgd", "signsgd:zeros=elements")
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "one bit an element, one bit a row (an element with zeros=elements)"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Bernstein et al. 2018, arXiv:1802.04434; Bernstein et al. 2019, arXiv:1810.05291"
@@ -106,7 +105,6 @@ class OneBit(Compressor):
 
     name: ClassVar[str] = "onebit"
     examples: ClassVar[tuple[str, ...]] = ("onebit", "onebit:per_row=True")
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "one bit an element, two means (a pair for each row if per_row)"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
@@ -145,7 +143,6 @@ class EFSignSGD(Compressor):
 
     name: ClassVar[str] = "efsignsgd"
     examples: ClassVar[tuple[str, ...]] = ("efsignsgd",)
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "one bit an element, the mean magnitude"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"

@@ -40,7 +40,6 @@ class SparseTernary(Compressor):
     name: ClassVar[str] = "stc"
     examples: ClassVar[tuple[str, ...]] = ("stc:ratio=0.01",)
     level_name: ClassVar[str | None] = "ratio"
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "k indices, k sign bits, one magnitude"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"

@@ -32,7 +32,6 @@ class Sparsifier(Compressor):
     values: str = field(default="same", kw_only=True)
 
     level_name: ClassVar[str | None] = "ratio"
-    collective: ClassVar[str] = "allgather"
     sends: ClassVar[str] = "k values, k indices"
     biased: ClassVar[bool] = True
 
@@ -104,7 +103,6 @@ class RandomK(Compressor):
     name: ClassVar[str] = "randomk"
     examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
     level_name: ClassVar[str | None] = "ratio"
-    collective: ClassVar[str] = "allreduce"
     sends: ClassVar[str] = "k values"
     reference: ClassVar[str] = "Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2018, arXiv:1710.09854"
 
