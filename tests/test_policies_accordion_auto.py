@@ -254,7 +254,7 @@ def test_what_is_probed() -> None:
 def test_measurements_are_kept_only_until_the_choice() -> None:
     policy = AutoAccordion(largest=16, probe=2)
     state, _ = policy.decide(policy.initial_state(["w"]), moment(GAINS, COSTS))
-    assert policy.to_json(state)["gains"] == {"w": {"2.0": [0.9], "4.0": [0.8], "8.0": [0.5], "16.0": [0.1]}}
+    assert policy.to_json(state)["gains"] == {"w": {"2.0": (0.9,), "4.0": (0.8,), "8.0": (0.5,), "16.0": (0.1,)}}
     assert policy.from_json(policy.to_json(state)) == state
     state, _ = policy.decide(state, moment(GAINS, COSTS))
     assert (state.gains, state.costs, state.low, state.high) == ({}, {}, {"w": 4.0}, {"w": 8.0})

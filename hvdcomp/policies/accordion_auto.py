@@ -12,11 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import AccordionState, CriticalTensors
-from hvdcomp.policies.base import is_number, number_keys, require_level
+from hvdcomp.policies.base import is_number, require_level
 from hvdcomp.policies.decisions import Factors, Probe
 from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
@@ -35,7 +35,7 @@ class AutoAccordionState(AccordionState):
         low, high: by tensor name, the chosen factors of low and high compression; empty before.
     """
 
-    gains: Mapping[str, Mapping[float, Sequence[float]]] = field(default_factory=dict)
+    gains: Mapping[str, Mapping[float, tuple[float, ...]]] = field(default_factory=dict)
     costs: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     low: Mapping[str, float] = field(default_factory=dict)
     high: Mapping[str, float] = field(default_factory=dict)
@@ -157,17 +157,11 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
         high = max([low + 1, *_keeping(self.keep_high, gains, useful)])
         return useful[low], useful[min(high, len(useful) - 1)]
 
-    def from_json(self, data: Mapping[str, Any]) -> AutoAccordionState:
-        state = super().from_json(data)
-        gains = {name: number_keys(table) for name, table in state.gains.items()}
-        costs = {name: number_keys(table) for name, table in state.costs.items()}
-        return dataclasses.replace(state, gains=gains, costs=costs)
 
-
-def _with(gains: Mapping[float, Sequence[float]], new: Mapping[float, float]) -> dict[float, list[float]]:
+def _with(gains: Mapping[float, tuple[float, ...]], new: Mapping[float, float]) -> dict[float, tuple[float, ...]]:
     """The gains of a tensor and those of one more period, without any that is not finite."""
-    added = {cf: [float(gain)] for cf, gain in new.items() if math.isfinite(gain)}
-    return {cf: [*gains.get(cf, ()), *added.get(cf, ())] for cf in gains.keys() | added.keys()}
+    added = {cf: float(gain) for cf, gain in new.items() if math.isfinite(gain)}
+    return {**gains, **{cf: (*gains.get(cf, ()), gain) for cf, gain in added.items()}}
 
 
 def _keeping(share: float, gains: Mapping[float, float], factors: Sequence[float]) -> list[int]:

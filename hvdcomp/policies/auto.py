@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hvdcomp.policies.auto_state import DOUBT, NOTICEABLE, PATIENCE, SETTLING, AutoState, Measured, as_if_measured
 from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Methods
-from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic, Statistics
+from hvdcomp.policies.request import Candidates, Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 
 WARM_UP = 10
@@ -277,23 +277,6 @@ class Auto(Policy[AutoState]):
     def _until_look(self, seconds: float) -> int:
         """Steps until the next look, if they take so long."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
-
-    # States as JSON.
-
-    def from_json(self, data: Mapping[str, Any]) -> AutoState:
-        state = super().from_json(data)
-        return dataclasses.replace(
-            state,
-            order=tuple(state.order),
-            candidates={name: _rebuilt(Candidate, one) for name, one in state.candidates.items()},
-            measured={name: _rebuilt(Measured, one) for name, one in state.measured.items()},
-            times=tuple(state.times),
-            latest=state.latest and _rebuilt(Measured, state.latest),
-        )
-
-
-def _rebuilt(kind: type[Any], fields: Any) -> Any:
-    return kind(**fields)
 
 
 def _why_try(state: AutoState, best: str, name: str) -> str:

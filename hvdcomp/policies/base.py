@@ -18,6 +18,7 @@ from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Described
+from hvdcomp.specs.typed import typed
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -29,7 +30,7 @@ class Policy(Described, Generic[State]):
 
     Class attributes:
         name: the policy's name in a spec string.
-        state_type: the dataclass of its state, whose fields JSON can hold.
+        state_type: the dataclass of its state, whose fields have types that `hvdcomp.specs.typed.typed` takes.
         state_growth: bytes by which a state may grow as JSON, beside some for each tensor; more takes another message.
 
     Attributes:
@@ -105,8 +106,12 @@ class Policy(Described, Generic[State]):
         """The state that `to_json` wrote.
 
         Raises:
-            ValueError: if it is not of this kind of policy.
+            ValueError: if it is not of this kind of policy, or holds what such a state cannot.
         """
+        return typed(self.state_type, self.fields_of(data), self.name)
+
+    def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a state as JSON. Raises ValueError if it is not of this kind of policy."""
         fields = {key: value for key, value in data.items() if key != "policy"}
         expected = {field.name for field in dataclasses.fields(self.state_type)}
         if data.get("policy") != self.name or set(fields) != expected:
@@ -115,7 +120,7 @@ class Policy(Described, Generic[State]):
                 f"this is not a state of {self.name}, which has {', '.join(sorted(expected))}: {found}; continue with "
                 "the policy that the training was started with"
             )
-        return self.state_type(**fields)
+        return fields
 
     def require(self, allowed: bool, setting: str, what: str) -> None:
         """Raises SpecError, which says `what` is allowed, unless a setting is."""
@@ -169,11 +174,6 @@ def text_keys(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {key if isinstance(key, str) else repr(key): text_keys(inner) for key, inner in value.items()}
-
-
-def number_keys(table: Mapping[Any, Any]) -> dict[float, Any]:
-    """A table by compression factor, as it was before `text_keys`."""
-    return {float(cf): value for cf, value in table.items()}
 
 
 def is_number(value: object) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Levels
@@ -52,6 +52,3 @@ class Constant(Policy[ConstantState]):
 
     def update(self, state: ConstantState, statistics: Statistics) -> ConstantState:
         return state
-
-    def from_json(self, data: Mapping[str, Any]) -> ConstantState:
-        return ConstantState(tuple(super().from_json(data).tensors))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import Policy, is_number, number_keys, require_level, text_keys
+from hvdcomp.policies.base import Policy, is_number, require_level, text_keys
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
 from hvdcomp.policies.schedules import Levelled
@@ -244,7 +244,3 @@ class GraVAC(Policy[GraVACState]):
     def to_json(self, state: GraVACState) -> dict[str, Any]:
         # As of any policy. But this one is told in every step, and copying what is in it takes longer than the rest.
         return text_keys({"policy": self.name, **vars(state)})
-
-    def from_json(self, data: Mapping[str, Any]) -> GraVACState:
-        state = super().from_json(data)
-        return dataclasses.replace(state, gains=number_keys(state.gains), throughput=number_keys(state.throughput))

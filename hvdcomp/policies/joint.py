@@ -87,5 +87,6 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
         return {"policy": self.name, "levels": levels, "batch_size": batch_size}
 
     def from_json(self, data: Mapping[str, Any]) -> AccordionJointState:
-        super().from_json(data)  # raises if it is not a state of this policy
-        return AccordionJointState(self.levels.from_json(data["levels"]), self.batch_size.from_json(data["batch_size"]))
+        parts = self.fields_of(data)
+        levels, batch_size = self.levels.from_json(parts["levels"]), self.batch_size.from_json(parts["batch_size"])
+        return AccordionJointState(levels, batch_size)
