@@ -14,11 +14,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from hvdcomp.policies.auto_state import DOUBT, NOTICEABLE, PATIENCE, SETTLING, AutoState, Measured, as_if_measured
+from hvdcomp.policies.auto_state import (
+    DOUBT,
+    LEAST,
+    NOTICEABLE,
+    PARTS,
+    PATIENCE,
+    SETTLING,
+    AutoState,
+    Measured,
+    Trial,
+    as_if_measured,
+)
 from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.request import Candidates, Period, Request, Statistic, Statistics
@@ -32,7 +43,6 @@ DENSE_CANDIDATE = "dense"
 """Name of the candidate that sends everything as it is."""
 
 _HOPELESS = 1.5  # a trial ends early if its steps take this many times as long as those of the best, or the reverse
-_LEAST = 2  # steps to judge that by
 _FEW = 4  # measurements after which what the changes themselves cost counts in any case
 _MOST = 16  # measurements of a candidate that cannot be told apart from the best, in windows
 _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
@@ -109,29 +119,30 @@ class Auto(Policy[AutoState]):
             return self._begin(state, statistics.candidates, step)
         assert statistics.step_times is not None
         state, counted = state.with_times(statistics.step_times, step)
-        if state.trying:
-            state = dataclasses.replace(state, times=(*state.times, *counted))
+        trial = state.trial
+        if trial.trying:
+            trial = dataclasses.replace(trial, times=(*trial.times, *counted))
+            state = dataclasses.replace(state, trial=trial)
             missing = self._missing(state)
             if missing:
                 why = f"measures {state.chosen} for {missing} more steps"
                 return dataclasses.replace(state, until=step + missing, why=why)
-            now = Measured.of(state.times)
-            if state.rival and now.seconds * _HOPELESS > state.of_rival.seconds:
+            now = Measured.of(trial.times)
+            if trial.rival and now.seconds * _HOPELESS > trial.of_rival.seconds:
                 return self._return(state, step)
             # The first of all, or so much better that nothing is left for a second look.
-            state = self._compare(state, state.chosen, now, []) if state.rival else self._note(state, now)
-            state = dataclasses.replace(state, trying=False, rival="", latest=now, usual={})
-        elif state.tried:
-            if len(counted) < _LEAST:  # times that cannot be
+            state = self._compare(state, state.chosen, now, []) if trial.rival else self._note(state, now)
+            state = dataclasses.replace(state, trial=Trial(latest=now), usual={})
+        elif trial.tried:
+            if len(counted) < LEAST:  # times that cannot be
                 return dataclasses.replace(state, until=step + self.window)
             after = Measured.of(counted)
-            state = self._note(self._compare(state, state.tried, Measured.of(state.times), [after]), after)
-            state = dataclasses.replace(state, tried="", latest=after)
-        elif len(counted) >= _LEAST:
+            state = self._note(self._compare(state, trial.tried, Measured.of(trial.times), [after]), after)
+            state = dataclasses.replace(state, trial=Trial(latest=after))
+        elif len(counted) >= LEAST:
             now = Measured.of(counted)
-            state = dataclasses.replace(state, latest=now)
             usual = state.usual.get(state.chosen, now.seconds)
-            state = dataclasses.replace(state, usual={**state.usual, state.chosen: usual})
+            state = dataclasses.replace(state, trial=Trial(latest=now), usual={**state.usual, state.chosen: usual})
             if abs(now.seconds - usual) > max(self.drift * usual, _SURE * now.error):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
@@ -153,15 +164,16 @@ class Auto(Policy[AutoState]):
         state = dataclasses.replace(state, order=tuple(told.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
         why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
-        tried = self._try(state, first, step, why)
+        tried = state.trying(first, step, why)
         return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
     def _missing(self, state: AutoState) -> int:
         """Steps that a trial has yet to take."""
-        enough = state.rival and len(state.times) >= _LEAST
-        if enough and min(state.times) > _HOPELESS * state.of_rival.seconds:
+        trial = state.trial
+        enough = trial.rival and len(trial.times) >= LEAST
+        if enough and min(trial.times) > _HOPELESS * trial.of_rival.seconds:
             return 0
-        return max(0, self.window - len(state.times))
+        return max(0, self.window - len(trial.times))
 
     def _note(self, state: AutoState, now: Measured) -> AutoState:
         """Enters what the chosen candidate takes, and what others take in proportion."""
@@ -173,12 +185,12 @@ class Auto(Policy[AutoState]):
 
     def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
         """Enters what was tried, by how much longer its steps took than the rival's before and after."""
-        sides = [state.of_rival, *after]
+        sides = [state.trial.of_rival, *after]
         seconds = sum(one.seconds for one in sides) / len(sides)
         change = sides[-1].seconds - sides[0].seconds
         error = math.hypot(*(one.error for one in sides), change) / len(sides)
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
-        rival = state.rival or state.chosen
+        rival = state.trial.rival or state.chosen
         found = trial.seconds * state.measured[rival].seconds / seconds
         now = Measured(found, doubt * found, trial.steps)
         old = state.measured.get(name) or as_if_measured(state.expected(rival, name), now)
@@ -190,14 +202,14 @@ class Auto(Policy[AutoState]):
     def _go_on(self, state: AutoState, step: int) -> AutoState:
         """Begins a trial that is worth its price, or stays with the best."""
         best = state.best()
-        if best != state.chosen or state.latest is None:  # first to be measured itself
+        if best != state.chosen or state.trial.latest is None:  # first to be measured itself
             return self._stay(state, best, step, None)
         near = self._open(state, best)
         offers = sorted((self._price(state, best, name), state.expected(best, name), name) for name in near)
         for price, _, name in offers:
             free = state.reopened and name not in state.measured and self._is_near(state, best, name)
             if free or self._short_of(state, name, price) <= 0:
-                return self._try(state, name, step, _why_try(state, best, name))
+                return state.trying(name, step, _why_try(state, best, name))
         if state.reopened:
             patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else PATIENCE
             state = dataclasses.replace(state, reopened="", patience=patience)
@@ -233,30 +245,23 @@ class Auto(Policy[AutoState]):
     def _short_of(self, state: AutoState, name: str, price: float) -> float:
         """Seconds that the training has yet to take until a trial is affordable; the first few may be at no price."""
         few = name not in state.measured or state.measured[name].steps < _FEW * self.window
-        return 0.0 if few and price == 0 else (state.spent + price) / self.budget - state.elapsed
-
-    def _try(self, state: AutoState, name: str, step: int, why: str) -> AutoState:
-        return dataclasses.replace(
-            state, chosen=name, rival=state.chosen, why=why, since=step, until=step + SETTLING + _LEAST, trying=True,
-            times=(), drifted=0,
-        )  # fmt: skip
+        return 0.0 if few and price == 0 else (state.account.spent + price) / self.budget - state.account.elapsed
 
     def _return(self, state: AutoState, step: int) -> AutoState:
         """Ends a trial with a second look at what it is compared with."""
+        rival = state.trial.rival
         return dataclasses.replace(
-            state, chosen=state.rival, rival="", tried=state.chosen, trying=False, since=step,
-            until=step + SETTLING + self.window, why=f"compares {state.chosen} with {state.rival} before and after",
-        )  # fmt: skip
+            state,
+            chosen=rival,
+            why=f"compares {state.chosen} with {rival} before and after",
+            since=step,
+            until=step + SETTLING + self.window,
+            trial=dataclasses.replace(state.trial, trying=False, rival="", tried=state.chosen),
+        )
 
     def _stay(self, state: AutoState, best: str, step: int, short: float | None) -> AutoState:
         """Stays with the best, or returns to it, until the next look or until a trial is affordable."""
-        others = {name: one.seconds for name, one in state.measured.items() if name != best}
         found = state.measured[best].seconds
-        if others:
-            second = min(others, key=lambda name: others[name])
-            why = f"{best} is the fastest measured: {_ms(found)}, then {second}: {_ms(others[second])}"
-        else:
-            why = f"{best} takes {_ms(found)}; nothing else promises to be faster at a price that is low enough"
         changed = best != state.chosen
         wait = self._until_look(found)
         if changed:
@@ -266,17 +271,34 @@ class Auto(Policy[AutoState]):
         return dataclasses.replace(
             state,
             chosen=best,
-            why=why,
+            why=_why_stay(state, best),
             since=step if changed else state.since,
             until=step + wait,
-            latest=None if changed else state.latest,
+            trial=Trial() if changed else Trial(latest=state.trial.latest),
             usual={} if changed else state.usual,
-            times=(),
         )
 
     def _until_look(self, seconds: float) -> int:
         """Steps until the next look, if they take so long."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
+
+    # States as JSON, in which the fields of a state's parts stand beside its own.
+
+    def to_json(self, state: AutoState) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, value in super().to_json(state).items():
+            flat |= value if name in PARTS else {name: value}
+        return flat
+
+    def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        rest = dict(data)
+        # A part that is not whole is left out, and missed.
+        parts = {
+            part: {name: rest.pop(name) for name in names}
+            for part, names in PARTS.items()
+            if names <= rest.keys()
+        }
+        return super().fields_of({**rest, **parts})
 
 
 def _why_try(state: AutoState, best: str, name: str) -> str:
@@ -285,6 +307,15 @@ def _why_try(state: AutoState, best: str, name: str) -> str:
         return f"tries {name} again: {_ms(state.measured[name].seconds)} is too near {best} to be told apart"
     text = f"tries {name}: {_ms(state.expected(best, name))} expected, {best} takes {_ms(known.seconds)}"
     return f"steps have changed; {text}" if state.reopened else text
+
+
+def _why_stay(state: AutoState, best: str) -> str:
+    others = {name: one.seconds for name, one in state.measured.items() if name != best}
+    found = _ms(state.measured[best].seconds)
+    if not others:
+        return f"{best} takes {found}; nothing else promises to be faster at a price that is low enough"
+    second = min(others, key=lambda name: others[name])
+    return f"{best} is the fastest measured: {found}, then {second}: {_ms(others[second])}"
 
 
 def _ms(seconds: float) -> str:

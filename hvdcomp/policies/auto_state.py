@@ -17,6 +17,7 @@ SETTLING = 2
 """Steps after a change that are not counted. The first sends what compression had kept back, and Horovod learns the
 names and sizes of what it exchanges anew."""
 
+LEAST = 2  # steps to judge a candidate by
 DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
 _PRIOR = 2  # steps that a prediction weighs as much as, with DOUBT as its standard error
 _AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
@@ -55,6 +56,51 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What is known of the trial under way, or of the latest one.
+
+    Attributes:
+        trying: whether the chosen candidate is being tried; else it stays until something speaks against it.
+        rival: the candidate that is compared with what is being tried; "" for none, as of the first of all.
+        tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
+        latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
+        times: seconds of the steps of this trial that count, or of the one that has just ended.
+    """
+
+    trying: bool = False
+    rival: str = ""
+    tried: str = ""
+    latest: Measured | None = None
+    times: tuple[float, ...] = ()
+
+    @property
+    def of_rival(self) -> Measured:
+        """The latest steps of the rival."""
+        assert self.latest is not None  # nothing is tried before
+        return self.latest
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the time went.
+
+    Attributes:
+        elapsed: seconds of all steps so far.
+        spent: seconds of these that trials and changes took beyond steps of the best.
+    """
+
+    elapsed: float = 0.0
+    spent: float = 0.0
+
+
+PARTS = {
+    "trial": {field.name for field in dataclasses.fields(Trial)},
+    "account": {field.name for field in dataclasses.fields(Account)},
+}
+"""The fields of a state that are dataclasses themselves, and the names of what is in them."""
+
+
+@dataclass(frozen=True)
 class AutoState:
     """The state of `Auto`.
 
@@ -65,11 +111,7 @@ class AutoState:
         why: the reason for that, in words.
         since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
         until: the next decision is made when this number of steps have ended.
-        trying: whether it is being tried; else it stays until something speaks against it.
-        rival: the candidate that is compared with what is being tried; "" for none, as of the first of all.
-        tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
-        latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
-        times: seconds of the steps of this trial that count, or of the one that has just ended.
+        trial: under way.
         measured: by name, what was measured since all candidates were last open. A trial counts in proportion to the
             rival: by how much longer its steps took than those of the rival before and after it. The first trial counts
             together with the prediction, as if that were two steps more, unless they contradict each other.
@@ -78,8 +120,7 @@ class AutoState:
         drifted: looks in a row that found another time.
         patience: number of such looks that opens all candidates again.
         reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
-        elapsed: seconds of all steps so far.
-        spent: seconds of these that trials and changes took beyond steps of the best.
+        account: of the time.
     """
 
     order: tuple[str, ...]
@@ -88,38 +129,40 @@ class AutoState:
     why: str = ""
     since: int = 0
     until: int = 0
-    trying: bool = False
-    rival: str = ""
-    tried: str = ""
-    latest: Measured | None = None
-    times: tuple[float, ...] = ()
+    trial: Trial = Trial()
     measured: Mapping[str, Measured] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     usual: Mapping[str, float] = field(default_factory=dict)
     drifted: int = 0
     patience: int = PATIENCE
     reopened: str = ""
-    elapsed: float = 0.0
-    spent: float = 0.0
+    account: Account = Account()
 
     def with_times(self, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
         """The state with the times in its accounts, and those times that say how long the chosen candidate takes."""
         known = [(number, time) for number, time in enumerate(times, step - len(times)) if 0 < time < math.inf]
         settled = self.since + SETTLING
-        others = [name for name in self.measured if not (self.trying and name == self.chosen)]
+        trying, latest = self.trial.trying, self.trial.latest
+        others = [name for name in self.measured if not (trying and name == self.chosen)]
         best = min((self.measured[name].seconds for name in others), default=math.inf)
-        if self.trying and self.latest is not None:
-            best = self.latest.seconds
-        beyond = sum(time - best for number, time in known if self.trying or number < settled)
-        elapsed = self.elapsed + sum(time for _, time in known)
-        state = dataclasses.replace(self, elapsed=elapsed, spent=self.spent + max(0.0, beyond))
+        if trying and latest is not None:
+            best = latest.seconds
+        beyond = sum(time - best for number, time in known if trying or number < settled)
+        elapsed = self.account.elapsed + sum(time for _, time in known)
+        state = dataclasses.replace(self, account=Account(elapsed, self.account.spent + max(0.0, beyond)))
         return state, [time for number, time in known if number >= settled]
 
-    @property
-    def of_rival(self) -> Measured:
-        """The latest steps of the rival."""
-        assert self.latest is not None  # nothing is tried before
-        return self.latest
+    def trying(self, name: str, step: int, why: str) -> AutoState:
+        """The state in which another candidate is tried, from a step on, against the one in force."""
+        return dataclasses.replace(
+            self,
+            chosen=name,
+            why=why,
+            since=step,
+            until=step + SETTLING + LEAST,
+            trial=Trial(trying=True, rival=self.chosen, latest=self.trial.latest),
+            drifted=0,
+        )
 
     def opened_again(self, now: Measured) -> AutoState:
         """The state in which all candidates are open: only how fast the chosen one is, is still known."""
