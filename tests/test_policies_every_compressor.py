@@ -7,12 +7,11 @@ import pytest
 
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.errors import SpecError
 from hvdcomp.policies import POLICIES as REGISTRY
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates
 from tests.driven import Driven
-from tests.harness import BACKENDS, EXAMPLES
+from tests.harness import BACKENDS, EXAMPLES, compressor_for
 
 SHAPES = {"a": (40, 30), "b": (24, 50)}
 LEVELLED = [spec for spec in EXAMPLES if parse_compressor(spec).level is not None]
@@ -56,19 +55,10 @@ def test_levels_change_on_all_ranks_alike(spec: str, policy: str, backend: str) 
 
 @pytest.mark.parametrize("spec", [spec for kind in REGISTRY.values() for spec in kind.examples])
 def test_every_policy_drives_two_ranks_as_its_example_says(spec: str) -> None:
-    """With the first compressor that it can work with: its levels may be ratios or ranks."""
     policy = parse_policy(spec)
     if not isinstance(policy, Policy):
         pytest.skip("a schedule, which no rank decides")
-
-    def suits(compressor: str) -> bool:
-        try:
-            policy.check(512, parse_compressor(compressor))
-        except SpecError:
-            return False
-        return True
-
-    compressor = next(filter(suits, ("topk:ratio=0.1", "powersgd:rank=4")))
+    compressor = compressor_for(spec)
     candidates = Candidates(("a", "b"), {"dense": Candidate(1.0, 0, "none"), "compressed": Candidate(0.9, 1, None)})
 
     def work(communicator: InProcessCommunicator) -> Driven:

@@ -49,14 +49,12 @@ class AccumulatedGradients(Observer):
         self.sums.update(zip(gradients, totals, strict=True))
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
-        told: dict[str, Any] = {}
-        if Statistic.NORMS in asked:
-            told["norms"] = self.norms(self._names)
-        if Statistic.MODEL_NORM in asked:
-            told["model_norm"] = self.model_norm()
-        if Statistic.MEAN_TO_STD in asked:
-            told["mean_to_std"] = self.mean_to_std(self._names)
-        return told
+        measure = {
+            Statistic.NORMS: lambda: self.norms(self._names),
+            Statistic.MODEL_NORM: self.model_norm,
+            Statistic.MEAN_TO_STD: lambda: self.mean_to_std(self._names),
+        }
+        return {each.value: tell() for each, tell in measure.items() if each in asked}
 
     def clear(self) -> None:
         self.sums.clear()

@@ -18,8 +18,8 @@ from hvdcomp.policies.request import Statistic, Statistics
 
 def coordinator_for(policy: Policy[Any]) -> type[Coordinator]:
     """The class whose objects drive a policy."""
-    ever = policy.request(policy.initial_state(())).ever
-    return InStepCoordinator if policy.lag == 0 and Statistic.GAINS in ever else Coordinator
+    in_step = policy.lag == 0 and Statistic.GAINS in policy.first_request.ever
+    return InStepCoordinator if in_step else Coordinator
 
 
 class InStepCoordinator(Coordinator):

@@ -9,9 +9,8 @@ from hvdcomp.adaptation.in_step import coordinator_for
 from hvdcomp.bindings.training import Training
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import Policy
-from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.policies.request import Candidates
+from hvdcomp.policies.request import Calibrated, Candidates, Statistic
 
 
 def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, str]]:
@@ -47,12 +46,13 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
 
 
 def _candidates(policy: Policy, training: Training, errors: dict[str, str]) -> Candidates | None:
-    """What rank 0's policy has to choose from, if it chooses by a calibration."""
+    """What rank 0's policy has to choose from, if it asks for candidates."""
     from hvdcomp.adaptation.candidates import candidates_of
     from hvdcomp.perfmodel import CalibrationError
 
-    if not isinstance(policy, Auto):
+    if Statistic.CANDIDATES not in policy.first_request.ever:
         return None
+    assert isinstance(policy, Calibrated), f"{policy} asks for candidates, but names no calibration"
     try:
         model, batch = policy.model or None, policy.batch or None
         return candidates_of(training.engine, policy.calibration, model, batch, training.overlaps_with_policy)

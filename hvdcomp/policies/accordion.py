@@ -59,9 +59,7 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(is_number(self.eta) and self.eta > 0, "eta", "a number above 0")
-        self.require_whole("interval", 1)
-        if self.steps and self.interval != CriticalRegimes.interval:
-            raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
+        self.require_interval(self.interval, CriticalRegimes.interval)
 
     def compares_at(self, end: int) -> bool:
         """Whether norms are compared at the end of a period, the first one being number 1."""

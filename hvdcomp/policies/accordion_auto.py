@@ -16,10 +16,8 @@ from typing import ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import AccordionState, CriticalTensors
-from hvdcomp.policies.base import is_number, require_level
 from hvdcomp.policies.decisions import Factors, Probe
 from hvdcomp.policies.request import Request, Statistic, Statistics
-from hvdcomp.policies.schedules import Levelled
 
 Table = Mapping[str, Mapping[float, float]]
 """By tensor name and compression factor."""
@@ -74,18 +72,14 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
         super().__post_init__()
         self.require_whole("probe", 1)
         self.require_whole("every", 1)
-        for setting in ("keep_low", "keep_high"):
-            value = getattr(self, setting)
-            self.require(is_number(value) and 0 < value <= 1, setting, "above 0 and at most 1")
+        self.require_share("keep_low")
+        self.require_share("keep_high")
         if self.keep_high > self.keep_low:
             raise SpecError(
                 f"{self.name}: keep_low={self.keep_low},keep_high={self.keep_high} is not allowed; high compression "
                 "keeps less, so keep_high must not be above keep_low"
             )
-        self.require(is_number(self.smallest) and self.smallest > 1, "smallest", "a compression factor above 1")
-        self.require(
-            is_number(self.largest) and self.largest <= 1e12, "largest", "a compression factor of at most 1e12"
-        )
+        self.require_factors("smallest", "largest")
         if self.largest < 2 * self.smallest:
             raise SpecError(
                 f"{self.name}: smallest={self.smallest},largest={self.largest} is not allowed; there must be at least "
@@ -99,10 +93,6 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
         while 2 * found[-1] <= self.largest:
             found.append(2 * found[-1])
         return tuple(found)
-
-    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        super().check(steps_per_epoch, compressor)
-        require_level(self.name, compressor)
 
     def request(self, state: AutoAccordionState) -> Request:
         gains = frozenset({Statistic.LEVEL_GAINS})

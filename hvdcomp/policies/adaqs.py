@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import AccumulatedGradientPolicy, is_number, require_level
+from hvdcomp.policies.base import AccumulatedGradientPolicy, is_number
 from hvdcomp.policies.decisions import Factors
 from hvdcomp.policies.request import Request, Statistic, Statistics
-from hvdcomp.policies.schedules import Levelled
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         self.require(is_number(self.floor) and self.floor >= 1, "floor", "a number of at least 1")
         self.require(is_number(self.start) and self.start > self.floor, "start", f"a number above floor={self.floor}")
         self.require(is_number(self.fall) and 0 < self.fall < 1, "fall", "a number between 0 and 1")
-        self.require_whole("interval", 1)
-        if self.steps and self.interval != AdaQS.interval:
-            raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
-
-    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        super().check(steps_per_epoch, compressor)
-        require_level(self.name, compressor)
+        self.require_interval(self.interval, AdaQS.interval)
 
     def initial_state(self, tensors: Sequence[str]) -> AdaQSState:
         return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))

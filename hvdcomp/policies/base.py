@@ -53,9 +53,14 @@ class Policy(Described, Generic[State]):
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         """Raises SpecError if the policy cannot work with this compressor or run."""
-        period = self.request(self.initial_state(())).period
+        period = self.first_request.period
         if period is not None and period.epochs and not steps_per_epoch:
             raise SpecError(f"{self.name}: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+        if self.first_decision.uses_factors and compressor.level is None:
+            raise SpecError(
+                f"{self.name}: the compressor has no single level to set; use one with a level, such as "
+                "topk:ratio=0.01 or powersgd:rank=4"
+            )
 
     def initial_state(self, tensors: Sequence[str]) -> State:
         """The state to begin with.
@@ -73,6 +78,11 @@ class Policy(Described, Generic[State]):
     def first_decision(self) -> Decision:
         """A decision of this policy without tensors: of the kind that all of its decisions are, or like it."""
         return self.decision(self.initial_state(()))
+
+    @property
+    def first_request(self) -> Request:
+        """The request of this policy without tensors; its `ever` is that of all requests."""
+        return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:
         """The state after a moment of decision."""
@@ -131,6 +141,17 @@ class Policy(Described, Generic[State]):
         """Raises SpecError unless a setting is a whole number of at least `least`."""
         self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
 
+    def require_share(self, setting: str) -> None:
+        """Raises SpecError unless a setting is a share that is not nothing."""
+        value = getattr(self, setting)
+        self.require(is_number(value) and 0 < value <= 1, setting, "above 0 and at most 1")
+
+    def require_factors(self, least: str, most: str) -> None:
+        """Raises SpecError unless two settings may be the ends of a range of compression factors."""
+        small, large = getattr(self, least), getattr(self, most)
+        self.require(is_number(small) and small > 1, least, "a compression factor above 1")
+        self.require(is_number(large) and large <= 1e12, most, "a compression factor of at most 1e12")
+
     def of_tensors(self, values: Mapping[str, Value], tensors: Mapping[str, Any], what: str) -> Mapping[str, Value]:
         """The values, if they are of exactly these tensors.
 
@@ -161,6 +182,12 @@ class AccumulatedGradientPolicy(Policy[State]):
         self.require_whole("steps", 0)
         self.require(self.statistic in ("local", "aggregated"), "statistic", "local or aggregated")
 
+    def require_interval(self, interval: int, default: int) -> None:
+        """Raises SpecError unless a policy that takes `interval` was given that or `steps`."""
+        self.require_whole("interval", 1)
+        if self.steps and interval != default:
+            raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
+
     def request_after(
         self, epochs: int, statistics: Set[Statistic], ever: Set[Statistic] = frozenset()
     ) -> Request:
@@ -185,12 +212,3 @@ def is_number(value: object) -> bool:
 def is_whole(value: object, least: int) -> bool:
     """Whether a setting is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def require_level(policy: str, compressor: Levelled) -> None:
-    """Raises SpecError unless a compressor has a level by which it can reach a compression factor."""
-    if compressor.level is None:
-        raise SpecError(
-            f"{policy}: the compressor has no single level to set; use one with a level, such as topk:ratio=0.01 or "
-            "powersgd:rank=4"
-        )

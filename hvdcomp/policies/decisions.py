@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from hvdcomp.specs.levels import Level
+from hvdcomp.specs.typed import typed
 
 PlanT = TypeVar("PlanT", covariant=True)
 ObserverT = TypeVar("ObserverT", covariant=True)
@@ -85,8 +86,14 @@ class Decision:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
-        """The decision that `to_json` of this class wrote. Raises LookupError if a field is not there."""
-        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
+        """The decision that `to_json` of this class wrote.
+
+        Raises:
+            LookupError: if a field is not there.
+            ValueError: if one holds what such a decision cannot.
+        """
+        decision: Decision = typed(cls, {field.name: data[field.name] for field in dataclasses.fields(cls)}, cls.kind)
+        return decision
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         """The numbers that a report shows of it, by the attributes of `hvdcomp.report.decisions.Decisions`.
@@ -216,9 +223,8 @@ class LevelsAndBatch(Decision):
         return {**super().to_json(), "levels": dict(self.levels.levels)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> LevelsAndBatch:
-        batch = data["batch_size"]
-        return cls(Levels(data["levels"]), BatchSize(batch["accumulation"], batch["learning_rate_factor"]))
+    def from_json(cls, data: Mapping[str, Any]) -> Decision:
+        return super().from_json({**data, "levels": {"levels": data["levels"]}})
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         return {**self.levels.row(state["levels"], tensors), **self.batch_size.row({}, tensors)}
@@ -252,10 +258,6 @@ class Probe(Decision):
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "factors": list(self.factors)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Probe:
-        return cls(tuple(data["factors"]), data["every"], data["send"])
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         return {**super().row(state, tensors), "factors": dict.fromkeys(tensors, self.send)}
@@ -291,7 +293,7 @@ def decision_from_json(data: Mapping[str, Any]) -> Decision:
     """The decision that `Decision.to_json` wrote.
 
     Raises:
-        ValueError: if its kind is unknown.
+        ValueError: if its kind is unknown, or a field holds what it cannot.
         LookupError: if a field is not there.
     """
     kinds = {kind.kind: kind for kind in Decision.__subclasses__()}

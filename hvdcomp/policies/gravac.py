@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import Policy, is_number, require_level, text_keys
+from hvdcomp.policies.base import Policy, is_number, text_keys
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
-from hvdcomp.policies.schedules import Levelled
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
 """Steps for which a candidate is evaluated, by how the candidates follow on each other."""
@@ -111,17 +110,16 @@ class GraVAC(Policy[GraVACState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(is_number(self.min) and self.min > 1, "min", "a compression factor above 1")
-        self.require(is_number(self.max) and self.max <= 1e12, "max", "a compression factor of at most 1e12")
+        self.require_factors("min", "max")
         if self.max < self.min:
             raise SpecError(f"{self.name}: min={self.min},max={self.max} is not allowed; max must not be below min")
-        self.require(is_number(self.epsilon) and 0 < self.epsilon <= 1, "epsilon", "above 0 and at most 1")
+        self.require_share("epsilon")
         self.require(is_number(self.omega) and self.omega >= 0, "omega", "a number of at least 0, such as 0.01 for 1 %")
         self.require(self.scaling in WINDOWS, "scaling", " or ".join(WINDOWS))
         if self.window is not None:
             self.require_whole("window", 1)
         if self.smoothing is not None:
-            self.require(is_number(self.smoothing) and 0 < self.smoothing <= 1, "smoothing", "above 0 and at most 1")
+            self.require_share("smoothing")
         if self.every is not None:
             self.require_whole("every", 1)
             self.require(self.lag == 1 or self.every == 1, "every", "1 with lag=0, where each step obeys its own gains")
@@ -152,10 +150,6 @@ class GraVAC(Policy[GraVACState]):
         both = frozenset({Statistic.GAINS, Statistic.TIMING})
         in_step = Statistic.GAINS if state.send is None else Statistic.TIMING
         return Request(both if self.lag else frozenset({in_step}), Period(steps=self._every), ever=both)
-
-    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        super().check(steps_per_epoch, compressor)
-        require_level(self.name, compressor)
 
     def initial_state(self, tensors: Sequence[str]) -> GraVACState:
         first = next(iter(self.candidates), None)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 
 class Statistic(Enum):
@@ -91,6 +91,26 @@ class Candidate:
     seconds: float
     compressed: int
     rest: str | None
+
+
+@runtime_checkable
+class Calibrated(Protocol):
+    """What a policy that asks for candidates says of the calibration that they are made from.
+
+    Attributes:
+        calibration: file or preset of `hvdcomp.perfmodel`.
+        model: of the calibration; empty for the one whose tensors have the training's shapes.
+        batch: batch size of one rank; 0 for the calibration's.
+    """
+
+    @property
+    def calibration(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def batch(self) -> int: ...
 
 
 @dataclass(frozen=True)
