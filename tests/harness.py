@@ -19,9 +19,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import SparseVector, TensorInfo
-from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.policies import parse_policy
 
 try:
     import torch
@@ -64,19 +62,6 @@ EXAMPLES = [
 ]
 # One of each kind of payload, for what knows of payloads only.
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.3", "randomk:ratio=0.3", "powersgd:rank=2"]
-
-
-def compressor_for(policy: str) -> str:
-    """The spec of a compressor that a policy can work with: its levels may be ratios or ranks."""
-
-    def suits(compressor: str) -> bool:
-        try:
-            parse_policy(policy).check(512, parse_compressor(compressor))
-        except SpecError:
-            return False
-        return True
-
-    return next(filter(suits, ("topk:ratio=0.1", "powersgd:rank=4")))
 
 
 def make(backend: str, values: Any, dtype: str = "float32") -> Array:

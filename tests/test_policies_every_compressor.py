@@ -11,7 +11,8 @@ from hvdcomp.policies import POLICIES as REGISTRY
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates
 from tests.driven import Driven
-from tests.harness import BACKENDS, EXAMPLES, compressor_for
+from tests.harness import BACKENDS, EXAMPLES
+from tests.pairs import compressor_for
 
 SHAPES = {"a": (40, 30), "b": (24, 50)}
 LEVELLED = [spec for spec in EXAMPLES if parse_compressor(spec).level is not None]

@@ -15,7 +15,6 @@ import tensorflow as tf
 import hvdcomp.tensorflow
 from hvdcomp.adaptation.replay import replay
 from hvdcomp.policies import POLICIES, parse_policy
-from tests.harness import compressor_for
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.training_tensorflow import (
     Network,
@@ -26,6 +25,7 @@ from tests.multirank.training_tensorflow import (
     sgd,
 )
 from tests.multirank.worker import thorough
+from tests.pairs import compressor_for
 
 _EPOCH = 4  # steps
 _STEPS = 17
