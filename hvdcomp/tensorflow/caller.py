@@ -7,12 +7,12 @@ list, the variables beside it, and what the tape or optimizer was set to, are in
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
 
 
@@ -45,8 +45,8 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     Raises:
         ConfigurationError: if it is none of Horovod's tape or optimizer, or if XLA is to compile it.
     """
-    gradients = _local("grads", lambda found: isinstance(found, list | tuple) and _position(found, tensor) is not None)
-    variables = _local("vars", lambda found: isinstance(found, list | tuple) and len(found) == len(gradients or ()))
+    gradients = caller_local("grads", lambda found: _is_list(found) and any(one is tensor for one in found))
+    variables = caller_local("vars", lambda found: _is_list(found) and len(found) == len(gradients or ()))
     if gradients is None or variables is None:
         raise ConfigurationError(
             f"hvdcomp.Compression was given {tensor!r} outside of hvd.DistributedGradientTape and "
@@ -56,17 +56,17 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     return GradientsCall(
         gradients=gradients,
         variables=variables,
-        op=_local("op", lambda found: isinstance(found, int)),
-        process_set=_local("process_set", lambda found: hasattr(found, "process_set_id")),
-        prescale_factor=_local("prescale_factor", lambda found: isinstance(found, float)),
-        optimizer=_local("self", lambda found: is_optimizer(found) and not is_loss_scale_optimizer(found)),
-        loss_scale_optimizer=_local("self", is_loss_scale_optimizer),
+        op=caller_local("op", lambda found: isinstance(found, int)),
+        process_set=caller_local("process_set", lambda found: hasattr(found, "process_set_id")),
+        prescale_factor=caller_local("prescale_factor", lambda found: isinstance(found, float)),
+        optimizer=caller_local("self", lambda found: is_optimizer(found) and not is_loss_scale_optimizer(found)),
+        loss_scale_optimizer=caller_local("self", is_loss_scale_optimizer),
         steps_per_execution=_steps_per_execution(),
     )
 
 
 def _steps_per_execution() -> int:
-    model = _local("self", lambda found: getattr(found, "_steps_per_execution", None) is not None)
+    model = caller_local("self", lambda found: getattr(found, "_steps_per_execution", None) is not None)
     with tf.init_scope():  # it is a variable
         return 1 if model is None else int(model._steps_per_execution)
 
@@ -84,9 +84,7 @@ def refuse_keras_3(optimizer: Any) -> None:
 
 def refuse_keras_3_caller() -> None:
     """The same for the optimizer that Horovod is about to wrap."""
-    for frame in _callers():
-        if frame.f_code.co_name == "create_distributed_optimizer":
-            refuse_keras_3(frame.f_locals.get("optimizer"))
+    refuse_keras_3(caller_local("optimizer", lambda found: found is not None, "create_distributed_optimizer"))
 
 
 def refuse_to_be_traced() -> None:
@@ -109,27 +107,15 @@ def is_loss_scale_optimizer(candidate: Any) -> bool:
     return is_optimizer(candidate) and hasattr(type(candidate), "get_scaled_loss")
 
 
-def _position(tensors: Sequence[Any], tensor: Any) -> int | None:
-    return next((place for place, one in enumerate(tensors) if one is tensor), None)
+def _is_list(found: Any) -> bool:
+    return isinstance(found, list | tuple)
 
 
 def _refuse_compilation() -> None:
-    compiled = _local("self", lambda found: getattr(found, "_jit_compile", False) is True and callable(found))
+    compiled = caller_local("self", lambda found: getattr(found, "_jit_compile", False) is True and callable(found))
     if compiled is not None:
         raise ConfigurationError(
             "jit_compile=True compiles the step with XLA, which can compile neither Horovod's operations nor gradient "
             "compression; leave jit_compile=False in model.compile or tf.function, and compile a function of the "
             "forward pass if you want XLA"
         )
-
-
-def _local(name: str, suits: Any) -> Any:
-    """The local variable `name` of the nearest caller that has a suitable one; None if none has."""
-    return next((found for frame in _callers() if suits(found := frame.f_locals.get(name))), None)
-
-
-def _callers() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -18,11 +18,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 def learning_rate_of(optimizer: Any) -> float:
     """The learning rate of the next step, that of a schedule included."""
-    rate = getattr(optimizer, "_learning_rate", None)
-    if rate is None:
-        rate = getattr(optimizer, "learning_rate", None)
-    if rate is None:
-        rate = getattr(optimizer, "_lr", None)  # optimizers of TensorFlow 1
+    names = ("_learning_rate", "learning_rate", "_lr")  # the last one of optimizers of TensorFlow 1
+    rate = next((found for name in names if (found := getattr(optimizer, name, None)) is not None), None)
     if rate is None:
         kind = type(optimizer).__name__
         raise ConfigurationError(f"no learning rate is known of {kind}; use an optimizer of tf_keras")

@@ -18,13 +18,14 @@ import horovod.torch as hvd
 import torch
 
 from hvdcomp.bindings.base import Binding
+from hvdcomp.bindings.callers import caller_local
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.torch.caller import ParameterNames, caller_local
+from hvdcomp.torch.caller import ParameterNames
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 from hvdcomp.torch.optimizer import HorovodOptimizer, OpenSteps, compression_of
 from hvdcomp.torch.parameters import by_name
@@ -105,7 +106,7 @@ class TorchBinding(Binding):
         self._casting = self.engine.passthrough and not self.needs_engine
         if self._casting:
             self.refuse()
-        if not self._casting or self.setup.settings.policy is not None:
+        if not self._casting or self.setup.compression.settings.policy is not None:
             self.refuse_predivision(getattr(self._optimizer, "gradient_predivide_factor", 1.0))
         if self._casting:
             coordinator = self.coordinator
@@ -171,7 +172,7 @@ class TorchBinding(Binding):
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the policy {self.setup.settings.policy} needs the optimizer that Horovod made: use "
+                f"the policy {self.setup.compression.settings.policy} needs the optimizer that Horovod made: use "
                 "hvd.DistributedOptimizer(..., compression=compression)"
             )
         return self._optimizer
@@ -181,7 +182,7 @@ def _checked_optimizer(setup: Setup) -> Any:
     """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
     ours, optimizer = setup.compression, setup.optimizer
     if optimizer is None:
-        optimizer = caller_local("self", object, lambda one: compression_of(one) is ours)
+        optimizer = caller_local("self", lambda one: compression_of(one) is ours)
     elif compression_of(optimizer) is not ours:
         raise ConfigurationError(
             f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "

@@ -1,13 +1,13 @@
-"""Finds out what Horovod does not say: it passes a compressor nothing but the tensor."""
+"""Finds out which parameter a gradient belongs to: Horovod passes a compressor nothing but the tensor."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
 
 
@@ -46,7 +46,7 @@ class ParameterNames:
 
     def _by_caller(self, gradient: torch.Tensor, optimizer: Any) -> str:
         """For what is no parameter's gradient itself: the dense copy of a sparse gradient, or a mistake."""
-        parameter = caller_local("p", torch.nn.Parameter)
+        parameter = caller_local("p", lambda found: isinstance(found, torch.nn.Parameter))
         for name, known in self._parameters.items():
             if known is parameter:
                 return name
@@ -56,25 +56,3 @@ class ParameterNames:
             f"of hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
             "named_parameters as hvd.DistributedOptimizer"
         )
-
-
-def caller_local(
-    name: str, kind: type, suits: Any = lambda found: True, function: str | None = None
-) -> Any:
-    """The local variable `name` of the nearest caller that has a suitable one; None if none has.
-
-    Horovod passes a compressor nothing but the tensor. What else it knows (the optimizer, its op and process set; the
-    parameter behind a dense copy of a sparse gradient) is read from its frame, once or in rare cases.
-
-    Args:
-        function: the name of the only functions to look at. A frame that was looked at keeps what its variables
-            held, so those of the user's own training had better be left alone.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if function is None or frame.f_code.co_name == function:
-            found = frame.f_locals.get(name)
-            if isinstance(found, kind) and suits(found):
-                return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

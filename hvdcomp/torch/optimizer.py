@@ -11,8 +11,8 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.caller import caller_local
 
 _NO_PASS = -1  # what PyTorch calls the backward pass outside of any
 _OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
@@ -55,7 +55,7 @@ class HorovodOptimizer:
                     "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
                     "aggregation do not fit; use op=hvd.Average"
                 )
-            _refuse_closure(optimizer, caller_local("closure", object, callable, function="step"))
+            _refuse_closure(optimizer, caller_local("closure", callable, function="step"))
             optimizer.register_step_pre_hook(_before_step)
 
     def facts(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class HorovodOptimizer:
 
     def check_caller(self, compression: Any) -> None:
         """Raises ConfigurationError if another optimizer hands over gradients with the same `hvdcomp.Compression`."""
-        caller = caller_local("self", object, lambda one: compression_of(one) is compression)
+        caller = caller_local("self", lambda one: compression_of(one) is compression)
         if caller is not None and self.optimizer is not None and caller is not self.optimizer:
             raise ConfigurationError(_SHARED)
 
