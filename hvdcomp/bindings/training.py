@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.setup import Setup
-from hvdcomp.communicators import HorovodCommunicator
+from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.decisions import BatchSize
 
@@ -32,7 +32,7 @@ class Training(ABC):
     overlaps_with_policy: ClassVar[bool]
     broadcast: ClassVar[str]
     setup: Setup
-    communicator: HorovodCommunicator
+    communicator: HorovodRanks
     like: Array
     engine: Engine
     coordinator: Coordinator | None

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 
-__all__ = ["Communicator", "HorovodCommunicator", "LoopbackCommunicator"]
+__all__ = ["Communicator", "LoopbackCommunicator"]
 
 
 class Communicator(Protocol):
@@ -32,19 +32,3 @@ class Communicator(Protocol):
 
     def wait(self, handle: Any) -> Array:
         """The result of a started collective, in storage that nobody else uses."""
-
-
-class HorovodCommunicator(Communicator, Protocol):
-    """A communicator over Horovod, which knows a little more than how to communicate."""
-
-    @property
-    def included(self) -> bool:
-        """Whether this process is one of the ranks; if not, it is the only one that it knows of, with rank -1."""
-
-    @property
-    def has_mpi(self) -> bool:
-        """Whether all of MPI's ranks take part, and MPI can be used beside Horovod's own thread."""
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether Horovod was started anew with other ranks."""

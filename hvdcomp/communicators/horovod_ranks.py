@@ -5,18 +5,19 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from hvdcomp.communicators import Communicator
 from hvdcomp.errors import RankMismatchError
 
 
-class HorovodRanks:
-    """The ranks of a Horovod process set.
+class HorovodRanks(Communicator):
+    """The ranks of a Horovod process set: what a communicator over Horovod knows beside how to communicate.
 
     Args:
         hvd: Horovod's module for the framework, such as horovod.torch.
         process_set: of Horovod.
 
     Attributes:
-        included: whether this process is one of them.
+        included: whether this process is one of them; if not, it is the only one that it knows of.
         rank: this process's place among them; -1 outside of the process set.
         world_size: how many they are; 1 outside of the process set, where there is nobody to exchange with.
     """
@@ -24,6 +25,7 @@ class HorovodRanks:
     def __init__(self, hvd: Any, process_set: Any) -> None:
         self._hvd = hvd
         self._process_set = process_set
+        self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
         self.included: bool = process_set.included()
         self.rank, self.world_size = self._rank_and_size()
 

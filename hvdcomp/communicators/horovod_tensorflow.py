@@ -52,14 +52,13 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
     def _make_operation(self, kind: str, dtype: tf.DType, name: str) -> Callable[[tf.Tensor], tf.Tensor]:
         options: dict[str, Any] = {"name": name, "process_set": self._process_set, "ignore_name_scope": True}
-        ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
         def operation(array: tf.Tensor) -> tf.Tensor:
             if kind == "allgather":
                 return hvd.allgather(array, **options)
             if kind == "broadcast":
                 return hvd.broadcast(array, self.root, **options)
-            return hvd.allreduce(array, op=ops[kind], **options)
+            return hvd.allreduce(array, op=self._ops[kind], **options)
 
         signature = [tf.TensorSpec([None], dtype)]
         return tf.function(operation, input_signature=signature, autograph=False).get_concrete_function()

@@ -22,7 +22,6 @@ class HorovodTorchCommunicator(HorovodRanks):
 
     def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
         super().__init__(hvd, process_set or hvd.global_process_set)
-        self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)
