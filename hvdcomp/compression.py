@@ -263,9 +263,6 @@ class Compression:
     def _bind(self, optimizer: Any, tensor: Any = None) -> Any:
         setup = Setup(
             compression=self,
-            settings=self.settings,
-            ledger=self.ledger,
-            decision_log=self.decision_log,
             parameters=self._parameters,
             process_set=self._process_set,
             grad_scaler=self._grad_scaler,

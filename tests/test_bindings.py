@@ -27,9 +27,6 @@ def bound(communicator: InProcessCommunicator, value: float = 1.0, rate: float =
     compression = hvdcomp.Compression.from_spec(**{"spec": "topk:ratio=0.1", **options})
     setup = Setup(
         compression=compression,
-        settings=compression.settings,
-        ledger=compression.ledger,
-        decision_log=compression.decision_log,
         parameters={"w": np.full((64, 64), value, np.float32)},
         process_set=None,
         grad_scaler=None,

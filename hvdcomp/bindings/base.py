@@ -16,7 +16,7 @@ from hvdcomp.bindings.decisions import BatchInForce, make_coordinator
 from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
-from hvdcomp.communicators import HorovodCommunicator
+from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
@@ -49,7 +49,7 @@ class Binding(Training):
         self,
         setup: Setup,
         tensors: Iterable[TensorInfo],
-        communicator: HorovodCommunicator,
+        communicator: HorovodRanks,
         like: Array,
     ) -> None:
         self.setup = setup
@@ -57,7 +57,7 @@ class Binding(Training):
         self.like = like
         self._loss_scale: float | None = None
         self._refused: str | None = None  # why this rank cannot make the step that has begun
-        settings = setup.settings
+        settings = setup.compression.settings
         self.engine = Engine(
             communicator,
             tensors,
@@ -67,7 +67,7 @@ class Binding(Training):
             min_numel=settings.min_numel,
             min_ndim=settings.min_ndim,
             bytes_per_tensor=PRESENCE_BYTES,
-            ledger=setup.ledger,
+            ledger=setup.compression.ledger,
         )
         self._waste = WasteWarning(self.engine)
         self.coordinator, errors = make_coordinator(self)
@@ -92,7 +92,7 @@ class Binding(Training):
                 "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
             )
         self._first_steps.compare()
-        settings = self.setup.settings
+        settings = self.setup.compression.settings
         if isinstance(settings.policy, LevelSchedule):
             step = self.engine.step_number
             own = settings.compressor.level

@@ -21,7 +21,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
         an error raised here would leave them waiting.
     """
     setup, communicator = training.setup, training.communicator
-    policy = setup.settings.policy
+    policy = setup.compression.settings.policy
     if not isinstance(policy, Policy):
         return None, {}
     errors: dict[str, str] = {}
@@ -30,7 +30,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
     if communicator.rank == 0:
         candidates = _candidates(policy, training, errors)
         try:
-            log = None if setup.decision_log is None else DecisionLog(setup.decision_log)
+            log = None if setup.compression.decision_log is None else DecisionLog(setup.compression.decision_log)
         except ConfigurationError as error:
             errors["error of the decision log"] = str(error)
 
@@ -41,7 +41,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
             return MPIBroadcaster()
         return CommunicatorBroadcaster(communicator, training.like)
 
-    make, steps = coordinator_for(policy), setup.settings.steps_per_epoch
+    make, steps = coordinator_for(policy), setup.compression.settings.steps_per_epoch
     return make(policy, training.engine, broadcaster, training.like, steps, log, candidates), errors
 
 

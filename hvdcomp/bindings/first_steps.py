@@ -64,7 +64,7 @@ class FirstSteps:
 
     def _facts(self) -> dict[str, Any]:
         training = self._training
-        settings, engine, trained = training.setup.settings, training.engine, training.trained()
+        settings, engine, trained = training.setup.compression.settings, training.engine, training.trained()
         tensors, level = engine.tensors, engine.planner.level
         parameters = {f"parameter {name}": f"{tensors[name].dtype} {tensors[name].shape}" for name in sorted(trained)}
         return {

@@ -13,36 +13,12 @@ from hvdcomp.settings import Settings
 from hvdcomp.specs.levels import Level
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What a binding is made of.
+class UsedCompression(Protocol):
+    """What a framework's folder uses of a `hvdcomp.Compression`, which says what each means."""
 
-    Attributes:
-        compression: the object in Horovod's `compression=`. A binding only compares its identity.
-        settings: the same on every rank.
-        ledger: where the costs of steps are entered.
-        decision_log: where rank 0 writes the policy's decisions; None for nowhere.
-        parameters: by name, or a function that returns them, or None where the framework finds them itself.
-        process_set: of Horovod; None for the optimizer's own, or for all ranks.
-        grad_scaler: what scales the loss; None for nothing, or where the framework finds it itself.
-        optimizer: whose gradients are compressed; None where the framework finds it itself.
-    """
-
-    compression: object
     settings: Settings
     ledger: Ledger
     decision_log: Path | None
-    parameters: Any
-    process_set: Any
-    grad_scaler: Any
-    optimizer: Any
-
-
-class UsedCompression(Protocol):
-    """What callbacks and checkpoints of a framework use of a `hvdcomp.Compression`, where it says what each means."""
-
-    settings: Settings
-    ledger: Ledger
 
     @property
     def levels(self) -> dict[str, Level]: ...
@@ -52,3 +28,22 @@ class UsedCompression(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a binding is made of.
+
+    Attributes:
+        compression: the object in Horovod's `compression=`.
+        parameters: by name, or a function that returns them, or None where the framework finds them itself.
+        process_set: of Horovod; None for the optimizer's own, or for all ranks.
+        grad_scaler: what scales the loss; None for nothing, or where the framework finds it itself.
+        optimizer: whose gradients are compressed; None where the framework finds it itself.
+    """
+
+    compression: UsedCompression
+    parameters: Any
+    process_set: Any
+    grad_scaler: Any
+    optimizer: Any

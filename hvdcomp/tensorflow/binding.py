@@ -146,7 +146,7 @@ class TensorFlowBinding(Binding):
         self._facts_of_call = {"op": call.op, "prescale_factor": call.prescale_factor}
         self._steps_per_call = call.steps_per_execution
         self._trained.update(names.values())
-        settings = self.setup.settings
+        settings = self.setup.compression.settings
         if changes_batch_size(settings.policy) and self._scaled is None:
             with tf.init_scope():
                 self._scaled = ScaledRate(self._known_optimizer())
@@ -266,8 +266,8 @@ class TensorFlowBinding(Binding):
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the policy {self.setup.settings.policy} needs the optimizer, whose learning rate it follows: "
-                "give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
+                f"the policy {self.setup.compression.settings.policy} needs the optimizer, whose learning rate it "
+                "follows: give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
             )
         return self._optimizer
 
