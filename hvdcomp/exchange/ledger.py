@@ -116,13 +116,8 @@ class Ledger:
         """
 
         def seconds_of(marks: Marks) -> float | None:
-            total = 0.0
-            for start, end in marks:
-                seconds = seconds_between(start, end)
-                if seconds is None:
-                    return None
-                total += seconds
-            return total
+            spans = [seconds_between(start, end) for start, end in marks]
+            return None if None in spans else sum(spans)  # type: ignore[arg-type]
 
         def settle() -> bool:
             encoding = {name: seconds_of(marks) for name, marks in encode.items()}
