@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 
 from hvdcomp.compressors.base import Compressor
@@ -14,11 +15,12 @@ Plan = Mapping[str, Compressor]
 """The compressor of each tensor, by name. Nobody changes a plan once it is made."""
 
 
+@dataclass(eq=False)
 class Chooser:
     """Chooses the compressor and the memory of each tensor.
 
     Args:
-        tensors: all tensors that may have a gradient; the same on all ranks.
+        described: all tensors that may have a gradient; the same on all ranks.
         compressor: how to compress; each tensor gets what the compressor's `route` gives for it.
         memory: None for the default: error feedback for biased compressors, nothing for the others; but for all
             tensors the momentum correction of a compressor that comes with it.
@@ -29,23 +31,19 @@ class Chooser:
         memory: of all tensors; None where each compressor's default counts.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[TensorInfo],
-        compressor: Compressor,
-        memory: Memory | None = None,
-        min_numel: int = 1024,
-        min_ndim: int = 2,
-    ) -> None:
+    described: InitVar[Iterable[TensorInfo]]
+    compressor: Compressor
+    memory: Memory | None = None
+    min_numel: int = 1024
+    min_ndim: int = 2
+    tensors: dict[str, TensorInfo] = field(init=False)
+
+    def __post_init__(self, described: Iterable[TensorInfo]) -> None:
         # Sorted, because the order of named parameters is up to the user and must not differ between ranks.
-        self.tensors = {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: tensor.name)}
-        self.compressor = compressor
-        self.min_numel = min_numel
-        self.min_ndim = min_ndim
-        if memory is None:  # momentum is for all tensors or for none
-            defaults = [kind.default_memory for kind in (compressor, *self.plan_for(compressor).values())]
-            memory = next((default for default in defaults if default.is_momentum), None)
-        self.memory = memory
+        self.tensors = {tensor.name: tensor for tensor in sorted(described, key=lambda tensor: tensor.name)}
+        if self.memory is None:  # momentum is for all tensors or for none
+            methods = (self.compressor, *self.plan_for(self.compressor).values())
+            self.memory = next((kind.default_memory for kind in methods if kind.default_memory.is_momentum), None)
 
     def plan_for(self, compressor: Compressor) -> Plan:
         """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""

@@ -35,7 +35,7 @@ class Engine:
 
     Args:
         communicator: the ranks to exchange with.
-        tensors, compressor, memory, min_numel, min_ndim: as for `Planner`.
+        tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
         seed: of all random choices; the same on all ranks.
         bytes_per_tensor: what the binding itself sends for each tensor and step, beside the engine's collectives.
         ledger: where costs are entered.

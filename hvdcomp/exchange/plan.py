@@ -7,9 +7,8 @@ from collections.abc import Iterable, Set
 from types import MappingProxyType
 
 from hvdcomp.arrays.types import dtype_bytes
-from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.choice import Chooser, Plan
-from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.ledger import Cost, StepCost
 from hvdcomp.specs.levels import Level
@@ -18,25 +17,17 @@ from hvdcomp.specs.levels import Level
 class Planner(Chooser):
     """Holds the plan of the step under way, and of the one that follows.
 
-    Args:
-        tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
+    Its arguments are those of a `Chooser`.
 
     Attributes:
         plan: of the step that is under way.
         level: as `set_level` was last told.
     """
 
-    def __init__(
-        self,
-        tensors: Iterable[TensorInfo],
-        compressor: Compressor,
-        memory: Memory | None = None,
-        min_numel: int = 1024,
-        min_ndim: int = 2,
-    ) -> None:
-        super().__init__(tensors, compressor, memory, min_numel, min_ndim)
+    def __post_init__(self, described: Iterable[TensorInfo]) -> None:
+        super().__post_init__(described)
         self.level: Level | str | None = None
-        self.plan = self.plan_for(compressor)
+        self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
         # What follows from the plan; None where it is not computed yet.
         self._digest: int | None = None
