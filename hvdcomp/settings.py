@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.contraction import methods_of, require_bounded_residuals
+from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.levels import Level
@@ -51,7 +51,7 @@ def check_policy(
     """
     policy.check(steps_per_epoch, _Watched(compressor, memory))
     if isinstance(policy, Policy) and policy.first_decision.uses_factors:
-        for method in methods_of(compressor):
+        for method in compressor.leaves():
             hardest = method.at_level(method.level_for(_HARDEST_FACTOR, _LARGEST_TENSOR))
             require_bounded_residuals(hardest, memory)
 

@@ -233,11 +233,6 @@ def shift_right(x: Array, places: int | Array) -> Array:
     return x >> np.asarray(places, x.dtype)
 
 
-def sign(x: Array) -> Array:
-    """Elementwise -1, 0 or 1."""
-    return np.sign(x)
-
-
 def floor(x: Array) -> Array:
     """Elementwise largest whole number not above x; reuses the storage of x."""
     return np.floor(x, out=x)

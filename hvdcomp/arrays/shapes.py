@@ -114,7 +114,7 @@ def _same(x: ShapeArray, *_: Any) -> ShapeArray:
     return x
 
 
-sign = floor = clip = finite_or_zero = sort = cumulative_sum = eigenvectors = add_at = reciprocal_or_zero = _same
+floor = clip = finite_or_zero = sort = cumulative_sum = eigenvectors = add_at = reciprocal_or_zero = _same
 
 
 def dtype_name(x: ShapeArray) -> str:

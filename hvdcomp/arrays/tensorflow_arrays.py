@@ -213,10 +213,6 @@ def shift_right(x: Array, places: int | Array) -> Array:
     return tf.bitwise.right_shift(x, tf.cast(places, x.dtype))
 
 
-def sign(x: Array) -> Array:
-    return tf.sign(x)
-
-
 def floor(x: Array) -> Array:
     return tf.floor(x)
 

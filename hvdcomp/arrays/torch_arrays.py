@@ -201,10 +201,6 @@ def shift_right(x: Array, places: int | Array) -> Array:
     return x >> places
 
 
-def sign(x: Array) -> Array:
-    return x.sign()
-
-
 def floor(x: Array) -> Array:
     return x.floor_()
 

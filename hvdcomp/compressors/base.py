@@ -7,14 +7,14 @@ passed in and returned as its state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
-from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, SparseVector, TensorInfo
+from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import Payload, payloads_of
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.described import Described
@@ -105,14 +105,7 @@ class Compressor(Described):
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         """C(x) as if this rank were the only one that sends; arguments as of `aggregate`."""
-        generator = self.aggregate(xp, x, state, context)
-        answer: Any = None
-        while True:
-            try:
-                request = generator.send(answer)
-            except StopIteration as stop:
-                return stop.value.sent
-            answer = request.array if isinstance(request, AllReduce) else [request.parts]
+        return run_alone(self.aggregate(xp, x, state, context))[0].sent
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
         """State to start a step from: made anew when `state` is empty, fitted to a level that has changed."""
@@ -121,6 +114,10 @@ class Compressor(Described):
     def route(self, tensor: TensorInfo) -> Compressor:
         """The compressor that a tensor really gets: this one, or another where this one does not suit it."""
         return self
+
+    def leaves(self) -> Iterator[Compressor]:
+        """The methods that tensors may get: this one; of a router those that it chooses from."""
+        yield self
 
     def wire_dtype(self, dtype: str) -> str | None:
         """The element type in which a plain allreduce carries the tensor; None if it takes more than a cast."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.packing import average_decoded
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
 
 
@@ -59,10 +60,5 @@ class BF16(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         bits = xp.to_bfloat16_bits(xp.flatten(x))
         ranks = yield AllGather((bits,))
-        total = xp.zeros(bits.shape, xp.from_bfloat16_bits(bits[:0]))
-        for (other,) in ranks:
-            total = total + xp.from_bfloat16_bits(other)
-        total *= 1 / context.world_size
-        dtype = xp.dtype_name(x)
-        sent = xp.reshape(xp.astype(xp.from_bfloat16_bits(bits), dtype), x.shape)
-        return Outcome(xp.reshape(xp.astype(total, dtype), x.shape), sent)
+        outcome = average_decoded(xp, x, ranks, xp.from_bfloat16_bits, context)
+        return outcome._replace(mean=xp.astype(outcome.mean, xp.dtype_name(x)))

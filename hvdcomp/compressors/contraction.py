@@ -8,11 +8,8 @@ they need no error feedback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.memory import Memory
-from hvdcomp.compressors.routing import Router
 from hvdcomp.errors import SpecError
 
 
@@ -24,7 +21,7 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
         memory: as the user gave it; None for each compressor's own. A momentum correction that is one compressor's own
             is that of all tensors.
     """
-    methods = methods_of(compressor)
+    methods = list(compressor.leaves())
     if memory is None:
         memory = next((each.default_memory for each in methods if each.default_memory.is_momentum), None)
     if memory is None:
@@ -37,9 +34,3 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
                 "end. Leave memory at its default (an unbiased method needs none, memory=none), raise the level until "
                 "that number is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
             )
-
-
-def methods_of(compressor: Compressor) -> list[Compressor]:
-    """The methods of a compressor: those that a router chooses from, or itself."""
-    leaves: Iterable[Compressor] = compressor.leaves() if isinstance(compressor, Router) else (compressor,)
-    return list(leaves)

@@ -25,7 +25,7 @@ _SMALLEST = 2.0**-110
 # left is rounding error, whose direction means nothing.
 _DEPENDENT = 1e-5
 
-# P, Q and the state for the next step.
+# Two factors and the state for the next step.
 _Factors = Generator[AllReduce, Array, tuple[Array, Array, tuple[Array, ...]]]
 
 
@@ -91,9 +91,10 @@ class PowerSGD(Compressor):
         if not self.alternating:
             p, q, state = yield from self._iterate(xp, matrix, state)
         elif context.step % 2 == 0:
-            p, q, state = yield from self._update_p(xp, matrix, state)
+            p, q, state = yield from self._half(xp, matrix, state)
         else:
-            p, q, state = yield from self._update_q(xp, matrix, state)
+            q, p, (rows, columns) = yield from self._half(xp, xp.transpose(matrix), state[::-1])
+            state = columns, rows
         approximation = xp.astype(xp.reshape(p @ xp.transpose(q), x.shape), xp.dtype_name(x))
         return Outcome(approximation, approximation, state)
 
@@ -106,17 +107,12 @@ class PowerSGD(Compressor):
             q = yield AllReduce(xp.transpose(matrix) @ p)
         return p, q, (nonzero_columns(xp, q, start),)
 
-    def _update_p(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
+    def _half(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
+        """The factor that a matrix has with the kept one; of both, the new one comes first."""
         start, old = state
-        q = orthogonalize(xp, start)
-        p = yield AllReduce(matrix @ q)
-        return p, q, (start, nonzero_columns(xp, p, old))
-
-    def _update_q(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
-        old, start = state
-        p = orthogonalize(xp, start)
-        q = yield AllReduce(xp.transpose(matrix) @ p)
-        return p, q, (nonzero_columns(xp, q, old), start)
+        unit = orthogonalize(xp, start)
+        new = yield AllReduce(matrix @ unit)
+        return new, unit, (start, nonzero_columns(xp, new, old))
 
     @property
     def period(self) -> int:  # type: ignore[override]
@@ -125,16 +121,12 @@ class PowerSGD(Compressor):
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
-        return rank_for(compression_factor * self._iterations_per_step, shape)
+        return rank_for(compression_factor * (0.5 if self.alternating else self.iterations), shape)
 
     def route(self, tensor: TensorInfo) -> Compressor:
         if tensor.size and self.payload_floats(tensor.shape) < tensor.size / self.min_rate:
             return self
         return NoCompression()
-
-    @property
-    def _iterations_per_step(self) -> float:
-        return 0.5 if self.alternating else self.iterations
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -57,6 +57,19 @@ Request = AllReduce | AllGather
 Aggregation = Generator[Request, Any, Outcome]
 
 
+def run_alone(generator: Aggregation) -> tuple[Outcome, list[Request]]:
+    """Runs a generator to its end, answered as if this rank were the only one; its outcome, and what it asked for."""
+    requests: list[Request] = []
+    answer: Any = None
+    while True:
+        try:
+            request = generator.send(answer)
+        except StopIteration as stop:
+            return stop.value, requests
+        requests.append(request)
+        answer = request.array if isinstance(request, AllReduce) else [request.parts]
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """What is known of a tensor before training: enough to choose a compressor and count its bytes."""

@@ -52,36 +52,13 @@ class QSGD(Compressor):
     @property
     def variance(self) -> float:  # type: ignore[override]
         """bucket / (4 s**2): an element between two multiples of norm / s has at most a variance of a quarter of it."""
-        return self.bucket / self._steps**2
-
-    @property
-    def _steps(self) -> int:
-        """2 s, from the lowest code to the highest."""
-        return max(1, 2**self.bits - 2)
+        return self.bucket / steps_of(self.bits) ** 2
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
-        size = vector.shape[0]
-        bucket = min(self.bucket, size)
-        steps = self._steps
-        lowest = steps // 2
+        bucket = min(self.bucket, vector.shape[0])
         buckets = xp.reshape(pad(xp, vector, bucket), (-1, bucket))
-        norms = xp.row_norms(buckets)
-        values = xp.flatten(buckets * (xp.reciprocal_or_zero(norms, _SMALLEST_SCALE) * (steps / 2)))[:size]
-        values += uniform(xp, rank_generator(context, self.name), size, like=values)
-        if steps == 1:
-            values += 0.5
-        codes = whole_codes(xp, values, lowest, steps)
-        ranks = yield AllGather((pack(xp, codes, self.bits), norms))
-
-        def decode(packed: Array, norms: Array) -> Array:
-            codes = pad(xp, unpack(xp, packed, self.bits, size), bucket)
-            values = xp.astype(xp.reshape(codes, (-1, bucket)), "float32")
-            values -= steps / 2
-            values *= norms * (2 / steps)
-            return xp.flatten(values)[:size]
-
-        return average_decoded(xp, x, ranks, decode, context)
+        return (yield from gather_multiples(xp, x, buckets, xp.row_norms(buckets), self.bits, self.name, context))
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
@@ -114,24 +91,14 @@ class TernGrad(Compressor):
             )
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        vector = xp.flatten(xp.astype(x, "float32"))
-        size = vector.shape[0]
-        scale = xp.largest_magnitude(vector)
+        size = number_of_elements(tuple(x.shape))
+        vector = xp.reshape(xp.astype(x, "float32"), (1, size))
+        scale = xp.reshape(xp.largest_magnitude(xp.flatten(vector)), (1, 1))
         if 0 < self.clip < math.inf:
-            bound = xp.flatten(xp.row_norms(xp.reshape(vector, (1, size)))) * (self.clip / math.sqrt(size))
+            bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))
             scale = xp.where(bound < scale, bound, scale)
-        values = vector * xp.reciprocal_or_zero(scale, _SMALLEST_SCALE)
-        values += uniform(xp, rank_generator(context, self.name), size, like=values)
-        codes = whole_codes(xp, values, 1, 2)  # which also clips: what lies beyond +-1 is rounded beyond it
-        ranks = yield AllGather((pack(xp, codes, 2), scale))
-
-        def decode(packed: Array, scale: Array) -> Array:
-            values = xp.astype(unpack(xp, packed, 2, size), "float32")
-            values -= 1
-            values *= scale
-            return values
-
-        return average_decoded(xp, x, ranks, decode, context)
+        # What lies beyond the scale is clipped to it, as all codes are.
+        return (yield from gather_multiples(xp, x, vector, scale, 2, self.name, context))
 
 
 @dataclass(frozen=True)
@@ -253,14 +220,42 @@ class GlobalQSGD(Compressor):
         return bits_for(self, compression_factor, shape, range(2, 17))
 
 
-def whole_codes(xp: ModuleType, values: Array, lowest: int, steps: int) -> Array:
-    """floor(values) clipped to -lowest ... steps - lowest, as codes 0 ... steps; reuses the storage of `values`.
+def steps_of(bits: int) -> int:
+    """2 s, from the lowest code of `bits` bits to the highest; 1 for one bit."""
+    return max(1, 2**bits - 2)
 
-    Clipping matters even where the values are in range: adding a random number below 1 may round up to 1.
+
+def gather_multiples(
+    xp: ModuleType, x: Array, buckets: Array, scales: Array, bits: int, purpose: str, context: Context
+) -> Aggregation:
+    """Rounds elements at random to multiples of a fraction of their bucket's scale, and gathers codes and scales.
+
+    Args:
+        x: what is compressed.
+        buckets: its elements, and zeros that fill up the last bucket, float32 (buckets, length).
+        scales: of the buckets (buckets, 1). What lies beyond plus or minus a scale is clipped to it.
+        bits: of a code.
+        purpose: of the random numbers.
     """
+    size, steps = number_of_elements(tuple(x.shape)), steps_of(bits)
+    lowest = steps // 2
+    values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, _SMALLEST_SCALE) * (steps / 2)))[:size]
+    values += uniform(xp, rank_generator(context, purpose), size, like=values)
+    if steps == 1:
+        values += 0.5
+    # Clipped also where the values are in range: adding a random number below 1 may round up to 1.
     values = xp.clip(xp.floor(values), -lowest, steps - lowest)
     values += lowest
-    return xp.astype(values, "uint8")
+    ranks = yield AllGather((pack(xp, xp.astype(values, "uint8"), bits), scales))
+
+    def decode(packed: Array, scales: Array) -> Array:
+        codes = pad(xp, unpack(xp, packed, bits, size), buckets.shape[1])
+        values = xp.astype(xp.reshape(codes, tuple(buckets.shape)), "float32")
+        values -= steps / 2
+        values *= scales * (2 / steps)
+        return xp.flatten(values)[:size]
+
+    return average_decoded(xp, x, ranks, decode, context)
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:

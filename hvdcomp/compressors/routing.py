@@ -65,7 +65,7 @@ class Router(Compressor):
     def leaves(self) -> Iterator[Compressor]:
         """The compressors that are no routers, of this one and those in it."""
         for choice in self.choices:
-            yield from choice.leaves() if isinstance(choice, Router) else (choice,)
+            yield from choice.leaves()
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
@@ -129,9 +129,7 @@ class Router(Compressor):
 
 def _has_level(compressor: Compressor) -> bool:
     """Whether it has a level, or is a router with levels (that may differ, so that it has none in common)."""
-    if isinstance(compressor, Router):
-        return bool(compressor._with_level())
-    return compressor.level_name is not None
+    return any(leaf.level_name is not None for leaf in compressor.leaves())
 
 
 @dataclass(frozen=True, init=False)

@@ -56,7 +56,8 @@ class SignSGD(Compressor):
             )
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        rows, columns = self._voters(tuple(x.shape))
+        shape = tuple(x.shape)
+        rows, columns = matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
         matrix = xp.reshape(x, (rows, columns))
         votes = xp.rows_with_nonzero(matrix)
         zero_is_positive = (context.step + context.rank) % 2 == 0
@@ -64,7 +65,7 @@ class SignSGD(Compressor):
         cast = xp.astype(votes, "uint8")
         bits = xp.flatten(xp.astype(positive, "uint8") & xp.reshape(cast, (rows, 1)))
         ranks = yield AllGather((pack(xp, bits, 1), pack(xp, cast, 1)))
-        mean = xp.astype(xp.sign(self._count(xp, ranks, rows, columns)), xp.dtype_name(x))
+        mean = xp.astype(xp.clip(self._count(xp, ranks, rows, columns), -1, 1), xp.dtype_name(x))
         return outcome_like(xp, x, mean, balance(xp, bits, cast))
 
     @staticmethod
@@ -81,9 +82,6 @@ class SignSGD(Compressor):
             total = counted if total is None else xp.astype(total, "int16") + xp.astype(counted, "int16")
         assert total is not None
         return total
-
-    def _voters(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
 
     @property
     def default_memory(self) -> Memory:
@@ -114,7 +112,8 @@ class OneBit(Compressor):
             raise SpecError(f"onebit: per_row={self.per_row} is not allowed; it is true or false")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        rows, columns = self._groups(tuple(x.shape))
+        shape = tuple(x.shape)
+        rows, columns = matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
         matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
         positive = matrix > 0
         above = xp.row_counts(positive)
@@ -132,9 +131,6 @@ class OneBit(Compressor):
             return values
 
         return average_decoded(xp, x, ranks, decode, context)
-
-    def _groups(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        return matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from hvdcomp.arrays import shapes
-from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Request, run_alone
 
 
 class Sender(Protocol):
@@ -49,16 +49,10 @@ def _payloads_of_step(compressor: Sender, shape: tuple[int, ...], dtype: str, st
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=1)  # sizes are the same on all ranks, whatever their number
     generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)
-    payloads: list[Payload] = []
-    answer: Any = None
-    while True:
-        try:
-            request = generator.send(answer)
-        except StopIteration:
-            return tuple(payloads)
-        if isinstance(request, AllReduce):
-            answer = request.array
-            payloads.append(Payload("allreduce", answer.nbytes, f"{request.op} {answer.dtype}"))
-        else:
-            answer = [request.parts]
-            payloads.append(Payload("allgather", sum(part.nbytes for part in request.parts)))
+    return tuple(map(_payload_of, run_alone(generator)[1]))
+
+
+def _payload_of(request: Request) -> Payload:
+    if isinstance(request, AllReduce):
+        return Payload("allreduce", request.array.nbytes, f"{request.op} {request.array.dtype}")
+    return Payload("allgather", sum(part.nbytes for part in request.parts))

@@ -52,11 +52,6 @@ def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
     return min(size, max(1, in_blocks, whole))
 
 
-def level_for(compression_factor: float, size: int, bytes_of_value: int) -> float:
-    """The share of elements whose payload is nearest to 1 / `compression_factor` of `size` floats, and not above."""
-    return most_elements(4 * size / compression_factor, size, bytes_of_value) / size
-
-
 def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST_HALF) -> Array:
     """The values as they travel. Those beyond half precision become the largest there is: the rest is not sent."""
     if how == "same":

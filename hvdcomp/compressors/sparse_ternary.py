@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, require_ratio
 from hvdcomp.compressors.packing import pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
 from hvdcomp.compressors.signs import representable
 from hvdcomp.compressors.sparse_payload import elements_kept
+from hvdcomp.compressors.sparsification import ByRatio
 from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
-class SparseTernary(Compressor):
+class SparseTernary(ByRatio):
     """Sparse ternary compression, STC: the k elements of largest magnitude as plus or minus their mean magnitude
     (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
 
@@ -35,17 +35,11 @@ class SparseTernary(Compressor):
         217
     """
 
-    ratio: float
-
     name: ClassVar[str] = "stc"
     examples: ClassVar[tuple[str, ...]] = ("stc:ratio=0.01",)
-    level_name: ClassVar[str | None] = "ratio"
     sends: ClassVar[str] = "k indices, k sign bits, one magnitude"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"
-
-    def __post_init__(self) -> None:
-        require_ratio(self.name, self.ratio)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
@@ -70,11 +64,8 @@ class SparseTernary(Compressor):
         return Outcome(xp.reshape(mean, x.shape), SparseVector(chosen.indices, sent))
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        return 1 + elements_kept(self.ratio if level is None else level, number_of_elements(shape)) / 32
+        return 1 + super().payload_floats(shape, level) / 32
 
-    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        super().level_for(compression_factor, shape)
-        size = number_of_elements(shape)
+    def most_elements(self, budget: float, size: int) -> int:
         magnitude_and_last_byte = 4 + 1
-        budget = 4 * size / compression_factor - magnitude_and_last_byte
-        return sparse_payload.most_elements(budget, size, bytes_of_value=1 / 8) / size
+        return sparse_payload.most_elements(budget - magnitude_and_last_byte, size, bytes_of_value=1 / 8)

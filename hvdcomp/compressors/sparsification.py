@@ -17,7 +17,35 @@ from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
-class Sparsifier(Compressor):
+class ByRatio(Compressor):
+    """Base of the methods that send a share of the elements.
+
+    Attributes:
+        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
+    """
+
+    ratio: float
+
+    level_name: ClassVar[str | None] = "ratio"
+
+    def __post_init__(self) -> None:
+        require_ratio(self.name, self.ratio)
+
+    def most_elements(self, budget: float, size: int) -> int:
+        """Of a tensor of `size` elements, the most whose payload is within `budget` bytes; 1 if that of none is."""
+        raise NotImplementedError
+
+    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
+        return elements_kept(self.ratio if level is None else level, number_of_elements(shape))
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)
+        size = number_of_elements(shape)
+        return self.most_elements(4 * size / compression_factor, size) / size
+
+
+@dataclass(frozen=True)
+class Sparsifier(ByRatio):
     """Base of the sparsifiers whose ranks choose for themselves and gather values and indices.
 
     The indices take two bytes each where that is less (`sparse_payload`).
@@ -28,15 +56,13 @@ class Sparsifier(Compressor):
             so does what exceeds the largest half-precision number.
     """
 
-    ratio: float
     values: str = field(default="same", kw_only=True)
 
-    level_name: ClassVar[str | None] = "ratio"
     sends: ClassVar[str] = "k values, k indices"
     biased: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_ratio(self.name, self.ratio)
+        super().__post_init__()
         sparse_payload.require_values(self.name, self.values)
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
@@ -61,13 +87,8 @@ class Sparsifier(Compressor):
             indices = xp.take(context.among, self.choose(xp, xp.take(vector, context.among), count))
         return sparse_payload.encode(xp, vector, indices, self.values)
 
-    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        return elements_kept(self.ratio if level is None else level, number_of_elements(shape))
-
-    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        super().level_for(compression_factor, shape)
-        value_bytes = sparse_payload.value_bytes(self.values)
-        return sparse_payload.level_for(compression_factor, number_of_elements(shape), value_bytes)
+    def most_elements(self, budget: float, size: int) -> int:
+        return sparse_payload.most_elements(budget, size, sparse_payload.value_bytes(self.values))
 
 
 @dataclass(frozen=True)
@@ -84,7 +105,7 @@ class TopK(Sparsifier):
 
 
 @dataclass(frozen=True)
-class RandomK(Compressor):
+class RandomK(ByRatio):
     """k elements at random places. Every rank draws the same, so that only values travel and an allreduce adds them up
     (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
@@ -96,18 +117,16 @@ class RandomK(Compressor):
             of additions overflows.
     """
 
-    ratio: float
     unbiased: bool = False
     values: str = field(default="same", kw_only=True)
 
     name: ClassVar[str] = "randomk"
     examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
-    level_name: ClassVar[str | None] = "ratio"
     sends: ClassVar[str] = "k values"
     reference: ClassVar[str] = "Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2018, arXiv:1710.09854"
 
     def __post_init__(self) -> None:
-        require_ratio(self.name, self.ratio)
+        super().__post_init__()
         sparse_payload.require_values(self.name, self.values)
         if not isinstance(self.unbiased, bool):
             raise SpecError(f"randomk: unbiased={self.unbiased} is not allowed; it is true or false")
@@ -132,18 +151,10 @@ class RandomK(Compressor):
         if self.unbiased:
             values *= size / count
         values = sparse_payload.round_values(xp, values, self.values, LARGEST_HALF / (2 * context.world_size))
-        mean = yield AllReduce(xp.astype(values, self._carried_dtype(dtype)))
+        carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
+        mean = yield AllReduce(xp.astype(values, carried))
         dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))
 
-    def _carried_dtype(self, dtype: str) -> str:
-        return "float16" if self.values == "fp16" else allreduce_dtype(dtype)
-
-    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        return elements_kept(self.ratio if level is None else level, number_of_elements(shape))
-
-    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        super().level_for(compression_factor, shape)
-        size = number_of_elements(shape)
-        share = 4 / (compression_factor * sparse_payload.value_bytes(self.values))
-        return min(1.0, max(1, int(share * size)) / size)
+    def most_elements(self, budget: float, size: int) -> int:
+        return min(size, max(1, int(budget / sparse_payload.value_bytes(self.values))))
