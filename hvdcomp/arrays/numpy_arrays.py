@@ -177,11 +177,6 @@ def column_norms(x: Array) -> Array:
     return np.sqrt(np.sum(x * x, axis=0, keepdims=True))
 
 
-def column_peaks(x: Array) -> Array:
-    """The largest magnitude (1, c) of each column of a matrix; inf or NaN where the column holds one."""
-    return np.max(np.abs(x), axis=0, keepdims=True)
-
-
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     """1 / x where x > threshold, else 0."""
     return np.where(x > threshold, 1 / np.where(x > threshold, x, 1), 0).astype(x.dtype)

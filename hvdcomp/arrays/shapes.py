@@ -194,9 +194,6 @@ def column_norms(x: ShapeArray) -> ShapeArray:
     return ShapeArray((1, x.shape[1]), x.dtype)
 
 
-column_peaks = column_norms
-
-
 def interval_index(bounds: ShapeArray, points: ShapeArray) -> ShapeArray:
     return ShapeArray(points.shape, "int64")
 

@@ -170,10 +170,6 @@ def column_norms(x: Array) -> Array:
     return tf.sqrt(tf.reduce_sum(x * x, 0, keepdims=True))
 
 
-def column_peaks(x: Array) -> Array:
-    return tf.reduce_max(tf.abs(x), 0, keepdims=True)
-
-
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     return tf.where(x > threshold, 1 / x, tf.zeros((), x.dtype))
 

@@ -161,10 +161,6 @@ def column_norms(x: Array) -> Array:
     return torch.linalg.vector_norm(x, dim=0, keepdim=True)
 
 
-def column_peaks(x: Array) -> Array:
-    return torch.linalg.vector_norm(x, float("inf"), dim=0, keepdim=True)
-
-
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     return torch.where(x > threshold, x.reciprocal(), 0.0)
 

@@ -178,8 +178,13 @@ def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
 
     A zero gradient empties columns, and from zeros the power iteration would never start again.
     """
-    peaks = xp.column_peaks(new)
-    return xp.where((peaks > _SMALLEST) & (peaks < 1 / _SMALLEST), new, old)
+    norms = wide_norms(xp, new)
+    return xp.where((norms > _SMALLEST) & (norms < 1 / _SMALLEST), new, old)
+
+
+def wide_norms(xp: ModuleType, matrix: Array) -> Array:
+    """2-norms (1, c) of the columns of a matrix; squares neither overflow nor vanish, being added in float64."""
+    return xp.reshape(xp.row_norms(xp.transpose(matrix)), (1, -1))
 
 
 def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
@@ -188,9 +193,8 @@ def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     A column that is (nearly) zero, or depends on the columns before it, becomes zero instead of noise or NaN; so does
     one whose norm overflows.
     """
-    # Of length 1 first, by norms that are added up in float64: no square overflows or vanishes after that.
-    norms = xp.reshape(xp.row_norms(xp.transpose(matrix)), (1, -1))
-    rest = matrix * xp.reciprocal_or_zero(norms, _SMALLEST)
+    # Of length 1 first: no square overflows or vanishes after that.
+    rest = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), _SMALLEST)
     done = [rest[:, :1]]
     for _ in range(matrix.shape[1] - 1):
         unit, rest = done[-1], rest[:, 1:]

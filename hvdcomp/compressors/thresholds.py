@@ -17,8 +17,6 @@ from hvdcomp.compressors.memory import Memory, MomentumCorrection
 from hvdcomp.compressors.sparsification import Sparsifier
 
 _ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
-_ROOM = 4  # times k: SIDCo's estimated threshold may let through that many; the k largest of those are taken
-_SAMPLED_ROOM = 2  # the same for DGC, whose threshold is nearer, being that of a sample
 
 
 class Bracket:
@@ -68,7 +66,34 @@ def bisect(magnitudes: Any, bracket: Bracket, rounds: int) -> None:
 
 
 @dataclass(frozen=True)
-class MSTopK(Sparsifier):
+class ThresholdSparsifier(Sparsifier):
+    """Base of those that look for a threshold, and choose k of the elements that reach it.
+
+    Class attributes:
+        room: a threshold is good if k to `room` k elements reach it.
+    """
+
+    room: ClassVar[int]
+
+    def search(self, magnitudes: Any, bracket: Bracket) -> None:
+        """Tests thresholds.
+
+        Args:
+            magnitudes: of the vector, what `xp.magnitudes` returned.
+            bracket: is narrowed by each test.
+        """
+        raise NotImplementedError
+
+    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
+        most = min(self.room * k, vector.shape[0])
+        magnitudes = xp.magnitudes(vector, most + 1)
+        bracket = Bracket(magnitudes, k, most)
+        self.search(magnitudes, bracket)
+        return bracket.choose()
+
+
+@dataclass(frozen=True)
+class MSTopK(ThresholdSparsifier):
     """The k largest elements, by bisection for a threshold (Shi et al. 2021, arXiv:2010.10458, algorithm 1).
 
     The threshold is sought between the mean and the largest magnitude until exactly k elements reach it or the rounds
@@ -83,6 +108,7 @@ class MSTopK(Sparsifier):
     rounds: int = _ROUNDS
 
     name: ClassVar[str] = "mstopk"
+    room: ClassVar[int] = 1
     examples: ClassVar[tuple[str, ...]] = ("mstopk:ratio=0.01",)
     reference: ClassVar[str] = "Shi et al. 2021, arXiv:2010.10458"
 
@@ -90,15 +116,12 @@ class MSTopK(Sparsifier):
         super().__post_init__()
         require_count(self.name, MOST_ROUNDS, rounds=self.rounds)
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        magnitudes = xp.magnitudes(vector, k + 1)
-        bracket = Bracket(magnitudes, k, k)
+    def search(self, magnitudes: Any, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, self.rounds)
-        return bracket.choose()
 
 
 @dataclass(frozen=True)
-class RedSync(Sparsifier):
+class RedSync(ThresholdSparsifier):
     """The k largest elements, by bisection for a threshold that k to 2k elements reach, and an exact choice among
     those (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
 
@@ -107,19 +130,16 @@ class RedSync(Sparsifier):
     """
 
     name: ClassVar[str] = "redsync"
+    room: ClassVar[int] = 2
     examples: ClassVar[tuple[str, ...]] = ("redsync:ratio=0.01",)
     reference: ClassVar[str] = "Fang et al. 2019, arXiv:1808.04357"
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        most = min(2 * k, vector.shape[0])
-        magnitudes = xp.magnitudes(vector, most + 1)
-        bracket = Bracket(magnitudes, k, most)
+    def search(self, magnitudes: Any, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, _ROUNDS)
-        return bracket.choose()
 
 
 @dataclass(frozen=True)
-class DGC(Sparsifier):
+class DGC(ThresholdSparsifier):
     """Deep gradient compression: the k largest elements by a sampled threshold, of what momentum correction
     accumulates (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
@@ -141,6 +161,7 @@ class DGC(Sparsifier):
     clip: float = 0.0
 
     name: ClassVar[str] = "dgc"
+    room: ClassVar[int] = 2  # its threshold is near, being that of a sample
     examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01",)
     reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
 
@@ -153,10 +174,7 @@ class DGC(Sparsifier):
         """Momentum correction."""
         return MomentumCorrection(self.momentum, self.nesterov, self.clip)
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        most = min(_SAMPLED_ROOM * k, vector.shape[0])
-        magnitudes = xp.magnitudes(vector, most + 1)
-        bracket = Bracket(magnitudes, k, most)
+    def search(self, magnitudes: Any, bracket: Bracket) -> None:
         threshold = magnitudes.sample_threshold(self.ratio)
         for _ in range(1 + 10):
             too_few, too_many, good = bracket.test(threshold)
@@ -167,11 +185,10 @@ class DGC(Sparsifier):
             highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
             untried = (following > bracket.low) & (following <= highest)
             threshold = where(untried, following, (bracket.low + highest) / 2)
-        return bracket.choose()
 
 
 @dataclass(frozen=True)
-class SIDCo(Sparsifier):
+class SIDCo(ThresholdSparsifier):
     """About the k largest elements, by a threshold estimated from a fitted distribution (Abdelmoniem et al. 2021,
     arXiv:2101.10761, algorithm 1 with double-exponential gradients).
 
@@ -192,6 +209,7 @@ class SIDCo(Sparsifier):
     stages: int = 2
 
     name: ClassVar[str] = "sidco"
+    room: ClassVar[int] = 4  # an estimate may let through that many
     examples: ClassVar[tuple[str, ...]] = ("sidco:ratio=0.01",)
     reference: ClassVar[str] = "Abdelmoniem et al. 2021, arXiv:2101.10761"
 
@@ -199,15 +217,11 @@ class SIDCo(Sparsifier):
         super().__post_init__()
         require_count(self.name, MOST_ROUNDS, stages=self.stages)
 
-    def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        most = min(_ROOM * k, vector.shape[0])
-        magnitudes = xp.magnitudes(vector, most + 1)
-        bracket = Bracket(magnitudes, k, most)
+    def search(self, magnitudes: Any, bracket: Bracket) -> None:
         threshold: Any = 0.0
         for share in stage_shares(self.ratio, self.stages):
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
             bracket.test(threshold)
-        return bracket.choose()
 
 
 def stage_shares(ratio: float, stages: int) -> list[float]:
