@@ -238,29 +238,20 @@ class LevelProbe(Observer):
         return {"level_gains": self.gains(), "level_costs": self.costs()}
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        energies = {
-            name: {factor: copy(both) for factor, both in by_factor.items()}
-            for name, by_factor in self._energies.items()
-        }
-        return {"steps": self._steps, "energies": energies}
+        return {"steps": self._steps, "energies": _table(self._energies, lambda _, both: copy(both))}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
         self._steps = state["steps"]
-        self._energies = {
-            name: {factor: place(both, name) for factor, both in by_factor.items()}
-            for name, by_factor in state["energies"].items()
-        }
+        self._energies = _table(state["energies"], lambda name, both: place(both, name))
 
     def gains(self) -> dict[str, dict[float, float]]:
         """By tensor name and factor; NaN for a tensor of zeros, which has no gain. Waits for the device."""
-        sums = {
-            name: {factor: arrays_for(both).to_list(both) for factor, both in by_factor.items()}
-            for name, by_factor in self._energies.items()
-        }
-        return {
-            name: {factor: error_gain(*both) if both[0] else math.nan for factor, both in by_factor.items()}
-            for name, by_factor in sums.items()
-        }
+
+        def gain(_: str, both: Array) -> float:
+            energy, lost = arrays_for(both).to_list(both)
+            return error_gain(energy, lost) if energy else math.nan
+
+        return _table(self._energies, gain)
 
     def clear(self) -> None:
         self._steps = 0
@@ -277,3 +268,8 @@ class LevelProbe(Observer):
             }
             for name in self._names
         }
+
+
+def _table(values: Mapping[str, Mapping[float, Array]], function: Callable[[str, Array], Any]) -> Any:
+    """By tensor name and factor, what a function makes of the name and the array that stands there."""
+    return {name: {factor: function(name, one) for factor, one in row.items()} for name, row in values.items()}

@@ -115,11 +115,9 @@ def _begin(path: Path, start: Start) -> tuple[Policy[Any], Any]:
     try:
         policy = parse_policy(start.policy)
         if not isinstance(policy, Policy):
-            raise DecisionLogError(f"{path}, line {start.line}: {start.policy!r} is a schedule, which decides nothing")
+            raise ValueError(f"{start.policy!r} is a schedule, which decides nothing")
         state = policy.from_json(with_numbers(start.state))
         policy.decision(state)
-    except DecisionLogError:
-        raise
     except _REFUSALS as error:
         raise DecisionLogError(f"{path}, line {start.line}: {error}") from None
     return policy, state

@@ -31,37 +31,36 @@ class RunLog:
 
     def start(self, plans: Plans) -> None:
         """Writes down where a run begins or is resumed."""
-        if self._log is not None:
-            engine, policy, state = plans.engine, self._channel.policy, self._channel.latest
-            self._write(
-                self._log.start,
-                step=self._progress.step,
-                epoch=self._progress.epoch_or_none,
-                policy=str(policy),
-                compressor=str(engine.compressor),
-                tensors={name: engine.tensors[name].shape for name in plans.names},
-                steps_per_epoch=self._progress.steps_per_epoch,
-                ranks=engine.communicator.world_size,
-                state=policy.to_json(state),
-                decision=policy.decision(state).to_json(),
-            )
+        engine, policy = plans.engine, self._channel.policy
+        self._write(
+            DecisionLog.start,
+            policy.decision(self._channel.latest),
+            step=self._progress.step,
+            epoch=self._progress.epoch_or_none,
+            policy=str(policy),
+            compressor=str(engine.compressor),
+            tensors={name: engine.tensors[name].shape for name in plans.names},
+            steps_per_epoch=self._progress.steps_per_epoch,
+            ranks=engine.communicator.world_size,
+        )
 
     def decision(self, statistics: Statistics, decision: Decision) -> None:
         """Writes down a decision for the step that comes next or is under way."""
-        if self._log is not None:
-            self._write(
-                self._log.decision,
-                step=statistics.step,
-                epoch=statistics.epoch,
-                from_step=self._progress.step,
-                statistics=statistics,
-                state=self._channel.policy.to_json(self._channel.latest),
-                decision=decision.to_json(),
-            )
+        self._write(
+            DecisionLog.decision,
+            decision,
+            step=statistics.step,
+            epoch=statistics.epoch,
+            from_step=self._progress.step,
+            statistics=statistics,
+        )
 
-    def _write(self, write: Callable[..., None], **record: Any) -> None:
+    def _write(self, write: Callable[..., None], decision: Decision, **record: Any) -> None:
+        if self._log is None:
+            return
+        state = self._channel.policy.to_json(self._channel.latest)
         try:
-            write(**record)
+            write(self._log, state=state, decision=decision.to_json(), **record)
         except ConfigurationError as error:
             warnings.warn(f"decisions are no longer logged: {error}", stacklevel=3)
             self._log = None

@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import (
-    AccumulatedGradientPolicy,
-    Policy,
-    State,
-    is_number,
-)
+from hvdcomp.policies.base import AccumulatedGradientPolicy, Policy, State, is_number
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled

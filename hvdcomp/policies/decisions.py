@@ -54,11 +54,13 @@ class Decision:
         kind: the word for it in JSON.
         sets_batch_size: whether it is about the batch size, beside or instead of compression.
         uses_factors: whether it may ask for any level that a compression factor leads to.
+        shown: its attributes that a report shows under the same names.
     """
 
     kind: ClassVar[str]
     sets_batch_size: ClassVar[bool] = False
     uses_factors: ClassVar[bool] = False
+    shown: ClassVar[tuple[str, ...]] = ()
 
     def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
         """The plan that it asks for."""
@@ -106,7 +108,8 @@ class Decision:
             LookupError, TypeError, ValueError, AttributeError: if the state is not of a policy that decides so.
         """
         critical = state.get("critical")
-        return {"critical": sum(map(bool, critical.values())) / len(critical)} if critical else {}
+        share = {"critical": sum(map(bool, critical.values())) / len(critical)} if critical else {}
+        return {**share, **{name: getattr(self, name) for name in self.shown}}
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,10 @@ class Levels(Decision):
     levels: Mapping[str, Level | None]
 
     kind: ClassVar[str] = "levels"
+    shown: ClassVar[tuple[str, ...]] = ("levels",)
 
     def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
         return plans.at_levels(self.levels)
-
-    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        return {**super().row(state, tensors), "levels": self.levels}
 
 
 @dataclass(frozen=True)
@@ -132,12 +133,10 @@ class Factors(Decision):
 
     kind: ClassVar[str] = "factors"
     uses_factors: ClassVar[bool] = True
+    shown: ClassVar[tuple[str, ...]] = ("factors",)
 
     def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
         return plans.at_factors(self.factors)
-
-    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        return {**super().row(state, tensors), "factors": self.factors}
 
 
 @dataclass(frozen=True)
@@ -156,6 +155,7 @@ class MultiLevel(Decision):
 
     kind: ClassVar[str] = "multilevel"
     uses_factors: ClassVar[bool] = True
+    shown: ClassVar[tuple[str, ...]] = ("minimum", "candidate", "sent")
 
     @property
     def sent(self) -> float | None:
@@ -176,8 +176,7 @@ class MultiLevel(Decision):
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
         by_factor = {key: {float(cf): value for cf, value in state[key].items()} for key in ("gains", "throughput")}
-        own = {"minimum": self.minimum, "candidate": self.candidate, "sent": self.sent}
-        return {**super().row(state, tensors), **own, **by_factor}
+        return {**super().row(state, tensors), **by_factor}
 
 
 @dataclass(frozen=True)
@@ -194,12 +193,10 @@ class BatchSize(Decision):
 
     kind: ClassVar[str] = "batch_size"
     sets_batch_size: ClassVar[bool] = True
+    shown: ClassVar[tuple[str, ...]] = ("accumulation",)
 
     def batch(self) -> BatchSize:
         return self
-
-    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        return {**super().row(state, tensors), "accumulation": self.accumulation}
 
 
 @dataclass(frozen=True)
