@@ -18,6 +18,7 @@ SETTLING = 2
 names and sizes of what it exchanges anew."""
 
 LEAST = 2  # steps to judge a candidate by
+_CLOCK_S = 1e-9  # no clock tells less: a step time below that is an error of the clock, and does not count
 DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
 _PRIOR = 2  # steps that a prediction weighs as much as, with DOUBT as its standard error
 _AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
@@ -140,7 +141,7 @@ class AutoState:
 
     def with_times(self, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
         """The state with the times in its accounts, and those times that say how long the chosen candidate takes."""
-        known = [(number, time) for number, time in enumerate(times, step - len(times)) if 0 < time < math.inf]
+        known = [(number, time) for number, time in enumerate(times, step - len(times)) if _CLOCK_S <= time < math.inf]
         settled = self.since + SETTLING
         trying, latest = self.trial.trying, self.trial.latest
         others = [name for name in self.measured if not (trying and name == self.chosen)]
