@@ -109,7 +109,7 @@ class Compression:
         self._framework, self._parameters = frameworks.of_arguments(
             {"named_parameters": named_parameters, "variables": variables}, optimizer
         )
-        for framework in frameworks.candidates(self._framework).values():
+        for framework in frameworks.named_or_all(self._framework).values():
             framework.check_making()
         self._optimizer = optimizer
         self._process_set = process_set
@@ -243,7 +243,7 @@ class Compression:
         return self.__dict__ | {"_parameters": None}
 
     def __hash__(self) -> int:
-        for framework in frameworks.candidates(self._framework).values():
+        for framework in frameworks.named_or_all(self._framework).values():
             framework.check_wrapping()
         return object.__hash__(self)
 

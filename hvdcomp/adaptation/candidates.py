@@ -151,10 +151,11 @@ class _Model:
     def _worthwhile(self) -> list[_Tensor]:
         """The compressed tensors, those first that save most bytes for their time to encode."""
         found = []
+        uncompressed = self._plans.with_methods({}, "none")
         for name, compressor in self._own.items():
             tensor = self.engine.tensors[name]
             if compressor.wire_dtype(tensor.dtype) is None:
-                dense = self._plans.with_methods({}, "none")[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
+                dense = uncompressed[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
                 saved = dense - compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
                 found.append(_Tensor(name, tensor.size + _STARTING, saved))
         return sorted(found, key=lambda one: (-one.saved / one.weight, one.name))

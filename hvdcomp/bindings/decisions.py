@@ -47,11 +47,11 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
 
 def _candidates(policy: Policy, training: Training, errors: dict[str, str]) -> Candidates | None:
     """What rank 0's policy has to choose from, if it asks for candidates."""
+    if Statistic.CANDIDATES not in policy.first_request.ever:
+        return None
     from hvdcomp.adaptation.candidates import candidates_of
     from hvdcomp.perfmodel import CalibrationError
 
-    if Statistic.CANDIDATES not in policy.first_request.ever:
-        return None
     assert isinstance(policy, Calibrated), f"{policy} asks for candidates, but names no calibration"
     try:
         model, batch = policy.model or None, policy.batch or None

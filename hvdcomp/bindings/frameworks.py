@@ -75,7 +75,7 @@ def framework_named(name: str) -> Framework:
     return cast(Framework, import_module(f"hvdcomp.{name}.framework"))
 
 
-def candidates(name: str | None) -> dict[str, Framework]:
+def named_or_all(name: str | None) -> dict[str, Framework]:
     """By name, the framework of this name; all of them where it is None, because that is not known yet."""
     return {one: framework_named(one) for one in (NAMES if name is None else (name,))}
 
@@ -93,7 +93,7 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any) -> tuple[str | N
     Raises:
         ConfigurationError: if they are of two frameworks, or if they cannot be used.
     """
-    every = candidates(None)
+    every = named_or_all(None)
     given = {argument: value for argument, value in parameters.items() if value is not None}
     if len(given) > 1:
         examples = " or ".join(f"{one.EXAMPLE} ({one.TITLE})" for one in every.values())
@@ -112,7 +112,7 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any) -> tuple[str | N
 
 
 def _parameters_of(framework: Framework, given: Any) -> Any:
-    every = candidates(None).values()
+    every = named_or_all(None).values()
     # A model, which can be called. One of Keras that is not built fails when it is asked for its variables.
     if any(one.is_model(given) for one in every):
         examples = " or ".join(one.EXAMPLE for one in every)
@@ -131,10 +131,10 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
     Raises:
         ConfigurationError: if it is of none, or not of the expected one.
     """
-    for name, framework in candidates(expected).items():
+    for name, framework in named_or_all(expected).items():
         if framework.owns_gradient(gradient):
             return name
-    uses = [f"{one.TITLE} (horovod.{name}, {one.ARGUMENT}=...)" for name, one in candidates(None).items()]
+    uses = [f"{one.TITLE} (horovod.{name}, {one.ARGUMENT}=...)" for name, one in named_or_all(None).items()]
     raise ConfigurationError(
         f"hvdcomp.Compression was given a {type(gradient).__module__}.{type(gradient).__qualname__}; it works with "
         f"{' and '.join(uses)}{f', and was made for {expected}' if expected else ''}"
@@ -143,7 +143,7 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
 
 def of_optimizer(optimizer: Any) -> str | None:
     """Which framework an optimizer is of; None if that is not known."""
-    return next((name for name, framework in candidates(None).items() if framework.owns_optimizer(optimizer)), None)
+    return next((name for name, framework in named_or_all(None).items() if framework.owns_optimizer(optimizer)), None)
 
 
 def left_as_written(function: Function) -> Function:

@@ -35,7 +35,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
     Raises:
         ValueError: the value is not of that type, or the dataclass refuses it.
     """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin, inner = _parts(kind)
     if kind is Any:
         return value
     if origin in (typing.Union, types.UnionType):
@@ -78,18 +78,28 @@ def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | N
     if not isinstance(value, Mapping):
         raise ValueError(f"{where}: {shortened(value)} must be an object")
     hints = type_hints(kind)
-    needed = {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    for word, names in (("lacks", needed - value.keys()), ("has an unknown", value.keys() - hints.keys())):
+    for word, names in (("lacks", _needed(kind) - value.keys()), ("has an unknown", value.keys() - hints.keys())):
         if names:
             raise ValueError(f"{where} {word} {', '.join(sorted(names))}")
     return kind(**{name: typed(hints[name], item, name, texts) for name, item in value.items()})
 
 
-type_hints = functools.cache(typing.get_type_hints)  # resolving them takes longer than all else
+# A policy's state is read in every decision, and what follows from a type alone takes longer than all else.
+type_hints = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
+
+
+@functools.cache
+def _needed(kind: Any) -> frozenset[str]:
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
 
 
 def _number(text: str, where: str) -> float | int:
