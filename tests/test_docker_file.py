@@ -82,7 +82,7 @@ def test_a_build_sees_what_a_package_is_made_of_and_nothing_else() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
     seen = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert seen == {"constraints.txt", "pyproject.toml", "README.md", "LICENSE", "hvdcomp"}
+    assert seen == {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE", "hvdcomp"}
     assert all((ROOT / name).exists() for name in seen)
 
 

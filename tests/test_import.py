@@ -77,7 +77,7 @@ def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) ->
     source = tmp_path / "source"  # a copy, because building leaves files behind
     source.mkdir()
     shutil.copytree(ROOT / "hvdcomp", source / "hvdcomp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"

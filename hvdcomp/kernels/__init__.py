@@ -1,0 +1,186 @@
+"""Kernels in C for the arithmetic of a step on the CPU, in one shared object that serves every framework.
+
+The object is built when hvdcomp is installed, if there is a C compiler (`build.py`); where there is none, NumPy or the
+framework does the same work, slower. It is loaded at the first use, not at import.
+
+The environment may say otherwise:
+
+- `HVDCOMP_KERNELS`: `plain`, `avx2` or `avx512` forces an instruction set; `off` uses no kernels.
+- `HVDCOMP_KERNELS_LIBRARY`: the path of another shared object.
+- `HVDCOMP_THREADS`: how many threads work in a kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.kernels import signatures
+
+__all__ = [
+    "INSTRUCTION_SETS",
+    "available",
+    "instruction_set",
+    "instruction_sets",
+    "library",
+    "reset",
+    "threads",
+    "use",
+    "why_not",
+]
+
+INSTRUCTION_SETS = ("plain", "avx2", "avx512")
+_BUILD = "python -m hvdcomp.kernels.build"
+_LACKING = {1: "the shared object was not built for it", 2: "this CPU lacks its instructions"}
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    releasing: ctypes.CDLL | None = None
+    holding: ctypes.PyDLL | None = None
+    why_not: str = ""
+
+
+def library(*, release: bool = True) -> ctypes.CDLL | None:
+    """The shared object, or None where there are no kernels.
+
+    Its functions are those of `src/hvdcomp.h` and `src/kernels.def`, with their types declared.
+
+    Args:
+        release: whether a call lets other Python threads run. A busy one may then keep this thread waiting for 5 ms
+            after each call; without, calls of less than a millisecond are quickest.
+
+    Raises:
+        ConfigurationError: for a value of `HVDCOMP_KERNELS` that is unknown or that cannot be used here.
+
+    Example:
+        >>> from hvdcomp import kernels
+        >>> kernels.library() is not None or kernels.why_not() != ""
+        True
+    """
+    loaded = _loaded()
+    return loaded.releasing if release else loaded.holding
+
+
+def available() -> bool:
+    """Whether there are kernels."""
+    return library() is not None
+
+
+def why_not() -> str:
+    """Why there are no kernels, with the way out; empty where there are some."""
+    return _loaded().why_not
+
+
+def instruction_set() -> str | None:
+    """The instruction set in use, of `INSTRUCTION_SETS`; None without kernels."""
+    loaded = library()
+    return None if loaded is None else loaded.hvd_instruction_set().decode()
+
+
+def instruction_sets() -> list[str]:
+    """Those that the shared object was built for and this CPU has; none without kernels."""
+    before = instruction_set()
+    if before is None:
+        return []
+    usable = [name for name in INSTRUCTION_SETS if _use(name) == 0]
+    use(before)
+    return usable
+
+
+def use(name: str) -> None:
+    """Calls the kernels of another instruction set from now on; results are the same, bit for bit.
+
+    Raises:
+        ConfigurationError: if it is unknown, or cannot be used here.
+    """
+    if name not in INSTRUCTION_SETS:
+        raise ConfigurationError(f"{name!r} is no instruction set of hvdcomp's kernels: {', '.join(INSTRUCTION_SETS)}")
+    if not available():
+        raise ConfigurationError(f"the instruction set {name} cannot be used: {why_not()}")
+    failed = _use(name)
+    if failed:
+        raise ConfigurationError(
+            f"the instruction set {name} cannot be used: {_LACKING[failed]}; usable: {', '.join(instruction_sets())}"
+        )
+
+
+def _use(name: str) -> int:
+    loaded = library()
+    return 1 if loaded is None else int(loaded.hvd_use_instruction_set(name.encode()))
+
+
+def threads() -> int:
+    """How many threads are to work in a kernel: as many as the framework uses.
+
+    `HVDCOMP_THREADS`, if set; else PyTorch's number, where it was imported; else the first number of `OMP_NUM_THREADS`;
+    else the number of CPUs that this process may run on. Results do not depend on it.
+
+    Raises:
+        ConfigurationError: if `HVDCOMP_THREADS` is no positive number.
+    """
+    chosen = os.environ.get("HVDCOMP_THREADS", "")
+    if chosen:
+        if not chosen.isdecimal() or int(chosen) == 0:
+            raise ConfigurationError(f"HVDCOMP_THREADS={chosen!r} is no number of threads: give 1 or more, or unset it")
+        return int(chosen)
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "get_num_threads"):
+        return int(torch.get_num_threads())
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else len(os.sched_getaffinity(0))
+
+
+def reset() -> None:
+    """Forgets what was loaded; the next use reads the environment again. For tests."""
+    _loaded.cache_clear()
+
+
+@functools.cache
+def _loaded() -> _Loaded:
+    wanted = os.environ.get("HVDCOMP_KERNELS", "")
+    if wanted not in ("", "off", *INSTRUCTION_SETS):
+        raise ConfigurationError(
+            f"HVDCOMP_KERNELS={wanted!r} is unknown: allowed are {', '.join(INSTRUCTION_SETS)}, which force an "
+            "instruction set, and off, which uses no kernels; unset it for the best of this CPU"
+        )
+    if wanted == "off":
+        return _Loaded(why_not="HVDCOMP_KERNELS=off is in the environment; unset it")
+    loaded = _load(Path(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or Path(__file__).parent / "_native.so"))
+    if not wanted:
+        return loaded
+    if loaded.releasing is None:
+        raise ConfigurationError(f"HVDCOMP_KERNELS={wanted} asks for kernels: {loaded.why_not}")
+    failed = int(loaded.releasing.hvd_use_instruction_set(wanted.encode()))
+    if failed:
+        raise ConfigurationError(f"HVDCOMP_KERNELS={wanted}: {_LACKING[failed]}; unset it for the best of this CPU")
+    return loaded
+
+
+def _load(path: Path) -> _Loaded:
+    """Loads a shared object twice, with and without the interpreter's lock, if it fits these sources."""
+    from hvdcomp.kernels import build  # not at the top, because it can be run as a program
+
+    if not path.is_file():
+        reason = path.with_name(build.FAILURE)
+        said = reason.read_text().strip() if reason.is_file() else f"there is no {path}"
+        return _Loaded(why_not=f"{said}; with a C compiler (apt-get install gcc): {_BUILD}")
+    try:
+        releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        for one in (releasing, holding):
+            signatures.declare(one)
+        fits = releasing.hvd_abi_version() == signatures.ABI_VERSION
+        fits = fits and releasing.hvd_sources().decode() == build.digest()
+    except OSError as error:
+        return _Loaded(why_not=f"{path} cannot be loaded ({error}); build it for this machine: {_BUILD}")
+    except AttributeError:  # a function that is not there
+        fits = False
+    if not fits:
+        return _Loaded(why_not=f"{path} was built from other sources; build it again: {_BUILD}")
+    return _Loaded(releasing, holding)

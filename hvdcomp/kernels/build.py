@@ -1,0 +1,181 @@
+"""Compiles the kernels in `src/` to one shared object, `_native.so`, beside this file or in a given folder.
+
+Needs nothing but the standard library: `setup.py` runs it where hvdcomp and NumPy cannot be imported. By hand:
+
+    python -m hvdcomp.kernels.build
+
+Files `isa_*.c` are compiled once for each instruction set, the others once. The compiler is $CC, cc, gcc or clang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "src"
+LIBRARY = "_native.so"
+FAILURE = "_native.log"  # why there is no library
+
+# No -ffast-math: it would let the compiler assume that nothing is infinite or NaN, and change the order of sums.
+FLAGS = (
+    *("-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"),
+    *("-fPIC", "-fvisibility=hidden", "-pthread"),
+)
+FAST, SANITIZED = ("-O3",), ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# The workers of parallel.c run code of the object, which therefore is never unloaded.
+LINK = ("-shared", "-pthread", "-Wl,-z,nodelete", "-lm")
+AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
+X86: dict[str, tuple[str, ...]] = {"plain": (), "avx2": AVX2, "avx512": AVX512}
+OTHERS: dict[str, tuple[str, ...]] = {"plain": ()}
+SECONDS = 120  # at most for one file; all together take about 5
+
+
+class CompilationError(RuntimeError):
+    """There is no compiler, or it failed; the message has its first lines."""
+
+
+def digest() -> str:
+    """Of all that the object is made from: the sources and this file. The object holds it (`hvd_sources`)."""
+    total = hashlib.sha256()
+    for path in [*sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h", ".def")), Path(__file__)]:
+        total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def find_compiler() -> list[str]:
+    """The command of a C compiler.
+
+    Raises:
+        CompilationError: if there is none, or $CC names one that there is not.
+    """
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen:
+        if shutil.which(chosen[0]) is None:
+            raise CompilationError(f"the compiler of $CC is not there: {chosen[0]}")
+        return chosen
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name) is not None:
+            return [name]
+    raise CompilationError("no C compiler found ($CC, cc, gcc, clang)")
+
+
+def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
+    """Compiles all sources, several at a time, and links them.
+
+    Args:
+        folder: for the shared object; one that is there is replaced in one step.
+        sanitize: look for wrong addresses and undefined behaviour while it runs; it is slow then. A program that loads
+            the object must have been started with `LD_PRELOAD` of the compiler's `libasan.so`.
+
+    Returns:
+        The path of the shared object.
+
+    Raises:
+        CompilationError: with what the compiler said.
+    """
+    compiler = find_compiler()
+    x86 = _run([*compiler, "-dumpmachine"]).startswith("x86_64")
+    flags = [*FLAGS, *(SANITIZED if sanitize else FAST), f'-DHVD_SOURCES="{digest()}"', *(["-DHVD_X86"] if x86 else [])]
+    with tempfile.TemporaryDirectory(prefix="hvdcomp-kernels-") as name:
+        objects = Path(name)
+        jobs = list(_compilations(X86 if x86 else OTHERS, objects))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda job: _run([*compiler, *flags, *job]), jobs))
+        linked = objects / LIBRARY
+        sanitizers = SANITIZED if sanitize else ()
+        _run([*compiler, *sanitizers, *(job[-1] for job in jobs), *LINK, "-o", str(linked)])
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = folder / f".{LIBRARY}.{os.getpid()}"
+        shutil.copyfile(linked, beside)
+    os.replace(beside, folder / LIBRARY)
+    (folder / FAILURE).unlink(missing_ok=True)
+    return folder / LIBRARY
+
+
+def _compilations(instruction_sets: dict[str, tuple[str, ...]], objects: Path) -> Iterator[list[str]]:
+    """The compiler's arguments for each object file; the last one is its path. What takes longest comes first."""
+    for source in sorted(SOURCES.glob("*.c"), key=lambda path: (-path.stat().st_size, path.name)):
+        if not source.name.startswith("isa_"):
+            yield ["-c", str(source), "-o", str(objects / f"{source.stem}.o")]
+            continue
+        for name, flags in instruction_sets.items():
+            yield [f"-DHVD_ISA={name}", *flags, "-c", str(source), "-o", str(objects / f"{source.stem}-{name}.o")]
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompilationError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode != 0:
+        lines = done.stdout.strip().splitlines()[:20]
+        raise CompilationError("\n".join([f"{shlex.join(command)} ended with status {done.returncode}", *lines]))
+    if "warning:" in done.stdout:
+        sys.stderr.write(done.stdout)
+    return done.stdout
+
+
+def build_or_say_why(folder: Path) -> Path | None:
+    """`build`; if it fails, says why here and in a file that `hvdcomp doctor` reads, and leaves no shared object."""
+    try:
+        return build(folder)
+    except (CompilationError, OSError) as error:
+        print(f"hvdcomp's kernels were not compiled; NumPy does their work, slowly. {error}", file=sys.stderr)
+        (folder / LIBRARY).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FAILURE).write_text(f"{error}\n")
+        return None
+
+
+def is_current(folder: Path = HERE) -> bool:
+    """Whether the shared object in a folder was made from these sources."""
+    library = folder / LIBRARY
+    return library.is_file() and digest().encode() in library.read_bytes()
+
+
+def platform_tag(library: Path, otherwise: str) -> str:
+    """The platform part of a wheel's name: `manylinux_2_X_<machine>`, with the newest glibc that the object needs.
+
+    Args:
+        library: whose symbols name the versions of glibc that they need.
+        otherwise: for an object that needs no glibc, such as one for musl.
+    """
+    versions = [int(number) for number in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())]
+    machine = otherwise.partition("_")[2]
+    return f"manylinux_2_{max(versions)}_{machine}" if versions else otherwise
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m hvdcomp.kernels.build", description="Compile hvdcomp's kernels.")
+    parser.add_argument("--output", type=Path, default=HERE, help="folder for the shared object; default: the package")
+    parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour sanitizers")
+    parser.add_argument("--if-changed", action="store_true", help="only if the sources differ from the object's")
+    chosen = parser.parse_args()
+    if chosen.if_changed and is_current(chosen.output):
+        return 0
+    if not chosen.sanitize:
+        return 0 if build_or_say_why(chosen.output) else 1
+    try:
+        build(chosen.output, sanitize=True)
+    except CompilationError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

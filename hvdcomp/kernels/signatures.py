@@ -1,0 +1,54 @@
+"""The functions of the shared object as ctypes sees them, read from the list that the C compiler reads."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ABI_VERSION = 1  # of src/hvdcomp.h
+
+_LIST = Path(__file__).parent / "src" / "kernels.def"
+_KERNEL = re.compile(r"HVD_KERNEL\(\s*(\w+),\s*(\w+),\s*\(([^()]*)\),\s*\(([^()]*)\)\s*\)")
+_TYPES: dict[str, Any] = {
+    "void": None,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "uint32_t": ctypes.c_uint32,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+_OWN: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "hvd_abi_version": (ctypes.c_int32, ()),
+    "hvd_sources": (ctypes.c_char_p, ()),
+    "hvd_instruction_set": (ctypes.c_char_p, ()),
+    "hvd_use_instruction_set": (ctypes.c_int32, (ctypes.c_char_p,)),
+}
+
+
+@cache
+def signatures() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Each exported function's type of result and of arguments; every pointer is `c_void_p`."""
+    text = re.sub(r"/\*.*?\*/", "", _LIST.read_text(), flags=re.DOTALL)
+    found = _KERNEL.findall(text)
+    if len(found) != text.count("HVD_KERNEL"):
+        raise ValueError(f"{_LIST} has a line that is not HVD_KERNEL(type, name, (parameters), (names))")
+    kernels = {
+        f"hvd_{name}": (_TYPES[result], tuple(_argument(one) for one in parameters.split(",")))
+        for result, name, parameters, _ in found
+    }
+    return {**_OWN, **kernels}
+
+
+def _argument(parameter: str) -> Any:
+    return ctypes.c_void_p if "*" in parameter else _TYPES[parameter.split()[0]]
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tells ctypes what each function of the object takes and returns."""
+    for name, (result, arguments) in signatures().items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -1,0 +1,124 @@
+#include "parallel.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+#define MOST_WORKERS 255
+/* How often a thread looks before it sleeps: some tens of microseconds, about what it takes to wake one. */
+#define LOOKS 1000
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Held by the thread whose job the workers do. */
+static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
+
+/* The job. `lock` guards all of it but the two counters that are atomic. */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t job_is_there = PTHREAD_COND_INITIALIZER, job_is_done = PTHREAD_COND_INITIALIZER;
+static void (*job_work)(void *context, int64_t task);
+static void *job_context;
+static int64_t job_tasks;
+static _Atomic int64_t next_task;
+static int places; /* how many more workers may take part */
+static _Atomic int taking_part;
+static _Atomic uint64_t job_number;
+static int workers;
+
+static void take_tasks(void (*work)(void *context, int64_t task), void *context, int64_t tasks) {
+    int64_t task;
+    while ((task = atomic_fetch_add_explicit(&next_task, 1, memory_order_relaxed)) < tasks) work(context, task);
+}
+
+/* A worker's life. `seen` is the number of the last job that it knows of. */
+static void *serve(void *first) {
+    uint64_t seen = (uint64_t)(uintptr_t)first;
+    for (;;) {
+        for (int look = 0; look < LOOKS && atomic_load_explicit(&job_number, memory_order_relaxed) == seen; look++)
+            pause_briefly();
+        pthread_mutex_lock(&lock);
+        while (atomic_load_explicit(&job_number, memory_order_relaxed) == seen)
+            pthread_cond_wait(&job_is_there, &lock);
+        seen = atomic_load_explicit(&job_number, memory_order_relaxed);
+        if (places > 0) {
+            places--;
+            atomic_fetch_add(&taking_part, 1);
+            void (*work)(void *context, int64_t task) = job_work;
+            void *context = job_context;
+            int64_t tasks = job_tasks;
+            pthread_mutex_unlock(&lock);
+            take_tasks(work, context, tasks);
+            pthread_mutex_lock(&lock);
+            if (atomic_fetch_sub(&taking_part, 1) == 1) pthread_cond_signal(&job_is_done);
+        }
+        pthread_mutex_unlock(&lock);
+    }
+    return NULL;
+}
+
+/* Starts workers up to a number, with `lock` held. Signals are left to the process's own threads. If the system gives
+ * no more threads, those that there are do the work. */
+static void have_workers(int wanted) {
+    if (workers >= wanted) return;
+    sigset_t all, before;
+    pthread_attr_t detached;
+    sigfillset(&all);
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (; workers < wanted; workers++) {
+        pthread_t thread;
+        void *seen = (void *)(uintptr_t)atomic_load_explicit(&job_number, memory_order_relaxed);
+        if (pthread_create(&thread, &detached, serve, seen) != 0) break;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&detached);
+}
+
+/* Fork copies the calling thread alone: the child has no workers, whatever the parent was in the middle of. */
+static void start_anew(void) {
+    static const pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    static const pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
+    in_use = lock = mutex;
+    job_is_there = job_is_done = condition;
+    places = workers = 0;
+    atomic_store(&taking_part, 0);
+}
+
+__attribute__((constructor)) static void be_told_of_forks(void) { pthread_atfork(NULL, NULL, start_anew); }
+
+void hvd_parallel(int32_t threads, int64_t tasks, void (*work)(void *context, int64_t task), void *context) {
+    int64_t helpers = (threads < tasks ? threads : tasks) - 1;
+    if (helpers > MOST_WORKERS) helpers = MOST_WORKERS;
+    if (helpers <= 0 || pthread_mutex_trylock(&in_use) != 0) {
+        for (int64_t task = 0; task < tasks; task++) work(context, task);
+        return;
+    }
+    pthread_mutex_lock(&lock);
+    have_workers((int)helpers);
+    job_work = work;
+    job_context = context;
+    job_tasks = tasks;
+    places = (int)helpers;
+    atomic_store_explicit(&next_task, 0, memory_order_relaxed);
+    atomic_fetch_add(&job_number, 1);
+    pthread_cond_broadcast(&job_is_there);
+    pthread_mutex_unlock(&lock);
+
+    take_tasks(work, context, tasks);
+
+    for (int look = 0; look < LOOKS && atomic_load_explicit(&taking_part, memory_order_relaxed) > 0; look++)
+        pause_briefly();
+    pthread_mutex_lock(&lock);
+    places = 0; /* who wakes only now finds nothing to do */
+    while (atomic_load(&taking_part) > 0) pthread_cond_wait(&job_is_done, &lock);
+    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&in_use);
+}
