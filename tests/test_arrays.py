@@ -76,8 +76,12 @@ def functions_of(module: ModuleType) -> dict[str, list[str]]:
 
 
 def test_all_backends_define_the_same_functions_and_numpy_documents_them() -> None:
+    expected = functions_of(numpy_arrays)
     for backend in INSTALLED:
-        assert functions_of(arrays_for(make(backend, [0.0]))) == functions_of(numpy_arrays), backend
+        # TensorFlow's tensors cannot be written to, so that `hosted` takes none of them, and no bucket asks for more.
+        left_out = {"to_numpy", "split_like", "like_originals"} if backend == "tensorflow" else set()
+        found = functions_of(arrays_for(make(backend, [0.0])))
+        assert found == {name: what for name, what in expected.items() if name not in left_out}, backend
     for name in functions_of(numpy_arrays):
         assert getattr(numpy_arrays, name).__doc__, name
 

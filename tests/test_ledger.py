@@ -12,7 +12,7 @@ from tests.harness import BACKENDS, infos, make, run_engines
 
 def step(number: int, **tensors: int) -> StepCost:
     costs = {name: Cost(bytes_sent=size, dense_bytes=10 * size, floats_sent=size / 4) for name, size in tensors.items()}
-    result = StepCost(step=number, tensors=costs, bytes_sent=8)
+    result = StepCost(step=number, parts=tuple({name: cost} for name, cost in costs.items()), bytes_sent=8)
     for cost in costs.values():
         result.add(cost)
     return result
@@ -51,7 +51,7 @@ def test_times_are_shared_out_by_bytes() -> None:
     cost = step(0, a=60, b=32)
 
     def settle() -> bool:
-        ledger.enter_times(cost, {"a": 1.0, "b": 2.0}, 10.0, {"a": 0.25, "b": 0.5})
+        ledger.enter_times(cost, [(1.0, 0.25), (2.0, 0.5)], 10.0)
         return True
 
     ledger.record(cost, settle)
@@ -73,7 +73,7 @@ def test_steps_whose_times_are_not_known_yet_are_settled_later_and_in_order() ->
             asked.append(number)
             if number not in passed:
                 return False
-            ledger.enter_times(costs[number], {"a": 1.0}, 1.0, {"a": 1.0})
+            ledger.enter_times(costs[number], [(1.0, 1.0)], 1.0)
             return True
 
         return settle

@@ -57,6 +57,31 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return x
 
 
+def to_numpy(x: Array) -> np.ndarray:
+    """An array on the host as a NumPy array that shares its storage."""
+    return x
+
+
+def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
+    """The arrays in row-major order, and the addresses of their first elements.
+
+    Returns:
+        The arrays themselves, or copies of those that lie otherwise; None if an array is not of float32, or not where
+        a NumPy array can share its storage.
+    """
+    if any(x.dtype != np.float32 for x in arrays):
+        return None
+    dense = [x if x.flags.c_contiguous else np.ascontiguousarray(x) for x in arrays]
+    return dense, [x.__array_interface__["data"][0] for x in dense]
+
+
+def split_like(arrays: Sequence[Array]) -> list[Array]:
+    """Fresh arrays, not filled, in the shapes and the type of the given ones, in one storage."""
+    ends = np.cumsum([x.size for x in arrays]).tolist()
+    flat = np.empty(ends[-1], arrays[0].dtype)
+    return [flat[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)]
+
+
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     """The vectors end to end, or the matrices one below the other (side by side for axis 1), in fresh storage."""
     return np.concatenate(arrays, axis)
@@ -302,6 +327,13 @@ def like_original(x: Array, original: Array) -> Array:
     result = np.empty_like(original)
     result[...] = x
     return result
+
+
+def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[Array]:
+    """`like_original` for each array."""
+    return [
+        x if x is original else like_original(x, original) for x, original in zip(arrays, originals, strict=True)
+    ]
 
 
 def mark(like: Array) -> float:

@@ -51,6 +51,23 @@ def from_numpy(x: np.ndarray, like: Array) -> Array:
     return torch.from_numpy(x).to(like.device, non_blocking=True)
 
 
+def to_numpy(x: Array) -> np.ndarray:
+    return x.detach().numpy()
+
+
+def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
+    if any(x.dtype is not torch.float32 or not x.is_cpu for x in arrays):
+        return None
+    dense = [x if x.is_contiguous() else x.contiguous() for x in arrays]
+    return dense, [x.data_ptr() for x in dense]
+
+
+def split_like(arrays: Sequence[Array]) -> list[Array]:
+    sizes = [x.numel() for x in arrays]
+    parts = torch.empty(sum(sizes), dtype=arrays[0].dtype).split(sizes)
+    return [part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]
+
+
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     return torch.cat(list(arrays), axis)
 
@@ -265,6 +282,13 @@ def like_original(x: Array, original: Array) -> Array:
     if x.stride() == original.stride():
         return x
     return torch.empty_like(original).copy_(x)
+
+
+def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[Array]:
+    return [
+        x if x is original or (original.is_contiguous() and x.dtype is original.dtype) else like_original(x, original)
+        for x, original in zip(arrays, originals, strict=True)
+    ]
 
 
 def mark(like: Array) -> Any:

@@ -130,7 +130,8 @@ class Binding(Training):
         """Runs the engine on the gradients of a step, and ends the step; returns the means by name."""
         if self.coordinator is not None:
             self.coordinator.before_exchange()
-        results = self.engine.step(gradients)
+        observed = self.coordinator is not None and self.coordinator.source == "local"
+        results = self.engine.step(gradients, in_place=not observed)
         self.observe("local", gradients, self.engine.found_inf)
         self.observe("aggregated", results, self.engine.found_inf)
         self.end_step()

@@ -7,12 +7,13 @@ passed in and returned as its state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import Payload, payloads_of
@@ -71,6 +72,7 @@ class Compressor(Described):
         nested: whether C, applied at a harder level to what C kept of x at a softer level, gives what C gives of x at
             the harder level. Such methods keep elements of x, and follow `Context.among`.
         period: after how many steps the sizes of what is sent repeat.
+        keeps_state: whether `prepare` and the outcome have arrays.
         reference: where the method is published.
     """
 
@@ -84,6 +86,7 @@ class Compressor(Described):
     sent_is_own: ClassVar[bool] = True
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1
+    keeps_state: ClassVar[bool] = False
     reference: ClassVar[str] = ""
 
     # What Horovod calls of a Compression.
@@ -98,6 +101,22 @@ class Compressor(Described):
             x: this rank's gradient plus what its memory adds; not to be changed.
             state: what `prepare` returned, with the arrays of the previous step's outcome.
             context: the tensor's name, the step, the seed, the rank and the number of ranks.
+        """
+        raise NotImplementedError
+
+    @property
+    def bucket_family(self) -> Hashable | None:
+        """What is the same for all compressors whose tensors can share a bucket; None without `aggregate_bucket`."""
+        if type(self).aggregate_bucket is Compressor.aggregate_bucket:
+            return None
+        fields = {name: value for name, value in vars(self).items() if name != self.level_name}
+        return type(self), tuple(fields.items())
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """Runs one step for all tensors of a bucket; what `aggregate` does for each, in compiled code.
+
+        A method does not need it. Where it is, `aggregate` remains the plain statement that it is held against, and
+        the way of tensors that no bucket takes.
         """
         raise NotImplementedError
 

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
+import numpy as np
+
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
 from hvdcomp.compressors.packing import average_decoded
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
 
@@ -24,6 +27,17 @@ class NoCompression(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         mean = yield AllReduce(xp.astype(x, self.wire_dtype(xp.dtype_name(x))))
         return Outcome(mean, x)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        if bucket.layout is None:
+            ends = np.cumsum(bucket.segments["size"])
+            bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
+            bucket.layout = Payload(int(ends[-1]), "float32")
+        wire = bucket.layout
+        bucket.found_inf = bucket.call("dense_encode", wire.with_room)
+        mean = yield AllReduce(wire.vector, with_room=wire.with_room)
+        found_inf = bucket.call("dense_decode", mean)
+        return BucketOutcome(found_inf, bucket.x, keeps_nothing=True)
 
     def wire_dtype(self, dtype: str) -> str:
         return allreduce_dtype(dtype)

@@ -15,10 +15,16 @@ from hvdcomp.arrays.types import Array, number_of_elements
 
 @dataclass(frozen=True)
 class AllReduce:
-    """Asks for the elementwise mean (or "sum", "max") over all ranks; answered with an array of the same shape."""
+    """Asks for the elementwise mean (or "sum", "max") over all ranks; answered with an array of the same shape.
+
+    Attributes:
+        with_room: for a vector alone: its storage, with eight bytes more at its end. What is said then is that nobody
+            else uses that storage, so that it may travel as it is, with the engine's flag at its end.
+    """
 
     array: Array
     op: str = "mean"
+    with_room: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,13 @@ class AllGather:
 
     The parts may differ in dtype (values, indices, scales); they travel packed in one byte buffer. Their shapes
     and dtypes must be the same on all ranks.
+
+    Attributes:
+        with_room: as of `AllReduce`, for a single part of bytes.
     """
 
     parts: tuple[Array, ...]
+    with_room: Array | None = None
 
 
 class SparseVector(NamedTuple):

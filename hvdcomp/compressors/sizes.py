@@ -38,14 +38,15 @@ class Payload(NamedTuple):
 @lru_cache(maxsize=1 << 14)  # every plan, step and prediction asks; a model has few different shapes
 def payloads_of(compressor: Sender, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
     """The collectives of one step for a tensor, in order; the mean of the steps of a period, where these differ."""
-    steps = [_payloads_of_step(compressor, shape, dtype, step) for step in range(compressor.period)]
+    steps = [payloads_of_step(compressor, shape, dtype, step) for step in range(compressor.period)]
     if len(steps) == 1:
         return steps[0]
     rounds = zip(*steps, strict=True)
     return tuple(each[0]._replace(bytes=sum(one.bytes for one in each) / len(each)) for each in rounds)
 
 
-def _payloads_of_step(compressor: Sender, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
+def payloads_of_step(compressor: Sender, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
+    """The collectives of one step of a period."""
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=1)  # sizes are the same on all ranks, whatever their number
     generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)

@@ -1,16 +1,16 @@
-"""The engine: steps the compressors of all tensors in lockstep, and keeps their state by parameter name.
+"""The engine: takes the gradients of each step through compression, and keeps what tensors need from step to step.
 
-Every round it collects one request from each tensor's generator, fuses them into few collectives and hands the
-answers back. It knows no framework (array functions come with the arrays), no compressor by name, and reaches other
-ranks only through a communicator. `plan` says which compressor each tensor gets, `tensor_step` what one tensor goes
-through, `fusion` what travels.
+It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
+through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
+`bucket_step` and `tensor_step` what a bucket or a tensor goes through, `lockstep` how all of them exchange, `fusion`
+what travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
-from typing import Any
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -19,9 +19,10 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
-from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, flag_request, found_inf_of
-from hvdcomp.exchange.fusion import communicate, request_bytes
-from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
+from hvdcomp.exchange.bucket_step import BucketStep
+from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.ledger import Ledger, Marks, Part, StepCost
+from hvdcomp.exchange.lockstep import run_in_lockstep
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.tensor_step import TensorState, TensorStep
 from hvdcomp.specs.levels import Level
@@ -44,6 +45,7 @@ class Engine:
         planner: chooses the compressor of each tensor.
         step_number: of the step that comes next, or is under way, from 0.
         states: of the tensors, by name.
+        buckets: says which tensors are compressed together.
         before_compress: called in each step with x of every tensor, by name, before they are compressed. It may look at
             them, may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some.
             A `SparseVector`, for a nested compressor, stands for nothing of x but the elements at its indices.
@@ -74,9 +76,11 @@ class Engine:
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
+        self.buckets = Buckets(self.tensors, self.states, self._memory_for)
         self.before_compress: BeforeCompress | None = None
         self.after_sent: AfterSent | None = None
         self.found_inf: Array | None = None
+        self._cost = StepCost()  # of the latest step, without overhead
 
     # Between two steps.
 
@@ -110,7 +114,7 @@ class Engine:
     @property
     def holds_residuals(self) -> bool:
         """Whether any tensor has a residual to be sent."""
-        return any(state.memory for state in self.states.values())
+        return any(state.holds for state in self.states.values())
 
     @property
     def passthrough(self) -> bool:
@@ -121,12 +125,12 @@ class Engine:
         """Enters, as a step of its own, what somebody else allreduced because `passthrough` held."""
         cost = self.planner.cost_of_casts(names)
         sums = (cost.bytes_sent, cost.dense_bytes, cost.floats_sent)
-        self.ledger.record(StepCost(*sums, step=self.step_number, tensors=cost.tensors))
+        self.ledger.record(StepCost(*sums, step=self.step_number, parts=cost.parts))
         self.step_number += 1
 
     # A step.
 
-    def step(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
+    def step(self, gradients: Mapping[str, Array], in_place: bool = False) -> dict[str, Array]:
         """Aggregates the gradients of one step.
 
         If any gradient of any rank holds an inf or NaN, or overflows when its residual is added, when it is cast to
@@ -135,7 +139,9 @@ class Engine:
         were.
 
         Args:
-            gradients: by name; the same names on all ranks. They are not changed.
+            gradients: by name; the same names on all ranks.
+            in_place: whether results may take the place of the gradients, as in Horovod's own allreduce: fresh memory
+                costs as much time as a copy. Otherwise gradients are not changed.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -145,78 +151,100 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
+        buckets, tensors = self._steps(xp, names, gradients, in_place)
+        found_inf, rounds, overhead = run_in_lockstep(xp, self.communicator, buckets, tensors)
+        if self.after_sent is not None:
+            sent = {one.name: (one.x, one.sent) for one in tensors}
+            for bucket in buckets:
+                sent |= bucket.sent()
+            self.after_sent(xp, sent)
+        counts = bool(buckets) and xp.is_zero(found_inf)
+        results = {one.name: one.finish(found_inf) for one in tensors}
+        for bucket in buckets:
+            results |= bucket.finish(counts)
+        self._drop_sent_residuals(xp, buckets, tensors, found_inf)
+        self._record(xp, buckets, tensors, rounds, overhead + self.bytes_per_tensor * len(names))
+        self.step_number += 1
+        self.found_inf = found_inf
+        return results
+
+    def _steps(
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], in_place: bool
+    ) -> tuple[list[BucketStep], list[TensorStep]]:
+        """All tensors of a step, those in buckets and the others, with generators that are ready to start."""
         factor = None
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
+        context = self._context("", None)
+
+        def make_buckets() -> list[BucketStep]:
+            groups = self.buckets.groups(xp, names, gradients, self.plan)
+            return [BucketStep(xp, group, context, factor) for group in groups]
+
+        buckets = make_buckets()
+        bucketed = {name for one in buckets for name in one.group.names}
+        rest = [name for name in names if name not in bucketed] if len(bucketed) < len(names) else []
         tensors = [
-            TensorStep(
-                xp, name, gradients[name], factor, self.states[name], self.planner.memory_for(self.plan[name])
-            )
-            for name in names
+            TensorStep(xp, name, gradients[name], factor, self.states[name], self.planner.memory_for(self.plan[name]))
+            for name in rest
         ]
         replaced: Mapping[str, Array | SparseVector] = {}
+        sources: dict[str, Array] | None = None
         if self.before_compress is not None:
-            replaced = self.before_compress(xp, {one.name: one.x for one in tensors})
+            plan = self.plan
+            sources = {name: x for one in buckets for name, x in one.x.items()}
+            replaced = self.before_compress(xp, sources | {one.name: one.x for one in tensors})
+            # A nested method finds among all elements what it would find among those of a sparse vector.
+            sources |= {name: x for name, x in replaced.items() if name in sources and not isinstance(x, SparseVector)}
+            if self.plan is not plan:
+                buckets = make_buckets()
+        for bucket in buckets:
+            bucket.open(gradients, in_place and self.after_sent is None, sources)
         for one in tensors:
             source, among = replaced.get(one.name, one.x), None
             if isinstance(source, SparseVector):
                 source, among = one.x, source.indices
             one.open(self.plan[one.name], source, self._context(one.name, among))
-        found_inf, rounds, overhead = self._run(xp, tensors)
-        if self.after_sent is not None:
-            self.after_sent(xp, {one.name: (one.x, one.sent) for one in tensors})
-        results = {one.name: one.finish(found_inf) for one in tensors}
-        self._drop_sent_residuals(xp, tensors, found_inf)
-        self._record(xp, tensors, rounds, overhead)
-        self.step_number += 1
-        self.found_inf = found_inf
-        return results
+        return buckets, tensors
 
-    def _run(self, xp: ModuleType, tensors: list[TensorStep]) -> tuple[Array, Marks, int]:
-        """Steps all generators to their end.
-
-        Returns:
-            The element that is NaN if what any rank would send, or what came of it, is not finite, the marks around
-            each round of collectives, and the bytes that belong to no tensor.
-        """
-        like = tensors[0].x
-        overhead = self.bytes_per_tensor * len(tensors)
-        rounds: list[tuple[Any, Any]] = []
-        waiting = [(one, one.advance(None)) for one in tensors]
-        found_inf = flag = flag_of(xp, [(one.x, request) for one, request in waiting])
-        while waiting := [(one, request) for one, request in waiting if request is not None]:
-            requests = [request for _, request in waiting]
-            if not rounds:
-                requests.append(flag_request(xp, requests, flag))
-                overhead += request_bytes(xp, requests[-1])
-            start = xp.mark(like)
-            answers, padding = communicate(xp, self.communicator, requests, f"hvdcomp.round{len(rounds)}")
-            if not rounds:
-                found_inf = found_inf_of(xp, requests[-1], answers.pop())
-            rounds.append((start, xp.mark(like)))
-            overhead += padding
-            waiting = [(one, one.advance(answer)) for (one, _), answer in zip(waiting, answers, strict=True)]
-        return found_inf + flag_of_outcomes(xp, [one.made for one in tensors]), rounds, overhead
-
-    def _drop_sent_residuals(self, xp: ModuleType, tensors: list[TensorStep], found_inf: Array) -> None:
+    def _drop_sent_residuals(
+        self, xp: ModuleType, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep], found_inf: Array
+    ) -> None:
         """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error."""
-        sent = [
-            one.name
-            for one in tensors
-            if one.had_residual and (one.compressor.lossless or self.planner.is_cast(one.name, one.compressor))
+        sent = [one for one in tensors if one.had_residual and self._sends_all(one.name, one.compressor)]
+        groups = [
+            one.group for one in buckets if one.had_residual and self._sends_all(one.group.names[0], one.compressor)
         ]
-        if sent and xp.is_zero(found_inf):
-            for name in sent:
-                self.states[name].memory = ()
+        if (sent or groups) and xp.is_zero(found_inf):
+            for one in sent:
+                self.states[one.name].memory = ()
+            for group in groups:
+                self.buckets.drop(group)
 
-    def _record(self, xp: ModuleType, tensors: list[TensorStep], rounds: Marks, overhead: int) -> None:
-        step = StepCost(step=self.step_number, tensors={one.name: one.cost for one in tensors}, bytes_sent=overhead)
-        for one in tensors:
-            step.add(one.cost)
+    def _sends_all(self, name: str, compressor: Compressor) -> bool:
+        return compressor.lossless or self.planner.is_cast(name, compressor)
+
+    def _record(
+        self,
+        xp: ModuleType,
+        buckets: Sequence[BucketStep],
+        tensors: Sequence[TensorStep],
+        rounds: Marks,
+        overhead: int,
+    ) -> None:
+        parts: tuple[Part, ...] = tuple(bucket.group.costs(self.step_number) for bucket in buckets)
+        if tensors:
+            parts += tuple({one.name: one.cost} for one in tensors)
+        if tensors or [id(part) for part in parts] != [id(part) for part in self._cost.parts]:
+            self._cost = StepCost(parts=parts)
+            for part in parts:
+                for cost in part.values():
+                    self._cost.add(cost)
+        step = dataclasses.replace(self._cost, step=self.step_number, bytes_sent=self._cost.bytes_sent + overhead)
         # The turns before the last collective are encoding; the last turn and the memory's update are decoding.
-        encode = {one.name: one.marks[:-2] for one in tensors}
-        decode = {one.name: one.marks[-2:] for one in tensors}
-        self.ledger.record_timed(step, encode, rounds, decode, xp.seconds_between)
+        steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
+        spans = [(one.marks[:-2], one.marks[-2:]) for one in steps]
+        self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
     def preview(
         self, xp: ModuleType, name: str, x: Array, compressor: Compressor, among: Array | None = None
@@ -228,6 +256,9 @@ class Engine:
         """
         context = self._context(name, among)
         return compressor.preview(xp, x, self.states[name].prepare(xp, x, compressor, context), context)
+
+    def _memory_for(self, name: str, compressor: Compressor) -> Memory:
+        return self.states[name].memory_for(self.planner.memory_for(compressor))
 
     def _context(self, name: str, among: Array | None) -> Context:
         return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size, among)

@@ -7,20 +7,24 @@ of the exchange is the same on all ranks, so that each checks it by itself, with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
-def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> Array:
+def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], found: bool, like: Array) -> Array:
     """This rank's flag, float32 (1,).
 
     Args:
-        waiting: of each tensor x, its gradient with what was kept back, and its first request, if it has one. Not the
-            gradient itself: the sum may overflow, and an infinity must not be kept.
+        waiting: of each tensor that is in no bucket x, its gradient with what was kept back, and its first request, if
+            it has one. Not the gradient itself: the sum may overflow, and an infinity must not be kept.
+        found: whether a bucket has found an inf or NaN.
+        like: where the flag is to be.
     """
     casts = [
         request.array
@@ -29,29 +33,73 @@ def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]]) -> 
         and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
         and xp.dtype_name(x) != "float16"
     ]
-    return xp.found_inf([x for x, _ in waiting] + casts)
+    return _flag(xp, [x for x, _ in waiting] + casts, found, like)
 
 
-def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]]) -> Array:
+def flag_of_outcomes(
+    xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]], found: bool, like: Array
+) -> Array:
     """The same flag on all ranks, float32 (1,): whether what a compressor made of the exchange is not finite.
 
     Sums overflow within a method, or over the ranks, although all that was put in is finite.
 
     Args:
-        outcomes: of each tensor the result, and the compressor's state for the next step.
+        outcomes: of each tensor that is in no bucket the result, and the compressor's state for the next step.
+        found, like: as of `flag_of`.
     """
-    return xp.found_inf([array for result, state in outcomes for array in (result, *state)])
+    return _flag(xp, [array for result, state in outcomes for array in (result, *state)], found, like)
 
 
-def flag_request(xp: ModuleType, requests: Sequence[Request], flag: Array) -> Request:
-    """The request that spreads the flag, fused with one of the collectives that are under way anyway."""
-    for request in requests:
-        if isinstance(request, AllReduce) and request.op == "mean":
-            return AllReduce(xp.astype(flag, xp.dtype_name(request.array)))
-    return AllGather((flag,))
+def _flag(xp: ModuleType, arrays: Sequence[Array], found: bool, like: Array) -> Array:
+    if arrays and not found:
+        return xp.found_inf(arrays)
+    return xp.from_numpy(np.array([np.nan if found else 0.0], np.float32), like=like)
 
 
-def found_inf_of(xp: ModuleType, request: Request, answer: Any) -> Array:
-    """What the ranks' flags come to, float32 (1,), from the answer to `flag_request`'s request."""
-    total = sum(part for (part,) in answer) if isinstance(request, AllGather) else answer
-    return xp.astype(total, "float32")
+def with_flag(
+    xp: ModuleType, requests: Sequence[Request], flag: Array
+) -> tuple[list[Request], Callable[[list[Any]], Array]]:
+    """The requests of the first round with the flag among them, so that it travels with the collectives that are under
+    way anyway: at the end of one that has room for it, or else as a request of its own, the last.
+
+    Returns:
+        The requests, and a function that takes the flag out of their answers, which are then those of the requests
+        before, and returns what the ranks' flags come to, float32 (1,).
+    """
+    requests = list(requests)
+    for place, request in enumerate(requests):
+        if request.with_room is not None and not (isinstance(request, AllReduce) and request.op != "mean"):
+            requests[place], take = _in_room_of(xp, request, place, flag)
+            return requests, take
+    means = [one.array for one in requests if isinstance(one, AllReduce) and one.op == "mean"]
+    if not means:
+        requests.append(AllGather((flag,)))
+        return requests, lambda answers: sum(part for (part,) in answers.pop())
+    requests.append(AllReduce(xp.astype(flag, xp.dtype_name(means[0]))))
+    return requests, lambda answers: xp.astype(answers.pop(), "float32")
+
+
+def _in_room_of(
+    xp: ModuleType, request: Request, place: int, flag: Array
+) -> tuple[Request, Callable[[list[Any]], Array]]:
+    """A request with the flag behind its vector, and what takes it out of the answer at this place."""
+    room: Array = request.with_room
+    if isinstance(request, AllReduce):
+        length = request.array.shape[0]
+        room[length : length + 1] = xp.astype(flag, xp.dtype_name(room))
+
+        def from_mean(answers: list[Any]) -> Array:
+            mean = answers[place]
+            answers[place] = mean[:length]
+            return xp.astype(mean[length:], "float32")
+
+        return AllReduce(room[: length + 1], with_room=room), from_mean
+    length = request.parts[0].shape[0]
+    room[length:] = xp.as_bytes(xp.concatenate([flag, flag]))
+
+    def from_parts(answers: list[Any]) -> Array:
+        ranks = [whole for (whole,) in answers[place]]
+        answers[place] = [(whole[:length],) for whole in ranks]
+        return sum(xp.from_bytes(whole[length : length + 4], like=flag) for whole in ranks)
+
+    return AllGather((room,), room), from_parts

@@ -1,7 +1,8 @@
 """Fusion: all requests of one round become one collective per kind and element type, over flat buffers.
 
 Allreduce requests of one element type share a vector. Allgather requests share a byte buffer: the parts lie in it in
-descending order of element size, so that every part is aligned without padding between them.
+descending order of element size, so that every part is aligned without padding between them. A request that is alone,
+and whose storage nobody else uses, travels without a copy.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ def communicate(
         group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
         group: list[Any] = [requests[number] for number in members]
         offsets: list[list[int]] | None = None
+        alone = len(group) == 1 and group[0].with_room is not None
         if kind[0] == "allgather":
-            buffer, offsets, pad = _pack(xp, group)
+            buffer, offsets, pad = (group[0].parts[0], [[0]], 0) if alone else _pack(xp, group)
             padding += pad
             handle = communicator.start_allgather(buffer, group_name)
         else:
-            buffer = xp.concatenate([xp.flatten(request.array) for request in group])
+            buffer = group[0].array if alone else xp.concatenate([xp.flatten(request.array) for request in group])
             handle = communicator.start_allreduce(buffer, kind[1], group_name)
         started.append((handle, offsets))
     answers: list[Any] = [None] * len(requests)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -47,16 +47,49 @@ class Cost:
             self.decode_seconds = (self.decode_seconds or 0) + other.decode_seconds
 
 
+Part = Mapping[str, Cost]
+"""What some tensors that are compressed together cost in bytes and floats, by name. Nobody changes it."""
+
+Marks = Sequence[tuple[Any, Any]]  # where spans of time begin and end
+
+
 @dataclass
 class StepCost(Cost):
-    """The cost of one step. `step` counts from 0; `tensors` holds the part of each tensor, by parameter name."""
+    """The cost of one step.
+
+    Attributes:
+        step: counted from 0.
+        parts: what each tensor cost, by the parts that have times of their own. The sums are to be added by `add`.
+        seconds: of each part, to encode and to decode; None while not known.
+    """
 
     step: int = 0
-    tensors: dict[str, Cost] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    seconds: Sequence[tuple[float, float]] | None = None
+
+    @property
+    def tensors(self) -> dict[str, Cost]:
+        """The cost of each tensor, by name. The times of a part are shared out by the tensors' sizes."""
+        return self.tensors_with(self.seconds, self.communicate_seconds)
+
+    def tensors_with(
+        self, seconds: Sequence[tuple[float, float]] | None, communicate: float | None, times: int = 1
+    ) -> dict[str, Cost]:
+        """The same with other times, and with bytes and floats `times` times."""
+        found = {}
+        for place, part in enumerate(self.parts):
+            dense = sum(cost.dense_bytes for cost in part.values()) or 1
+            for name, cost in part.items():
+                found[name] = one = Cost()
+                one.add(cost, times)
+                if seconds is not None and communicate is not None:
+                    share = cost.dense_bytes / dense if len(part) > 1 else 1.0
+                    one.encode_seconds, one.decode_seconds = (share * spent for spent in seconds[place])
+                    one.communicate_seconds = communicate * cost.bytes_sent / max(1, self.bytes_sent)
+        return found
 
 
 Settle = Callable[[], bool]
-Marks = Sequence[tuple[Any, Any]]  # where spans of time begin and end
 
 
 class Ledger:
@@ -68,10 +101,12 @@ class Ledger:
         self.steps = 0
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
-        # Steps without times that cost the same are added up by tensor only when `tensors` is read: doing so in each
-        # step would be most of hvdcomp's work where Horovod carries the gradients.
-        self._same: dict[str, Cost] = {}
+        # Steps of the same parts are added up by tensor only when `tensors` is read: doing so in each step would be
+        # most of hvdcomp's work where Horovod carries the gradients.
+        self._same: StepCost | None = None
         self._same_steps = 0
+        self._same_seconds: list[tuple[float, float]] | None = None
+        self._same_communicate = 0.0
 
     @property
     def tensors(self) -> dict[str, Cost]:
@@ -84,78 +119,74 @@ class Ledger:
 
         Args:
             settle: called until it returns True, now and at later steps; it calls `enter_times` once the times are
-                known. None if there are no times; then nothing may change `step.tensors` any more.
+                known. None if there are no times.
         """
         self.last = step
         self.steps += 1
         self.totals.add(step)
+        if self._same is None or step.parts is not self._same.parts:
+            self._add_same()
+            self._same = step
+        self._same_steps += 1
         if settle is not None:
-            self._add_tensors(step.tensors)
             self._unsettled.append(settle)
-        else:
-            if step.tensors is not self._same:
-                self._add_same()
-                self._same = step.tensors
-            self._same_steps += 1
         while self._unsettled and self._unsettled[0]():
             self._unsettled.popleft()
 
     def record_timed(
         self,
         step: StepCost,
-        encode: Mapping[str, Marks],
+        spans: Sequence[tuple[Marks, Marks]],
         communicate: Marks,
-        decode: Mapping[str, Marks],
         seconds_between: Callable[[Any, Any], float | None],
     ) -> None:
         """Enters a step with its times, as soon as these are known.
 
         Args:
-            encode, decode: by tensor.
+            spans: of each part, encoding and decoding.
             seconds_between: of two marks; None if they have not passed yet.
         """
 
         def seconds_of(marks: Marks) -> float | None:
-            spans = [seconds_between(start, end) for start, end in marks]
-            return None if None in spans else sum(spans)  # type: ignore[arg-type]
+            spent = [seconds_between(start, end) for start, end in marks]
+            return None if None in spent else sum(spent)  # type: ignore[arg-type]
 
         def settle() -> bool:
-            encoding = {name: seconds_of(marks) for name, marks in encode.items()}
-            decoding = {name: seconds_of(marks) for name, marks in decode.items()}
+            seconds = [(seconds_of(encode), seconds_of(decode)) for encode, decode in spans]
             waiting = seconds_of(communicate)
-            if any(seconds is None for seconds in (*encoding.values(), *decoding.values(), waiting)):
+            if waiting is None or any(None in both for both in seconds):
                 return False
-            self.enter_times(step, encoding, waiting, decoding)  # type: ignore[arg-type]
+            self.enter_times(step, seconds, waiting)  # type: ignore[arg-type]
             return True
 
         self.record(step, settle)
 
-    def enter_times(
-        self, step: StepCost, encode: dict[str, float], communicate: float, decode: dict[str, float]
-    ) -> None:
-        """Enters the times, in seconds, of a step recorded before; by tensor for encode and decode."""
+    def enter_times(self, step: StepCost, seconds: Sequence[tuple[float, float]], communicate: float) -> None:
+        """Enters the times of a step recorded before: of each part to encode and to decode, and of the collectives."""
         times = Cost(
-            encode_seconds=sum(encode.values()),
+            encode_seconds=sum(encode for encode, _ in seconds),
             communicate_seconds=communicate,
-            decode_seconds=sum(decode.values()),
+            decode_seconds=sum(decode for _, decode in seconds),
         )
         step.add(times)
+        step.seconds = seconds
         self.totals.add(times)
-        for name, cost in step.tensors.items():
-            share = communicate * cost.bytes_sent / max(1, step.bytes_sent)
-            tensor_times = Cost(
-                encode_seconds=encode[name], communicate_seconds=share, decode_seconds=decode[name]
-            )
-            cost.add(tensor_times)
-            self._tensors[name].add(tensor_times)
+        if self._same is None or step.parts is not self._same.parts:
+            self._add_tensors(step.tensors_with(seconds, communicate, times=0))
+            return
+        known = self._same_seconds or [(0.0, 0.0)] * len(seconds)
+        self._same_seconds = [(a + c, b + d) for (a, b), (c, d) in zip(known, seconds, strict=True)]
+        self._same_communicate += communicate
 
     def _add_same(self) -> None:
-        if self._same_steps:
-            self._add_tensors(self._same, self._same_steps)
-            self._same_steps = 0
+        if self._same is not None:
+            seconds, communicate = self._same_seconds, self._same_communicate
+            self._add_tensors(self._same.tensors_with(seconds, communicate, self._same_steps))
+        self._same, self._same_steps = None, 0
+        self._same_seconds, self._same_communicate = None, 0.0
 
-    def _add_tensors(self, tensors: dict[str, Cost], times: int = 1) -> None:
+    def _add_tensors(self, tensors: Mapping[str, Cost]) -> None:
         for name, cost in tensors.items():
             if name not in self._tensors:
                 self._tensors[name] = Cost()
-            self._tensors[name].add(cost, times)
+            self._tensors[name].add(cost)

@@ -87,9 +87,10 @@ class Planner(Chooser):
     def cost_of_casts(self, names: Set[str]) -> StepCost:
         """What the plan, one of casts, costs for some tensors; nothing may change what is returned."""
         known = self._cast_cost
-        if known is None or known.tensors.keys() != names:
-            known = StepCost(tensors={name: self._cost_of_cast(name) for name in self.tensors if name in names})
-            for cost in known.tensors.values():
+        if known is None or known.parts[0].keys() != names:
+            costs = {name: self._cost_of_cast(name) for name in self.tensors if name in names}
+            known = StepCost(parts=(costs,))
+            for cost in costs.values():
                 known.add(cost)
             self._cast_cost = known
         return known

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -13,16 +15,99 @@ from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector
 from hvdcomp.exchange.fusion import part_bytes, request_bytes
 from hvdcomp.exchange.ledger import Cost
+from hvdcomp.exchange.residuals import Residuals
 
 
-@dataclass
 class TensorState:
-    """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it."""
+    """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it.
 
-    memory: tuple[Array, ...] = ()
-    keeper: Memory = field(default_factory=NoMemory)  # whose arrays `memory` are
-    method: str = ""
-    compressor: tuple[Array, ...] = ()
+    Args:
+        memory, keeper: the memory's arrays, and whose they are.
+        method, compressor: the method that last compressed the tensor, and its arrays.
+
+    The memory's arrays may lie in flat storage (`lie_in`), where buckets find them.
+    """
+
+    __slots__ = ("_arrays", "_keeper", "_number", "_residuals", "_wrap", "compressor", "method")
+
+    def __init__(
+        self,
+        memory: tuple[Array, ...] = (),
+        keeper: Memory | None = None,
+        method: str = "",
+        compressor: tuple[Array, ...] = (),
+    ) -> None:
+        self._arrays = memory
+        self._keeper = keeper or NoMemory()
+        self._residuals: Residuals | None = None
+        self._number = 0
+        self._wrap: Callable[[np.ndarray], Array] | None = None
+        self.method = method
+        self.compressor = compressor
+
+    @property
+    def memory(self) -> tuple[Array, ...]:
+        """The memory's arrays, in the shape of the tensor. To be looked at before the next step, which may reuse their
+        storage."""
+        if self._residuals is None:
+            return self._arrays
+        return tuple(self.wrapped(array) for array in self._residuals.arrays(self._number))
+
+    @memory.setter
+    def memory(self, arrays: tuple[Array, ...]) -> None:
+        self._keeper = self.keeper
+        self._arrays = arrays
+        self._residuals = None
+
+    @property
+    def keeper(self) -> Memory:
+        """The memory whose arrays are kept."""
+        return self._keeper if self._residuals is None else self._residuals.keepers[self._number]
+
+    @keeper.setter
+    def keeper(self, memory: Memory) -> None:
+        if self._residuals is None:
+            self._keeper = memory
+        else:
+            self._residuals.keepers[self._number] = memory
+
+    def wrapped(self, vector: np.ndarray) -> Array:
+        """The array of the framework, in the tensor's shape, that has a vector's elements in its storage."""
+        assert self._wrap is not None
+        return self._wrap(vector)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the memory's arrays lie in flat storage."""
+        return self._residuals is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the memory has kept anything."""
+        return bool(self._arrays) if self._residuals is None else bool(self._residuals.holds[self._number])
+
+    def lie_in(
+        self,
+        residuals: Residuals,
+        number: int,
+        unwrap: Callable[[Array], np.ndarray],
+        wrap: Callable[[np.ndarray], Array],
+    ) -> None:
+        """Moves the memory's arrays to flat storage, unless they are there.
+
+        Args:
+            number: of the tensor in the storage.
+            unwrap: a vector of the array's elements in NumPy.
+            wrap: the array that has a vector's elements, in its storage.
+        """
+        self._wrap = wrap
+        if self._residuals is None:
+            residuals.keep(number, self._keeper, [unwrap(array) for array in self._arrays])
+            self._residuals, self._number, self._arrays = residuals, number, ()
+
+    def memory_for(self, memory: Memory) -> Memory:
+        """The memory of the next step: that of its plan, or else the one whose arrays are still to be sent."""
+        return self.keeper if self.holds and type(memory) is not type(self.keeper) else memory
 
     def prepare(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
         """The arrays that a compressor starts from; those that are kept are only for the method that left them."""
@@ -31,6 +116,9 @@ class TensorState:
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
         """Multiplies the residual, and the memory's momentum if that is asked for."""
+        if self._residuals is not None:
+            self._residuals.scale(self._number, factor, momentum)
+            return
         first = 0 if momentum else len(self.memory) - 1  # the residual is the last of a memory's arrays
         self.memory = tuple(
             arrays_for(array).finite_or_zero(array * factor) if place >= first else array
@@ -70,14 +158,13 @@ class TensorStep:
         if factor is not None:
             x = x * xp.astype(factor, xp.dtype_name(x))
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
-        if state.memory and type(memory) is not type(state.keeper):
-            memory = state.keeper
+        memory = state.memory_for(memory)
         self.name = name
         self.compressor: Compressor = NoCompression()  # until it is opened
         self.memory = memory
         self.outcome: Outcome | None = None
         self._xp = xp
-        self._gradient = gradient
+        self.like = self._gradient = gradient
         self._state = state
         self._before = TensorState(memory.prepare(xp, x, state.memory), memory)  # where a skipped step goes back to
         self.x, self._memory_state = memory.compensate(xp, x, self._before.memory)

@@ -8,6 +8,8 @@
 
 #include <stdint.h>
 
+#include "bucket.h"
+
 #define HVD_EXPORT __attribute__((visibility("default")))
 
 /* Counts changes of what the functions take. Python refuses another number than its own. */

@@ -1,0 +1,179 @@
+"""A bucket's way through one step: the same as a tensor's (`tensor_step`), for many tensors at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdcomp import kernels
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import BucketAggregation, BucketOutcome
+from hvdcomp.compressors.memory import MomentumCorrection
+from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Request, SparseVector
+from hvdcomp.exchange.buckets import Group
+
+
+class BucketStep:
+    """The tensors of a bucket on their way through one step: made, `advance` until no request is left, `finish`.
+
+    Args:
+        xp: the array functions of the gradients.
+        group: the bucket, with the gradients of the step.
+        context: of the step.
+        factor: what the memory multiplies gradients with; None for 1.
+
+    Attributes:
+        like: an array of no elements, where the gradients are.
+        outcome: what the generator came to; None while it waits for a collective.
+        had_residual: whether a memory had kept something back that this step sends; known after `finish`.
+        marks: start and end of each turn: the first, each of the generator's, the end.
+    """
+
+    def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None) -> None:
+        self._xp = xp
+        self.group = group
+        self.like = group.arrays[0][:0] if group.arrays[0].ndim else group.arrays[0]
+        start = xp.mark(self.like)
+        bucket, memory = group.bucket, group.bucket.memory
+        bucket.context = context
+        bucket.found_inf = False
+        bucket.segments["source"] = 0
+        bucket.segments["sent_rule"] = 0
+        settings = bucket.table.bucket
+        settings.threads = kernels.threads()
+        settings.factor = 1.0 if factor is None else float(factor)
+        settings.decay = memory.keeps
+        if isinstance(memory, MomentumCorrection):
+            settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
+        if group.keeps:
+            group.residuals.enter(bucket.segments, group.numbers, memory)
+        self._generator: BucketAggregation
+        self._given: Sequence[Array] = ()
+        self._results: Sequence[Array] = ()
+        self.outcome: BucketOutcome | None = None
+        self.had_residual = False
+        self.marks = [(start, xp.mark(self.like))]
+
+    @property
+    def x(self) -> dict[str, Array]:
+        """x by name, made now rather than while it is compressed: for those who look at it before."""
+        group = self.group
+        if not group.keeps:
+            return dict(zip(group.names, group.arrays, strict=True))
+        start = self._xp.mark(self.like)
+        group.bucket.call("make_x")
+        self.marks.append((start, self._xp.mark(self.like)))
+        return {
+            name: state.wrapped(group.residuals.x(number)) for name, state, number in group.tensors
+        }
+
+    def open(self, gradients: Mapping[str, Array], in_place: bool, sources: Mapping[str, Array] | None) -> None:
+        """Makes the generator.
+
+        Args:
+            gradients: of the step, by name.
+            in_place: whether results may take the place of the gradients.
+            sources: by name what is to be compressed, where that is known: x, or what stands for it. None where the
+                kernels are to make x.
+        """
+        group, bucket, xp = self.group, self.group.bucket, self._xp
+        start = xp.mark(self.like)
+        given = [gradients[name] for name in group.names]
+        fresh = list(group.arrays) if in_place else xp.split_like(group.arrays)
+        self._given, self._results = given, fresh
+        bucket.segments["result"] = bucket.segments["gradient"] if in_place else xp.hosted(fresh)[1]
+        if sources is not None:
+            self._sources, bucket.segments["source"] = xp.hosted([sources[name] for name in group.names])
+        if bucket.compressors[0].keeps_state:
+            group.prepare_states(xp)
+        bucket.x = self._vector
+        self._generator = bucket.compressors[0].aggregate_bucket(bucket)
+        self.marks.append((start, xp.mark(self.like)))
+
+    def advance(self, answer: Any) -> Request | None:
+        """Gives the generator the answer to its last request, at first None; its next request, or None at its end."""
+        xp = self._xp
+        start = xp.mark(self.like)
+        try:
+            request: Request | None = self._of_framework(self._generator.send(self._in_numpy(answer)))
+        except StopIteration as stop:
+            self.outcome = stop.value
+            request = None
+        self.marks.append((start, xp.mark(self.like)))
+        return request
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether x, or what is sent of it, holds an inf or NaN: known after the first turn."""
+        return self.group.bucket.found_inf
+
+    @property
+    def found_inf_after(self) -> bool:
+        """Whether what came of the exchange holds an inf or NaN: known at the end."""
+        return self.outcome is not None and self.outcome.found_inf
+
+    @property
+    def compressor(self) -> Compressor:
+        """Of the first tensor; those of the others differ in their level alone."""
+        return self.group.bucket.compressors[0]
+
+    def sent(self) -> dict[str, tuple[Array, Array | SparseVector]]:
+        """x and C(x) by name, once the generator has ended."""
+        assert self.outcome is not None
+        found = {}
+        for place, (name, state, number) in enumerate(self.group.tensors):
+            sent = self.outcome.sent(place)
+            if isinstance(sent, SparseVector):
+                sent = SparseVector(*(self._xp.from_numpy(part, like=self.like) for part in sent))
+            else:
+                sent = state.wrapped(sent)
+            x = state.wrapped(self.group.residuals.x(number)) if self.group.keeps else self.group.arrays[place]
+            found[name] = x, sent
+        return found
+
+    def finish(self, counts: bool) -> dict[str, Array]:
+        """Keeps what was not sent, unless the step does not count; returns the results by name."""
+        assert self.outcome is not None
+        group, xp = self.group, self._xp
+        start = xp.mark(self.like)
+        self.had_residual = group.had_residuals
+        if counts:
+            if group.keeps:
+                if self.outcome.keeps_nothing:
+                    for number in group.numbers:
+                        group.residuals.x(number).fill(0)
+                group.residuals.commit(group.bucket.segments, group.numbers, group.bucket.memory)
+            if group.bucket.compressors[0].keeps_state:
+                group.keep_states(xp, self.outcome.states)
+        if not counts:
+            for result in self._results:
+                xp.flatten(result)[:1] = np.nan
+        results = dict(zip(group.names, xp.like_originals(self._results, self._given), strict=True))
+        self.marks.append((start, xp.mark(self.like)))
+        return results
+
+    def _vector(self, place: int) -> np.ndarray:
+        group = self.group
+        if group.keeps:
+            return group.residuals.x(group.numbers[place])
+        return self._xp.to_numpy(self._xp.flatten(group.arrays[place]))
+
+    def _of_framework(self, request: Request) -> Request:
+        def brought(array: np.ndarray | None) -> Array | None:
+            return None if array is None else self._xp.from_numpy(array, like=self.like)
+
+        if isinstance(request, AllReduce):
+            return dataclasses.replace(request, array=brought(request.array), with_room=brought(request.with_room))
+        return AllGather(tuple(brought(part) for part in request.parts), brought(request.with_room))
+
+    def _in_numpy(self, answer: Any) -> Any:
+        if answer is None:
+            return None
+        if isinstance(answer, list):
+            return [tuple(self._xp.to_numpy(part) for part in parts) for parts in answer]
+        return self._xp.to_numpy(answer)

@@ -1,0 +1,205 @@
+"""Which tensors of a step are compressed together, as buckets, and which one by one.
+
+A bucket takes float32 gradients on the host, of a compressor that has a bucket form, where kernels were compiled.
+Everything else goes one by one: other element types, accelerators, TensorFlow, methods without such a form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdcomp import kernels
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.choice import Plan
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.compressors.sizes import payloads_of_step
+from hvdcomp.exchange.ledger import Cost
+from hvdcomp.exchange.residuals import Residuals
+from hvdcomp.exchange.tensor_step import TensorState
+
+KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
+"""The memories whose arithmetic kernels do; a memory of a user's own takes tensors one by one."""
+
+
+class Buckets:
+    """The buckets of a training's tensors.
+
+    Args:
+        tensors: all tensors, by name.
+        states: of the tensors, by name.
+        memory_for: of a tensor's name and compressor, the memory of its next step.
+
+    Attributes:
+        now: the buckets of the latest step.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        states: Mapping[str, TensorState],
+        memory_for: Callable[[str, Compressor], Memory],
+    ) -> None:
+        self._tensors = tensors
+        self._states = states
+        self._memory_for = memory_for
+        self._numbers = {name: number for number, name in enumerate(tensors)}
+        self._residuals = Residuals([tensor.size for tensor in tensors.values()])
+        self.now: list[Group] = []
+        self._made_for: tuple[Plan, Sequence[str]] | None = None
+
+    def groups(
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+    ) -> list[Group]:
+        """The buckets of a step. The tensors that are in none of them go one by one.
+
+        Args:
+            names: of the tensors that take part.
+        """
+        hosted = xp.hosted([gradients[name] for name in names]) if kernels.available() else None
+        if hosted is None:
+            return []
+        if not self._still_right(names, plan):
+            self.now = list(self._group(xp, names, gradients, plan))
+            self._made_for = (plan, names)
+        arrays, addresses = hosted
+        for group in self.now:
+            group.arrays = [arrays[place] for place in group.places]
+            group.bucket.segments["gradient"] = [addresses[place] for place in group.places]
+        return self.now
+
+    def drop(self, group: Group) -> None:
+        """Forgets the residuals of a bucket's tensors, which may then go with others."""
+        group.residuals.drop(group.numbers)
+        self._made_for = None
+
+    def _still_right(self, names: Sequence[str], plan: Plan) -> bool:
+        if self._made_for is None or self._made_for[0] is not plan or self._made_for[1] != names:
+            return False
+        return all(
+            self._states[name] is state and state.is_flat for group in self.now for name, state, _ in group.tensors
+        )
+
+    def _group(
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+    ) -> Iterator[Group]:
+        places: dict[Any, list[int]] = {}
+        for place, name in enumerate(names):
+            family, memory = plan[name].bucket_family, self._memory_for(name, plan[name])
+            fits = self._tensors[name].size and self._tensors[name].dtype == "float32"
+            if family is not None and fits and type(memory) in KNOWN_TO_KERNELS:
+                places.setdefault((family, memory), []).append(place)
+        known = {group.key: group for group in self.now}
+        for (_, memory), members in places.items():
+            mine = [names[place] for place in members]
+            compressors = [plan[name] for name in mine]
+            tensors = []
+            for name in mine:
+                state, number = self._states[name], self._numbers[name]
+                wrap, unwrap = _bridges(xp, gradients[name], self._tensors[name].shape)
+                state.lie_in(self._residuals, number, unwrap, wrap)
+                tensors.append((name, state, number))
+            group = Group(tensors, self._residuals, [self._tensors[name] for name in mine], compressors, memory)
+            group = known.get(group.key, group)
+            group.places = members
+            yield group
+
+
+def _bridges(
+    xp: ModuleType, like: Array, shape: tuple[int, ...]
+) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
+    """From vectors in NumPy to arrays of the framework in a tensor's shape, which share their storage, and back."""
+    empty = xp.flatten(like)[:0]
+
+    def wrap(vector: np.ndarray) -> Array:
+        return xp.reshape(xp.from_numpy(vector, like=empty), shape)
+
+    def unwrap(array: Array) -> np.ndarray:
+        return xp.to_numpy(xp.flatten(array))
+
+    return wrap, unwrap
+
+
+class Group:
+    """A bucket, and what only the engine knows of its tensors.
+
+    Args:
+        tensors: name, state, and number in flat storage of each tensor.
+        residuals: the flat storage.
+        described, compressors, memory: as of `Bucket`.
+
+    Attributes:
+        key: two groups of the same key are the same bucket.
+        bucket: what its compressors see.
+        keeps: whether anything is added to the gradients.
+        places: of its tensors among those of the step.
+        arrays: the gradients of the step, row-major.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, TensorState, int]],
+        residuals: Residuals,
+        described: Sequence[TensorInfo],
+        compressors: Sequence[Compressor],
+        memory: Memory,
+    ) -> None:
+        self.tensors = tensors
+        self.residuals = residuals
+        self.names = [name for name, _, _ in tensors]
+        self.numbers = np.array([number for _, _, number in tensors])
+        self.key = (tuple(tensors), tuple(compressors), memory)
+        self.bucket = Bucket(described, compressors, memory)
+        self.keeps = not isinstance(memory, NoMemory)
+        self.places: Sequence[int] = ()
+        self.arrays: Sequence[Array] = ()
+        period = compressors[0].period
+        self._costs = [self._costs_of(step) for step in range(period)]
+        self._prepared: list[tuple[Array, ...]] = []
+
+    @property
+    def had_residuals(self) -> bool:
+        """Whether a memory has kept something of these tensors that a step sends."""
+        return self.keeps and not self.bucket.memory.is_momentum and bool(self.residuals.holds[self.numbers].any())
+
+    def costs(self, step: int) -> dict[str, Cost]:
+        """What its tensors cost in a step, by name; nothing may change it."""
+        return self._costs[step % len(self._costs)]
+
+    def _costs_of(self, step: int) -> dict[str, Cost]:
+        costs = {}
+        for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
+            sent = sum(one.bytes for one in payloads_of_step(compressor, tensor.shape, tensor.dtype, step))
+            costs[tensor.name] = Cost(int(sent), 4 * tensor.size, compressor.payload_floats(tensor.shape))
+        return costs
+
+    def prepare_states(self, xp: ModuleType) -> None:
+        """Brings the compressors' arrays of all tensors into the bucket, fitted to levels that have changed."""
+        bucket = self.bucket
+        before = self._prepared
+        if before and all(state.compressor is one for (_, state, _), one in zip(self.tensors, before, strict=True)):
+            return
+        bucket.states = []
+        for (name, state, _), tensor, compressor in zip(self.tensors, bucket.tensors, bucket.compressors, strict=True):
+            x = np.broadcast_to(np.float32(0), tensor.shape)
+            kept = tuple(xp.to_numpy(array) for array in state.compressor) if state.method == compressor.name else ()
+            context = dataclasses.replace(bucket.context, name=name)
+            bucket.states.append(compressor.prepare(numpy_arrays, x, kept, context))
+
+    def keep_states(self, xp: ModuleType, states: Sequence[tuple[np.ndarray, ...]]) -> None:
+        """Keeps the compressors' arrays for the next step."""
+        self.bucket.states = list(states)
+        self._prepared = []
+        like = xp.flatten(self.arrays[0])[:0]
+        for (_, state, _), arrays, compressor in zip(self.tensors, states, self.bucket.compressors, strict=True):
+            state.method = compressor.name
+            state.compressor = tuple(xp.from_numpy(array, like=like) for array in arrays)
+            self._prepared.append(state.compressor)

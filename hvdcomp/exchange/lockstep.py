@@ -1,0 +1,52 @@
+"""Steps the generators of all buckets and tensors of a step in lockstep: every round it collects one request from each,
+fuses them into few collectives and hands the answers back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from hvdcomp.arrays.types import Array
+from hvdcomp.communicators import Communicator
+from hvdcomp.exchange.bucket_step import BucketStep
+from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, with_flag
+from hvdcomp.exchange.fusion import communicate, request_bytes
+from hvdcomp.exchange.ledger import Marks
+from hvdcomp.exchange.tensor_step import TensorStep
+
+
+def run_in_lockstep(
+    xp: ModuleType, communicator: Communicator, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep]
+) -> tuple[Array, Marks, int]:
+    """Steps all generators to their end.
+
+    Returns:
+        The element that is NaN if what any rank would send, or what came of it, is not finite, the marks around
+        each round of collectives, and the bytes that belong to no tensor.
+    """
+    steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
+    like = steps[0].like
+    overhead = 0
+    rounds: list[tuple[Any, Any]] = []
+    waiting = [(one, one.advance(None)) for one in steps]
+    of_tensors = [(one.x, request) for one, (_, request) in zip(tensors, waiting[len(buckets) :], strict=True)]
+    flag = flag_of(xp, of_tensors, any(one.found_inf for one in buckets), like)
+    found_inf = flag
+    while waiting := [(one, request) for one, request in waiting if request is not None]:
+        requests = [request for _, request in waiting]
+        own_bytes = sum(request_bytes(xp, request) for request in requests)
+        take_flag = None
+        if not rounds:
+            requests, take_flag = with_flag(xp, requests, flag)
+        overhead += sum(request_bytes(xp, request) for request in requests) - own_bytes
+        start = xp.mark(like)
+        answers, padding = communicate(xp, communicator, requests, f"hvdcomp.round{len(rounds)}")
+        if take_flag is not None:
+            found_inf = take_flag(answers)
+        rounds.append((start, xp.mark(like)))
+        overhead += padding
+        waiting = [(one, one.advance(answer)) for (one, _), answer in zip(waiting, answers, strict=True)]
+    found = any(one.found_inf_after for one in buckets)
+    return found_inf + flag_of_outcomes(xp, [one.made for one in tensors], found, like), rounds, overhead
+

@@ -1,0 +1,135 @@
+"""Flat storage for what is kept of float32 tensors on the host between steps.
+
+Each tensor has two places, in one of two flat buffers each. A step reads what is kept in one place and writes x to the
+other; if the step counts, the places change their roles, and what is left of x after sending is the residual. If it
+does not, nothing has changed.
+
+A residual is kept as x, with a rule that says what of it was sent: the next step takes that off when it reads x anyway.
+Whoever else asks for a residual makes it real first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.kernels.tables import NOT_NEGATIVE, NOTHING
+
+_ALIGNMENT = 16  # elements: a cache line
+
+
+class Residuals:
+    """What is kept of some tensors, by their numbers.
+
+    Args:
+        sizes: elements of each tensor.
+
+    Attributes:
+        keepers: (tensors,), the memory whose arrays are kept of each tensor.
+        holds: (tensors,), whether anything is kept.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        self._sizes = sizes
+        self._starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int64)
+        self._x: list[np.ndarray] = []
+        self._velocity: list[np.ndarray] = []
+        self._turn = np.zeros(len(sizes), np.int64)  # which buffer holds what is kept
+        self.keepers = np.full(len(sizes), NoMemory(), object)
+        self.holds = np.zeros(len(sizes), bool)
+        self._rule = np.zeros(len(sizes), np.int32)
+        self._above = np.zeros(len(sizes), np.float32)
+        self._below = np.zeros(len(sizes), np.float32)
+
+    def arrays(self, number: int) -> tuple[np.ndarray, ...]:
+        """What is kept of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
+        if not self.holds[number]:
+            return ()
+        x = self._part(self._x, number, self._turn[number])
+        if self._rule[number] != NOTHING:
+            upper = x >= 0 if self._rule[number] == NOT_NEGATIVE else x > 0
+            x -= np.where(upper, self._above[number], self._below[number])
+            self._rule[number] = NOTHING
+        if not self.keepers[number].is_momentum:
+            return (x,)
+        return self._part(self._velocity, number, self._turn[number]), x
+
+    def keep(self, number: int, keeper: Memory, arrays: Sequence[np.ndarray]) -> None:
+        """Keeps arrays of a memory's state for a tensor, in place of what is kept; nothing if there are none."""
+        self.keepers[number] = keeper
+        self.holds[number] = bool(arrays)
+        self._rule[number] = NOTHING
+        if arrays:
+            *velocity, x = arrays
+            self._allocate(keeper)
+            self._part(self._x, number, self._turn[number])[:] = x.reshape(-1)
+            if velocity:
+                self._part(self._velocity, number, self._turn[number])[:] = velocity[0].reshape(-1)
+
+    def scale(self, number: int, factor: float, momentum: bool) -> None:
+        """Multiplies the residual, and the velocity if `momentum`."""
+        for array in self.arrays(number)[0 if momentum else -1 :]:
+            with np.errstate(over="ignore"):
+                array *= np.float32(factor)
+            array[~np.isfinite(array)] = 0
+
+    # A step.
+
+    def enter(self, segments: np.ndarray, numbers: np.ndarray, memory: Memory) -> None:
+        """Writes into a bucket's table where what is kept lies, and where x goes.
+
+        Args:
+            segments: of the tensors `numbers`.
+            memory: of all of them.
+        """
+        self._allocate(memory)
+        holds, turn, starts = self.holds[numbers], self._turn[numbers], self._starts[numbers]
+        for buffers, old, new in ((self._x, "kept", "x"), (self._velocity, "velocity", "next_velocity")):
+            if new == "x" or memory.is_momentum:
+                addresses = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
+                offsets = (starts * 4).astype(np.uint64)
+                segments[old] = np.where(holds, addresses[turn] + offsets, 0)
+                segments[new] = addresses[1 - turn] + offsets
+        segments["rule"] = self._rule[numbers]
+        segments["above"] = self._above[numbers]
+        segments["below"] = self._below[numbers]
+
+    def commit(self, segments: np.ndarray, numbers: np.ndarray, memory: Memory) -> None:
+        """After a step that counts: what is left of x is what is kept."""
+        self._turn[numbers] ^= 1
+        self.holds[numbers] = True
+        self._rule[numbers] = segments["sent_rule"]
+        self._above[numbers] = segments["sent_above"]
+        self._below[numbers] = segments["sent_below"]
+        self.keepers[numbers] = memory
+
+    def drop(self, numbers: np.ndarray) -> None:
+        """Forgets what is kept."""
+        self.holds[numbers] = False
+
+    def x(self, number: int) -> np.ndarray:
+        """x of the step under way, a vector."""
+        return self._part(self._x, number, 1 - self._turn[number])
+
+    def next_velocity(self, number: int) -> np.ndarray:
+        """The velocity of the step under way, a vector."""
+        return self._part(self._velocity, number, 1 - self._turn[number])
+
+    def _part(self, buffers: list[np.ndarray], number: int, turn: int) -> np.ndarray:
+        start = self._starts[number]
+        return buffers[turn][start : start + self._sizes[number]]
+
+    def _allocate(self, memory: Memory) -> None:
+        for buffers in (self._x, self._velocity) if memory.is_momentum else (self._x,):
+            while len(buffers) < 2:
+                buffers.append(_aligned(int(self._starts[-1])))
+
+
+def _aligned(count: int) -> np.ndarray:
+    """An uninitialised float32 vector that begins with a cache line."""
+    room = np.empty(count + _ALIGNMENT, np.float32)
+    start = -room.ctypes.data % (4 * _ALIGNMENT) // 4
+    return room[start : start + count]

@@ -1,0 +1,135 @@
+/* The tensors of a bucket as kernels see them. `hvdcomp/kernels/tables.py` has the same fields in the same order. */
+#ifndef HVDCOMP_BUCKET_H
+#define HVDCOMP_BUCKET_H
+
+#include <stdint.h>
+#include <string.h>
+
+/* What of a kept x was sent, and so is no part of the residual. */
+enum {
+    HVD_NOTHING,      /* the residual is x itself */
+    HVD_NOT_NEGATIVE, /* `above` where x >= 0, elsewhere `below` */
+    HVD_POSITIVE      /* `above` where x > 0, elsewhere `below` */
+};
+
+typedef struct {
+    int64_t size;          /* elements */
+    const float *gradient; /* of this step */
+    float *result;         /* where the mean over the ranks goes; may be the gradient's place */
+    const float *source;   /* what is to be compressed where that is known; NULL: x, which `hvd_x` makes */
+    const float *kept;     /* x of an earlier step, of which a part was sent; NULL: there is no residual */
+    float *x;              /* where x goes; NULL: nothing is added to the gradient, which is x then */
+    const float *velocity; /* of momentum correction; NULL: zero */
+    float *next_velocity;  /* where the next velocity goes; NULL: there is no momentum correction */
+    int64_t count;         /* of elements, columns or bits to send: up to the method */
+    int64_t place[4];      /* where the tensor's parts begin in the payload: up to the method */
+    uint64_t key;          /* of the tensor's random numbers in this step */
+    float above, below;    /* sent of `kept` */
+    float sent_above, sent_below; /* sent of x */
+    int32_t rule, sent_rule;      /* which element of `kept`, and of x, is `above` */
+    double sums[4];               /* what a kernel adds up: up to the kernel */
+} hvd_segment;
+
+/* A piece of a tensor. What is added up over a tensor is added up over each piece first, and then in their order, so
+ * that the number of threads changes nothing. */
+typedef struct {
+    int64_t segment, start, length;
+    double sums[4];
+    int64_t counts[2];
+} hvd_task;
+
+typedef struct {
+    hvd_segment *segments;
+    hvd_task *tasks; /* in the order of the segments, and of the places in them */
+    int64_t segment_count, task_count;
+    float factor;   /* gradients are multiplied by it */
+    float decay;    /* residuals are multiplied by it */
+    float momentum; /* velocities are multiplied by it */
+    int32_t nesterov;
+    int32_t threads;
+    int32_t unused;
+} hvd_bucket;
+
+/* Elements that are worked on while they lie in a core's first cache. */
+#define HVD_BLOCK 4096
+
+#define HVD_INFINITE 0x7f800000u /* the magnitude bits of inf; those of NaN are higher */
+
+static inline uint32_t hvd_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline uint32_t hvd_largest_bits(const float *restrict x, int64_t length, uint32_t largest) {
+    for (int64_t i = 0; i < length; i++) {
+        uint32_t bits = hvd_bits(x[i]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
+    }
+    return largest;
+}
+
+/* The residual of a block: what was not sent of `kept`, times `decay`. */
+static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t length, float decay, float *restrict out) {
+    const float *restrict kept = s->kept + start;
+    const float above = s->above, below = s->below;
+    if (s->rule == HVD_NOT_NEGATIVE)
+        for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay;
+    else if (s->rule == HVD_POSITIVE)
+        for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay;
+    else
+        for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
+}
+
+/* Makes a block of x: the gradient with what the memory adds.
+ *
+ * start, length: of the block, at most HVD_BLOCK elements.
+ * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
+ * Returns: the block of x, or of what is to be compressed in its place.
+ */
+static inline const float *hvd_x(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
+) {
+    if (s->source) {
+        *largest = hvd_largest_bits(s->source + start, length, *largest);
+        return s->source + start;
+    }
+    const float *restrict gradient = s->gradient + start;
+    if (!s->x) {
+        *largest = hvd_largest_bits(gradient, length, *largest);
+        return gradient;
+    }
+    float *restrict x = s->x + start;
+    const float factor = b->factor, momentum = b->momentum;
+    if (s->next_velocity) {
+        float *restrict next = s->next_velocity + start;
+        if (s->velocity) {
+            const float *restrict velocity = s->velocity + start;
+            for (int64_t i = 0; i < length; i++) next[i] = velocity[i] * momentum + gradient[i] * factor;
+        } else
+            for (int64_t i = 0; i < length; i++) next[i] = gradient[i] * factor;
+        if (s->kept) hvd_residual(s, start, length, b->decay, x);
+        else memset(x, 0, (size_t)length * sizeof *x);
+        if (b->nesterov)
+            for (int64_t i = 0; i < length; i++) x[i] = next[i] * momentum + (x[i] + gradient[i] * factor);
+        else
+            for (int64_t i = 0; i < length; i++) x[i] = x[i] + next[i];
+    } else if (s->kept) {
+        /* The same sum as with hvd_residual, without a second pass over the block. */
+        const float *restrict kept = s->kept + start;
+        const float decay = b->decay, above = s->above, below = s->below;
+        if (s->rule == HVD_NOT_NEGATIVE)
+            for (int64_t i = 0; i < length; i++)
+                x[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay + gradient[i] * factor;
+        else if (s->rule == HVD_POSITIVE)
+            for (int64_t i = 0; i < length; i++)
+                x[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay + gradient[i] * factor;
+        else
+            for (int64_t i = 0; i < length; i++) x[i] = kept[i] * decay + gradient[i] * factor;
+    } else
+        for (int64_t i = 0; i < length; i++) x[i] = gradient[i] * factor;
+    *largest = hvd_largest_bits(x, length, *largest);
+    return x;
+}
+
+#endif

@@ -1,0 +1,61 @@
+/* Kernels that change nothing of what is sent: x itself, and gradients that travel as they are. */
+#include "bucket.h"
+#include "isa.h"
+
+struct job {
+    const hvd_bucket *bucket;
+    float *wire;
+    const float *mean;
+};
+
+static void make_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    uint32_t largest = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t start = task->start + done, left = task->length - done, length = left < HVD_BLOCK ? left : HVD_BLOCK;
+        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        if (job->wire) memcpy(job->wire + s->place[0] + start, x, (size_t)length * sizeof *x);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+static int32_t any_found(const hvd_bucket *bucket) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
+    return (int32_t)found;
+}
+
+int32_t HVD_NAME(make_x)(hvd_bucket *bucket) {
+    struct job job = {bucket, NULL, NULL};
+    hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
+    return any_found(bucket);
+}
+
+int32_t HVD_NAME(dense_encode)(hvd_bucket *bucket, float *wire) {
+    struct job job = {bucket, wire, NULL};
+    hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
+    return any_found(bucket);
+}
+
+static void copy_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const float *mean = job->mean + s->place[0] + task->start;
+    float *result = s->result + task->start;
+    uint32_t largest = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t left = task->length - done, length = left < HVD_BLOCK ? left : HVD_BLOCK;
+        largest = hvd_largest_bits(mean + done, length, largest);
+        memcpy(result + done, mean + done, (size_t)length * sizeof *mean);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
+    struct job job = {bucket, NULL, mean};
+    hvd_parallel(bucket->threads, bucket->task_count, copy_piece, &job);
+    return any_found(bucket);
+}

@@ -1,0 +1,80 @@
+"""What kernels are told of a bucket: a table of its tensors, and of the pieces that threads work on.
+
+The fields are those of `src/bucket.h`, in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+SEGMENT = np.dtype(
+    [
+        ("size", "i8"),
+        *((name, "u8") for name in ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")),
+        ("count", "i8"),
+        ("place", "i8", 4),
+        ("key", "u8"),
+        *((name, "f4") for name in ("above", "below", "sent_above", "sent_below")),
+        ("rule", "i4"),
+        ("sent_rule", "i4"),
+        ("sums", "f8", 4),
+    ],
+    align=True,
+)
+"""One tensor of a bucket. Addresses are numbers, 0 for nothing."""
+
+TASK = np.dtype(
+    [("segment", "i8"), ("start", "i8"), ("length", "i8"), ("sums", "f8", 4), ("counts", "i8", 2)], align=True
+)
+"""One piece of a tensor."""
+
+NOTHING, NOT_NEGATIVE, POSITIVE = range(3)
+"""Of `rule` and `sent_rule`: what of a kept x was sent."""
+
+_PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
+
+
+class _Bucket(ctypes.Structure):
+    _fields_ = [
+        ("segments", ctypes.c_void_p),
+        ("tasks", ctypes.c_void_p),
+        ("segment_count", ctypes.c_int64),
+        ("task_count", ctypes.c_int64),
+        ("factor", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("momentum", ctypes.c_float),
+        ("nesterov", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    ]
+
+
+class Table:
+    """The table of a bucket.
+
+    Args:
+        sizes: elements of each tensor, at least one each.
+
+    Attributes:
+        segments: `SEGMENT` (tensors,); what is written to it, kernels see.
+        tasks: `TASK` (pieces,).
+        bucket: the C structure, for `factor` and the like.
+        address: of the C structure, what kernels take.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.segments = np.zeros(len(sizes), SEGMENT)
+        self.segments["size"] = sizes
+        pieces = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, _PIECE)]
+        self.tasks = np.zeros(len(pieces), TASK)
+        if pieces:
+            self.tasks["segment"], self.tasks["start"] = np.array(pieces, np.int64).T
+        sizes_of_tasks = self.segments["size"][self.tasks["segment"]]
+        self.tasks["length"] = np.minimum(sizes_of_tasks - self.tasks["start"], _PIECE)
+        self.bucket = _Bucket(
+            self.segments.ctypes.data, self.tasks.ctypes.data, len(self.segments), len(self.tasks), 1.0, 1.0, 0.0
+        )
+        self.address = ctypes.addressof(self.bucket)
