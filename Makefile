@@ -28,7 +28,7 @@ endif
 # The environment is made anew when the folder moves or another Python is asked for.
 checksum = $(firstword $(shell { $(1); } 2>&1 | cksum))
 VENV_STAMP := $(VENV)/.made-$(call checksum,echo $(CURDIR); $(PYTHON) --version)
-PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproject.toml Makefile)
+PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproject.toml setup.py Makefile)
 
 PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
 
@@ -42,7 +42,7 @@ STARTED := $(shell date +%s)
 demo test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench image clean
+.PHONY: help setup demo test test-all lint bench image wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -68,7 +68,9 @@ $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+# The kernels' shared object holds the checksum of its sources. Without it hvdcomp works, and says why it is missing.
 setup: $(PACKAGES_STAMP)  ## make .venv with all dependencies, Horovod built from source
+	@$(BIN)/python hvdcomp/kernels/build.py --if-changed || true
 	@$(BIN)/hvdcomp build-horovod
 
 demo: setup  ## train with four compressions on two ranks each, one in TensorFlow too, then compare them
@@ -106,8 +108,15 @@ bench: setup  ## measure what compression costs and what it does to accuracy (ab
 image:  ## build the container image for CPU with docker, podman or buildah
 	@docker/build cpu
 
+wheel: setup  ## make dist/hvdcomp-...-py3-none-manylinux_....whl, with the kernels for all CPUs of this kind
+	@rm -rf build dist/hvdcomp-*.whl
+	@scripts/quietly $(BIN)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/hvdcomp-*-py3-none-manylinux_*.whl 2>/dev/null || { \
+	  cat build/lib/hvdcomp/kernels/_native.log >&2; rm dist/hvdcomp-*.whl; \
+	  echo "No wheel: it would be without kernels" >&2; exit 1; }
+
 clean:  ## remove .venv, runs/ and caches in this folder
-	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) runs build dist hvdcomp/kernels/_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@cache="$${HVDCOMP_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/hvdcomp}"; \
 	echo "Built Horovod wheels are kept in $$cache/horovod; to remove them too: rm -r $$cache/horovod"

@@ -51,6 +51,7 @@ class WheelWithKernels(bdist_wheel):
         self.run_command("build")  # first, because whether there are kernels decides where and for what
         self._library = Path(self.get_finalized_command("build_py").build_lib) / KERNELS / BUILDER.LIBRARY
         self.root_is_pure = not self._library.is_file()
+        self.distribution.has_ext_modules = self._library.is_file  # `install` asks it for the folder
         super().run()
 
     def get_tag(self) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ import pytest
 
 from hvdcomp import ConfigurationError, RankMismatchError
 from hvdcomp.communicators.in_process import run_ranks
-from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
 from tests.harness import BACKENDS, make
 
 
@@ -75,6 +75,19 @@ def test_many_differences_are_counted() -> None:
     assert message is not None
     assert message.count("parameter ") == 8
     assert "and 12 more" in message
+
+
+def test_kernels_that_only_some_ranks_have_are_told_with_the_way_out() -> None:
+    facts = [{KERNELS: "compiled", "seed": 0}, {KERNELS: "none", "seed": 0}]
+    (message,) = set(outcomes("numpy", facts))
+    assert message is not None
+    assert "kernels: compiled on rank 0, none on rank 1. `hvdcomp doctor` says" in message
+    assert "HVDCOMP_KERNELS=off on every rank" in message
+    assert "same model and arguments" not in message
+    (message,) = set(outcomes("numpy", [{**facts[0], "seed": 1}, facts[1]]))
+    assert message is not None
+    assert "same model and arguments" in message
+    assert "HVDCOMP_KERNELS=off" in message
 
 
 def test_weights_that_differ_are_told_with_the_remedy() -> None:

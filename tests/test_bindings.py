@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdcomp
-from hvdcomp import ConfigurationError, RankMismatchError
+from hvdcomp import ConfigurationError, RankMismatchError, kernels
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from tests.test_docs_examples import DOCS, program
@@ -65,6 +65,15 @@ def test_what_differs_is_told_to_all_ranks_before_the_first_exchange(differs: di
     first, second = messages({}, differs)
     assert first == second
     assert named in first
+
+
+def test_kernels_that_only_one_rank_has_are_told_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False])
+    monkeypatch.setattr(kernels, "available", lambda: next(answers))
+    first, second = messages({}, {})
+    assert first == second
+    assert "kernels: " in first
+    assert "HVDCOMP_KERNELS=off" in first
 
 
 def test_a_log_that_rank_0_cannot_write_is_told_to_all(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hvdcomp.commands import doctor
 from hvdcomp.doctor import checks
 from hvdcomp.doctor.checks import find_problems, runs_on
-from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Started, TensorFlow, Torch
+from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
 from hvdcomp.doctor.gather import ask_python
 from hvdcomp.horovod_build.environment import CudaToolkit, Mpi
 
@@ -30,6 +30,7 @@ HEALTHY = Facts(
     mpi=OPEN_MPI,
     mpi4py_library="Open MPI v4.1.8, package: Open MPI",
     variables={"OPAL_PREFIX": "/env"},
+    kernels=Kernels("avx2", threads=2),
 )
 TOOLKIT = CudaToolkit("/cuda/bin/nvcc", "13.0", "13.0")
 FOR_CUDA = Torch("2.13.0+cu126", cuda="12.6")
@@ -133,6 +134,13 @@ def test_a_healthy_environment_has_no_problem() -> None:
             "point CUDA_HOME to it",
             False,
         ),
+        (
+            changed(kernels=Kernels(why_not="no C compiler found", way_out="python -m hvdcomp.kernels.build")),
+            "without its kernels, and compresses several times as slowly: no C compiler found.",
+            "python -m hvdcomp.kernels.build",
+            False,
+        ),
+        (changed(kernels=Kernels(error="HVDCOMP_KERNELS='x' is unknown")), "'x' is unknown", "unset", True),
         (changed(packages={**HEALTHY.packages, "setuptools": "82.0.0"}), "setuptools 82", "setuptools<81", False),
         (changed(packages={**HEALTHY.packages, "cmake": "4.1.0"}), "cmake 4.1.0", "cmake<4", False),
     ],
@@ -226,6 +234,7 @@ def test_the_command_reports_and_sets_the_exit_status(
     assert text.exit_code == status, text.output
     assert "2.13.0+cpu (CPU build)" in text.stdout
     assert "CUDA toolkit" in text.stdout
+    assert "compiled; instruction set avx2, 2 threads" in text.stdout
     program = CliRunner().invoke(doctor.command, ["--json"])
     assert program.exit_code == status
     report = json.loads(program.stdout)

@@ -1,72 +1,328 @@
-"""The kernels' shared object: how it is compiled, chosen, loaded and refused, and its pool of threads."""
+"""The kernels' shared object: how it is compiled, packed, chosen and refused."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hvdcomp import kernels
-
-ROOT = Path(__file__).parents[1]
-SETTINGS = ("HVDCOMP_KERNELS", "HVDCOMP_KERNELS_LIBRARY", "HVDCOMP_THREADS")
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.kernels import build, signatures
+from tests.kernel_calls import ROOT, python
 
 
 @pytest.fixture(autouse=True)
 def _loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins and ends with what the environment says, and the best instruction set."""
-    before = kernels.instruction_set()
+    """Each test begins with what this environment says, and leaves it so, with the best instruction set."""
+    best = kernels.instruction_set()
     yield
     monkeypatch.undo()
     kernels.reset()
-    if before is not None:
-        kernels.use(before)
+    if best is not None:
+        kernels.use(best)
 
 
-def found_inf(parts: list[np.ndarray], threads: int = 1) -> int:
-    pointers = np.array([part.ctypes.data for part in parts], np.uint64)
-    sizes = np.array([part.size for part in parts], np.int64)
-    library = kernels.library()
-    assert library is not None, kernels.why_not()
-    return library.hvd_found_inf(pointers.ctypes.data, sizes.ctypes.data, len(parts), threads)
-
-
-def python(code: str, **environment: str) -> str:
-    """What a fresh Python prints that ends within a minute."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def loaded_with(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    kernels.reset()
 
 
 def test_there_are_kernels_here() -> None:
-    assert kernels.available(), kernels.why_not()
-    assert kernels.why_not() == ""
-    assert kernels.instruction_set() in kernels.instruction_sets()
-    assert "plain" in kernels.instruction_sets()
+    assert kernels.available(), f"{kernels.why_not()}. {kernels.way_out()}"
+    assert kernels.why_not() == kernels.way_out() == ""
+    assert kernels.instruction_set() == kernels.instruction_sets()[-1]
+    assert kernels.instruction_sets()[0] == "plain"
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_importing_loads_nothing() -> None:
+    loaded = "any('_native' in line for line in open('/proc/self/maps'))"
+    program = f"import hvdcomp; print({loaded}); from hvdcomp import kernels; kernels.available(); print({loaded})"
+    assert python(program).split() == ["False", "True"]
+
+
+def test_both_handles_have_every_function_with_its_types() -> None:
+    for library in (kernels.library(), kernels.library(release=False)):
+        assert library is not None
+        for name, (result, arguments) in signatures.signatures().items():
+            function = getattr(library, name)
+            assert (function.restype, function.argtypes) == (result, arguments)
+    header = (build.SOURCES / "hvdcomp.h").read_text()
+    assert f"#define HVD_ABI_VERSION {signatures.ABI_VERSION}\n" in header
+
+
+def test_a_line_that_is_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = tmp_path / "kernels.def"
+    wrong.write_text("/* HVD_KERNEL(in a comment) */ HVD_KERNEL(int32_t, f, (float x), (x)) HVD_KERNEL(int32_t, g)")
+    monkeypatch.setattr(signatures, "_LIST", wrong)
+    with pytest.raises(ValueError, match=r"kernels\.def has a line that is not HVD_KERNEL"):
+        signatures.signatures.__wrapped__()
+
+
+# --- What the environment chooses ---
+
+
 @pytest.mark.parametrize("name", kernels.INSTRUCTION_SETS)
-def test_found_inf_finds_each_place(name: str, threads: int) -> None:
+def test_an_instruction_set_can_be_forced(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name not in kernels.instruction_sets():
-        pytest.skip(f"{name} is not usable here")
-    kernels.use(name)
-    sizes = [0, 1, 7, 65536, 131075]
-    parts = [np.full(size, np.finfo(np.float32).max, np.float32) for size in sizes]
-    parts[2][:] = [-0.0, 1e-45, -1e-45, -np.finfo(np.float32).max, 0, 1, -1]
-    assert found_inf(parts, threads) == 0
-    for part in parts[1:]:
-        for place in {0, part.size // 2, part.size - 1}:
-            for bad in (np.inf, -np.inf, np.nan, -np.nan):
-                kept, part[place] = part[place], bad
-                assert found_inf(parts, threads) == 1, (part.size, place, bad)
-                part[place] = kept
-    assert found_inf([], threads) == 0
+        with pytest.raises(ConfigurationError, match=r"was not built for it|lacks its instructions"):
+            kernels.use(name)
+        return
+    loaded_with(monkeypatch, HVDCOMP_KERNELS=name)
+    assert kernels.instruction_set() == name
+
+
+def test_an_instruction_set_that_this_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lacking:
+        def hvd_use_instruction_set(self, name: bytes) -> int:
+            return 2
+
+    monkeypatch.setattr(kernels, "_load", lambda path: kernels._Loaded(Lacking()))
+    loaded_with(monkeypatch, HVDCOMP_KERNELS="avx512")
+    with pytest.raises(ConfigurationError, match="HVDCOMP_KERNELS=avx512: this CPU lacks its instructions; unset it"):
+        kernels.library()
+
+
+def test_kernels_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded_with(monkeypatch, HVDCOMP_KERNELS="off")
+    assert kernels.library() is kernels.library(release=False) is kernels.instruction_set() is None
+    assert not kernels.available()
+    assert kernels.instruction_sets() == []
+    assert "HVDCOMP_KERNELS=off" in kernels.why_not()
+    assert kernels.way_out() == "unset HVDCOMP_KERNELS"
+    with pytest.raises(ConfigurationError, match="plain cannot be used: HVDCOMP_KERNELS=off"):
+        kernels.use("plain")
+
+
+def test_an_unknown_choice_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"'sse9' is no instruction set .*: plain, avx2, avx512"):
+        kernels.use("sse9")
+    loaded_with(monkeypatch, HVDCOMP_KERNELS="sse9")
+    with pytest.raises(ConfigurationError, match="HVDCOMP_KERNELS='sse9' is unknown: allowed are plain, avx2, avx512"):
+        kernels.available()
+
+
+def test_threads_are_as_many_as_the_framework_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HVDCOMP_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert kernels.threads() == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    assert kernels.threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert kernels.threads() == len(os.sched_getaffinity(0))
+
+    class Torch:
+        def get_num_threads(self) -> int:
+            return 5
+
+    monkeypatch.setitem(sys.modules, "torch", Torch())
+    assert kernels.threads() == 5
+    monkeypatch.setenv("HVDCOMP_THREADS", "7")
+    assert kernels.threads() == 7
+    for wrong in ("0", "-1", "two"):
+        monkeypatch.setenv("HVDCOMP_THREADS", wrong)
+        with pytest.raises(ConfigurationError, match=f"HVDCOMP_THREADS='{wrong}' is no number of threads"):
+            kernels.threads()
+
+
+# --- Compiling, and what is wrong with an object ---
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build.build(tmp_path_factory.mktemp("built"))
+
+
+def test_what_is_compiled_works_and_is_current(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
+    assert [path.name for path in built.parent.iterdir()] == [build.LIBRARY]
+    assert build.is_current(built.parent)
+    loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=str(built))
+    assert kernels.available(), kernels.why_not()
+
+
+def test_another_source_makes_it_out_of_date(monkeypatch: pytest.MonkeyPatch, built: Path) -> None:
+    monkeypatch.setattr(build, "digest", lambda: "0" * 16)
+    assert not build.is_current(built.parent)
+    loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=str(built))
+    assert kernels.why_not() == f"{built} was built from other sources"
+    assert kernels.way_out() == "Build it again: python -m hvdcomp.kernels.build"
+
+
+def test_the_digest_is_of_names_and_contents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shutil.copytree(build.SOURCES, tmp_path / "src")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "src")
+    digests = [build.digest()]
+    (tmp_path / "src" / "new.h").write_text("1")
+    digests.append(build.digest())
+    (tmp_path / "src" / "new.h").write_text("2")
+    digests.append(build.digest())
+    (tmp_path / "src" / "new.h").rename(tmp_path / "src" / "newer.h")
+    digests.append(build.digest())
+    assert len(set(digests)) == 4
+    (tmp_path / "src" / "newer.h").unlink()
+    (tmp_path / "src" / "notes.txt").write_text("not compiled")
+    assert build.digest() == digests[0]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "named"),
+    [("no-such-compiler -m64", "the compiler of $CC is not there: no-such-compiler"), ("false", "false ended with")],
+)
+def test_without_a_working_compiler_the_reason_is_kept(
+    monkeypatch: pytest.MonkeyPatch, built: Path, tmp_path: Path, compiler: str, named: str
+) -> None:
+    old = tmp_path / build.LIBRARY
+    shutil.copy(built, old)
+    monkeypatch.setenv("CC", compiler)
+    assert build.build_or_say_why(tmp_path) is None
+    assert not old.exists()
+    loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=str(old))
+    assert not kernels.available()
+    assert kernels.why_not().startswith(named)
+    assert "python -m hvdcomp.kernels.build" in kernels.way_out()
+
+
+def test_no_compiler_at_all_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(build.CompilationError, match=r"no C compiler found \(\$CC, cc, gcc, clang\)"):
+        build.build(tmp_path)
+    (tmp_path / "clang").symlink_to("/bin/true")
+    assert build.find_compiler() == ["clang"]
+
+
+def test_what_the_compiler_says_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shutil.copytree(build.SOURCES, tmp_path / "src")
+    (tmp_path / "src" / "isa_wrong.c").write_text("int wrong(void) { return missing; }\n")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "src")
+    with pytest.raises(build.CompilationError) as raised:
+        build.build(tmp_path)
+    first = str(raised.value).splitlines()[0]
+    assert "isa_wrong.c" in first
+    assert "missing" in first
+    assert not (tmp_path / build.LIBRARY).exists()
+
+
+def test_what_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=str(tmp_path / "missing.so"))
+    assert kernels.why_not() == f"there is no {tmp_path}/missing.so"
+    (tmp_path / "wrong.so").write_text("no library")
+    loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=str(tmp_path / "wrong.so"))
+    assert f"{tmp_path}/wrong.so cannot be loaded: " in kernels.why_not()
+    (tmp_path / "empty.c").write_text("int nothing;")
+    another = str(tmp_path / "another.so")
+    subprocess.run([*build.find_compiler(), "-shared", "-fPIC", str(tmp_path / "empty.c"), "-o", another], check=True)
+    loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=another)
+    assert kernels.why_not() == f"{another} was built from other sources"
+
+
+def test_a_forced_instruction_set_needs_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded_with(monkeypatch, HVDCOMP_KERNELS="plain", HVDCOMP_KERNELS_LIBRARY=str(tmp_path / "missing.so"))
+    with pytest.raises(ConfigurationError, match=r"=plain asks for kernels: there is no .*missing\.so"):
+        kernels.library()
+
+
+def test_the_program_builds_where_it_is_told_and_only_if_something_changed(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "hvdcomp.kernels.build", "--output", str(tmp_path), "--if-changed"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    made = (tmp_path / build.LIBRARY).stat()
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert (tmp_path / build.LIBRARY).stat().st_mtime_ns == made.st_mtime_ns
+    done = subprocess.run(command[:-1], env={**environment, "CC": "false"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "were not compiled" in done.stderr
+
+
+def test_the_tag_names_the_newest_glibc_that_is_needed(built: Path, tmp_path: Path) -> None:
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump, which says what symbols an object needs, is not installed")
+    symbols = subprocess.run(["objdump", "-T", built], capture_output=True, text=True, check=True).stdout
+    needed = max(int(minor) for minor in re.findall(r"\(GLIBC_2\.(\d+)(?:\.\d+)?\)", symbols))
+    assert build.platform_tag(built, "linux_x86_64") == f"manylinux_2_{needed}_x86_64"
+    (tmp_path / "for_musl.so").write_bytes(b"libc.musl-x86_64.so.1")
+    assert build.platform_tag(tmp_path / "for_musl.so", "linux_x86_64") == "linux_x86_64"
+
+
+# --- Installing ---
+
+
+def make(what: str, source: Path, folder: Path, **environment: str) -> Path:
+    """A wheel, made by a hook of PEP 517."""
+    code = f"from setuptools import build_meta; build_meta.{what}({str(folder)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of what a wheel is made from, because building leaves files behind."""
+    folder = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__", "_native.*")
+    shutil.copytree(ROOT / "hvdcomp", folder / "hvdcomp", ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.mark.thorough
+def test_a_wheel_serves_every_python_of_the_platform_and_works_from_a_fresh_environment(
+    source: Path, tmp_path: Path
+) -> None:
+    wheel = make("build_wheel", source, tmp_path)
+    assert re.fullmatch(r"hvdcomp-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
+    assert "hvdcomp/kernels/_native.so" in zipfile.ZipFile(wheel).namelist()
+    venv.create(tmp_path / "venv", with_pip=True)
+    python_there = tmp_path / "venv" / "bin" / "python"
+    install = ["-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index", "--no-deps"]
+    subprocess.run([python_there, "-I", *install, wheel], check=True, timeout=120)
+    code = f"import sys; sys.path.append({sysconfig.get_path('purelib')!r})  # for NumPy\n" + (
+        "from hvdcomp import kernels\nprint(kernels.__file__, kernels.instruction_set(), kernels.why_not())"
+    )
+    done = subprocess.run([python_there, "-I", "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    where, chosen = done.stdout.split()
+    assert Path(where).is_relative_to(tmp_path / "venv")
+    assert chosen == kernels.instruction_set()
+
+
+@pytest.mark.thorough
+def test_without_a_compiler_it_is_installed_all_the_same(source: Path, tmp_path: Path) -> None:
+    wheel = make("build_wheel", source, tmp_path, CC="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    program = "from hvdcomp import kernels; print(kernels.available(), kernels.why_not())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert done.stdout.strip() == "False the compiler of $CC is not there: no-such-compiler", done.stderr
+
+
+@pytest.mark.thorough
+def test_an_editable_installation_compiles_into_the_sources(source: Path, tmp_path: Path) -> None:
+    make("build_editable", source, tmp_path)
+    library = source / "hvdcomp" / "kernels" / build.LIBRARY
+    made = library.stat().st_mtime_ns
+    next(tmp_path.glob("*.whl")).unlink()
+    make("build_editable", source, tmp_path)
+    assert library.stat().st_mtime_ns == made  # nothing has changed
+    (source / "hvdcomp" / "kernels" / "src" / "new.h").write_text("\n")
+    next(tmp_path.glob("*.whl")).unlink()
+    make("build_editable", source, tmp_path)
+    assert library.stat().st_mtime_ns != made

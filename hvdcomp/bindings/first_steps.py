@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy
 
+from hvdcomp import kernels
 from hvdcomp.bindings.training import Training
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
 
 
 class FirstSteps:
@@ -76,6 +77,7 @@ class FirstSteps:
             "momentum of the optimizer": self._doubled_momentum(),
             "hvdcomp": version("hvdcomp"),
             "numpy": numpy.__version__,
+            KERNELS: "compiled" if kernels.available() else "none",
             "parameters that are not trained": [name for name in tensors if name not in trained],
             **parameters,
         }

@@ -64,6 +64,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     for gpu in facts.gpus:
         rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
     rows.append(("CUDA toolkit", _toolkit(facts)))
+    rows.append(("Kernels", _kernels(facts)))
     rows.append(("Packages", ", ".join(f"{name} {version}" for name, version in facts.packages.items())))
     if facts.launched_size is None:
         rows.append(("Launcher", "none"))
@@ -81,6 +82,13 @@ def _toolkit(facts: Facts) -> str:
         return "none found"
     fits = f"torch's CUDA is {cuda}" if cuda else "not used: torch is a CPU build" if facts.torch else "no torch"
     return f"nvcc {toolkit.version} ({toolkit.nvcc}), cudart {toolkit.cudart or 'missing'}; {fits}"
+
+
+def _kernels(facts: Facts) -> str:
+    kernels = facts.kernels
+    if kernels is None or kernels.instruction_set is None:
+        return "none"
+    return f"compiled; instruction set {kernels.instruction_set}, {kernels.threads} threads unless PyTorch uses others"
 
 
 def _print(console: Console, facts: Facts, problems: list[Problem]) -> None:

@@ -246,6 +246,17 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def check_kernels(facts: Facts) -> Iterator[Problem]:
+    kernels = facts.kernels
+    if kernels is None:
+        return
+    if kernels.error:
+        yield Problem(True, f"hvdcomp's kernels: {kernels.error}.", "Correct or unset the variable.")
+    elif kernels.why_not:
+        what = f"hvdcomp works without its kernels, and compresses several times as slowly: {kernels.why_not}."
+        yield Problem(False, what, kernels.way_out)
+
+
 def check_build_tools(facts: Facts) -> Iterator[Problem]:
     for name, limit in (("setuptools", 81), ("cmake", 4)):
         version = facts.packages.get(name)
@@ -271,6 +282,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_scripts_on_path,
     check_opal_prefix,
     check_root,
+    check_kernels,
     check_build_tools,
 )
 

@@ -49,6 +49,20 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """hvdcomp's kernels in C: the instruction set and the number of threads; or why there are none, and the way out.
+
+    `error` is a setting of the environment that no training accepts.
+    """
+
+    instruction_set: str | None = None
+    threads: int = 1
+    why_not: str = ""
+    way_out: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class Started:
     """The outcome of `hvd.init()` in a process of its own, beside this one."""
 
@@ -76,6 +90,7 @@ class Facts:
     toolkit: CudaToolkit | None = None
     variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, Keras
     started: Started | None = None
+    kernels: Kernels | None = None
 
     @property
     def launched_size(self) -> int | None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
-from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Started, TensorFlow, Torch
+from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
 from hvdcomp.horovod_build.environment import (
     TENSORFLOW_DISTRIBUTIONS,
     find_cuda_toolkit,
@@ -40,6 +40,8 @@ PACKAGES = (
     "cmake",
 )
 VARIABLES = (
+    "HVDCOMP_KERNELS",
+    "HVDCOMP_THREADS",
     "HOROVOD_",
     "OMPI_COMM_WORLD_",
     "OMPI_ALLOW_",
@@ -99,6 +101,15 @@ import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
 found = {"library": MPI.Get_library_version().split(chr(10))[0].strip(chr(0))}
+"""
+_KERNELS = """
+from hvdcomp import kernels
+from hvdcomp.errors import ConfigurationError
+try:
+    found = {"instruction_set": kernels.instruction_set(), "threads": kernels.threads()}
+    found |= {"why_not": kernels.why_not(), "way_out": kernels.way_out()}
+except ConfigurationError as error:
+    found = {"error": str(error)}
 """
 _ANSWER = "hvdcomp doctor: "
 
@@ -176,6 +187,7 @@ def gather() -> Facts:
         mpi4py_library=mpi4py.get("library"),
         gpus=_gpus(),
         toolkit=find_cuda_toolkit(),
+        kernels=Kernels(**ask_python(_KERNELS, _IMPORT_TIMEOUT)),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     )
 

@@ -20,6 +20,7 @@ _SHOWN_FACTS = 8
 _SHOWN_CHARACTERS = 100
 _REFUSED = "refused"
 WEIGHTS = "weights of "  # begins the name of a fact about a parameter's value
+KERNELS = "kernels"  # the name of the fact whether there are any
 
 
 def require_agreement(
@@ -96,6 +97,9 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
         problem = "the ranks do not agree on how to compress: "
         remedy = "Give hvdcomp.Compression and Horovod's optimizer the same model and arguments on every rank."
         different.sort(key=lambda key: key.startswith(WEIGHTS))
+    if KERNELS in different:
+        ways_out = "`hvdcomp doctor` says on each host why there are none; or set HVDCOMP_KERNELS=off on every rank."
+        remedy = f"{remedy} {ways_out}" if len(different) > 1 else ways_out
     shown = [f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different[:_SHOWN_FACTS]]
     if len(different) > _SHOWN_FACTS:
         shown.append(f"and {len(different) - _SHOWN_FACTS} more")

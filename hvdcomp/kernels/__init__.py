@@ -32,6 +32,7 @@ __all__ = [
     "reset",
     "threads",
     "use",
+    "way_out",
     "why_not",
 ]
 
@@ -45,6 +46,7 @@ class _Loaded:
     releasing: ctypes.CDLL | None = None
     holding: ctypes.PyDLL | None = None
     why_not: str = ""
+    way_out: str = ""
 
 
 def library(*, release: bool = True) -> ctypes.CDLL | None:
@@ -74,8 +76,13 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Why there are no kernels, with the way out; empty where there are some."""
+    """Why there are no kernels; empty where there are some."""
     return _loaded().why_not
+
+
+def way_out() -> str:
+    """What to do to have kernels; empty where there are some."""
+    return _loaded().way_out
 
 
 def instruction_set() -> str | None:
@@ -103,7 +110,7 @@ def use(name: str) -> None:
     if name not in INSTRUCTION_SETS:
         raise ConfigurationError(f"{name!r} is no instruction set of hvdcomp's kernels: {', '.join(INSTRUCTION_SETS)}")
     if not available():
-        raise ConfigurationError(f"the instruction set {name} cannot be used: {why_not()}")
+        raise ConfigurationError(f"the instruction set {name} cannot be used: {why_not()}. {way_out()}")
     failed = _use(name)
     if failed:
         raise ConfigurationError(
@@ -151,12 +158,12 @@ def _loaded() -> _Loaded:
             "instruction set, and off, which uses no kernels; unset it for the best of this CPU"
         )
     if wanted == "off":
-        return _Loaded(why_not="HVDCOMP_KERNELS=off is in the environment; unset it")
+        return _Loaded(why_not="HVDCOMP_KERNELS=off is in the environment", way_out="unset HVDCOMP_KERNELS")
     loaded = _load(Path(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or Path(__file__).parent / "_native.so"))
     if not wanted:
         return loaded
     if loaded.releasing is None:
-        raise ConfigurationError(f"HVDCOMP_KERNELS={wanted} asks for kernels: {loaded.why_not}")
+        raise ConfigurationError(f"HVDCOMP_KERNELS={wanted} asks for kernels: {loaded.why_not}. {loaded.way_out}")
     failed = int(loaded.releasing.hvd_use_instruction_set(wanted.encode()))
     if failed:
         raise ConfigurationError(f"HVDCOMP_KERNELS={wanted}: {_LACKING[failed]}; unset it for the best of this CPU")
@@ -169,8 +176,8 @@ def _load(path: Path) -> _Loaded:
 
     if not path.is_file():
         reason = path.with_name(build.FAILURE)
-        said = reason.read_text().strip() if reason.is_file() else f"there is no {path}"
-        return _Loaded(why_not=f"{said}; with a C compiler (apt-get install gcc): {_BUILD}")
+        said = reason.read_text().partition("\n")[0] if reason.is_file() else f"there is no {path}"
+        return _Loaded(why_not=said, way_out=f"With a C compiler (apt-get install gcc): {_BUILD}")
     try:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for one in (releasing, holding):
@@ -178,9 +185,9 @@ def _load(path: Path) -> _Loaded:
         fits = releasing.hvd_abi_version() == signatures.ABI_VERSION
         fits = fits and releasing.hvd_sources().decode() == build.digest()
     except OSError as error:
-        return _Loaded(why_not=f"{path} cannot be loaded ({error}); build it for this machine: {_BUILD}")
+        return _Loaded(why_not=f"{path} cannot be loaded: {error}", way_out=f"Build it for this machine: {_BUILD}")
     except AttributeError:  # a function that is not there
         fits = False
     if not fits:
-        return _Loaded(why_not=f"{path} was built from other sources; build it again: {_BUILD}")
+        return _Loaded(why_not=f"{path} was built from other sources", way_out=f"Build it again: {_BUILD}")
     return _Loaded(releasing, holding)

@@ -43,7 +43,7 @@ SECONDS = 120  # at most for one file; all together take about 5
 
 
 class CompilationError(RuntimeError):
-    """There is no compiler, or it failed; the message has its first lines."""
+    """There is no compiler, or it failed. The first line of the message says it all; the compiler's own follow."""
 
 
 def digest() -> str:
@@ -122,8 +122,10 @@ def _run(command: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilationError(f"{shlex.join(command)}: {error}") from error
     if done.returncode != 0:
-        lines = done.stdout.strip().splitlines()[:20]
-        raise CompilationError("\n".join([f"{shlex.join(command)} ended with status {done.returncode}", *lines]))
+        lines = done.stdout.strip().splitlines()[:20] or ["no message"]
+        said = next((line for line in lines if "error" in line), lines[0])
+        heading = f"{command[0]} ended with status {done.returncode}: {said}"
+        raise CompilationError("\n".join([heading, shlex.join(command), *lines]))
     if "warning:" in done.stdout:
         sys.stderr.write(done.stdout)
     return done.stdout
@@ -134,7 +136,7 @@ def build_or_say_why(folder: Path) -> Path | None:
     try:
         return build(folder)
     except (CompilationError, OSError) as error:
-        print(f"hvdcomp's kernels were not compiled; NumPy does their work, slowly. {error}", file=sys.stderr)
+        print(f"hvdcomp's kernels were not compiled, and it works without them, more slowly. {error}", file=sys.stderr)
         (folder / LIBRARY).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILURE).write_text(f"{error}\n")

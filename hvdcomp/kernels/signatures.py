@@ -26,6 +26,7 @@ _OWN: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "hvd_sources": (ctypes.c_char_p, ()),
     "hvd_instruction_set": (ctypes.c_char_p, ()),
     "hvd_use_instruction_set": (ctypes.c_int32, (ctypes.c_char_p,)),
+    "hvd_parallel": (None, (ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)),
 }
 
 

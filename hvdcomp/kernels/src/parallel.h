@@ -2,7 +2,7 @@
 #ifndef HVD_PARALLEL_H
 #define HVD_PARALLEL_H
 
-#include <stdint.h>
+#include "hvdcomp.h"
 
 /* Calls work(context, task) once for each task from 0 to tasks - 1, in up to `threads` threads, this one among them,
  * and returns when all calls have. Which thread takes which task, and in which order, is left open: the result must
@@ -10,6 +10,7 @@
  *
  * With one thread or one task, from inside a task, and while another thread is in here, it calls them in this thread.
  * Threads are made when they are first needed and kept. After fork the child makes its own. */
-void hvd_parallel(int32_t threads, int64_t tasks, void (*work)(void *context, int64_t task), void *context);
+HVD_EXPORT void hvd_parallel(int32_t threads, int64_t tasks, void (*work)(void *context, int64_t task),
+                             void *context);
 
 #endif

@@ -1,0 +1,53 @@
+"""Calls of the kernels as tests write them, and programs that make them in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdcomp import kernels
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(params=kernels.INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn, in use while the test runs; skipped where the CPU lacks it."""
+    before = kernels.instruction_set()
+    assert before is not None, f"{kernels.why_not()}. {kernels.way_out()}"
+    if request.param not in kernels.instruction_sets():
+        pytest.skip(f"this CPU, or this build, has no {request.param}")
+    kernels.use(request.param)
+    yield request.param
+    kernels.use(before)
+
+
+def found_inf(parts: Sequence[np.ndarray], threads: int = 1) -> int:
+    """The kernel `found_inf` over arrays of float32."""
+    library = kernels.library()
+    assert library is not None, kernels.why_not()
+    pointers = np.array([part.ctypes.data for part in parts], np.uint64)
+    sizes = np.array([part.size for part in parts], np.int64)
+    found: int = library.hvd_found_inf(pointers.ctypes.data, sizes.ctypes.data, len(parts), threads)
+    return found
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python that ends within a minute."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+def python(code: str, **environment: str) -> str:
+    """What a fresh Python prints that ends well."""
+    done = run_python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
