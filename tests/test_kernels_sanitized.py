@@ -1,0 +1,57 @@
+"""The tests of the kernels once more, on a shared object that looks for wrong addresses and undefined behaviour."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdcomp.kernels import build
+from tests.kernel_calls import ROOT, run_python
+
+# Of others, new ones too, all tests are run.
+LEFT_OUT = {"test_kernels_build.py", "test_kernels_sanitized.py"}
+
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """In which Python loads the sanitized object. Its runtime must be there before all else."""
+    compiler = build.find_compiler()
+    asked = subprocess.run([*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    runtime = asked.stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip(f"{compiler[0]} has no libasan.so, the runtime of gcc's address sanitizer")
+    library = build.build(tmp_path_factory.mktemp("sanitized"), sanitize=True)
+    # Python itself leaves memory behind when it ends.
+    return {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "HVDCOMP_KERNELS_LIBRARY": str(library)}
+
+
+def test_the_kernels_tests_find_nothing(environment: dict[str, str]) -> None:
+    files = sorted(path for path in (ROOT / "tests").glob("test_kernels_*.py") if path.name not in LEFT_OUT)
+    chosen = "not thorough and not alone and not cluster"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", chosen, *files],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize(("size", "start", "found"), [(101, 0, "heap-buffer-overflow"), (100, 1, "misaligned address")])
+def test_a_wrong_call_would_be_found(environment: dict[str, str], size: int, start: int, found: str) -> None:
+    """One number too many is read; a list of pointers lies at an odd address."""
+    program = f"""
+import numpy as np
+from hvdcomp import kernels
+numbers, sizes, pointers = np.zeros(100, np.float32), np.array([{size}]), np.zeros(16, np.uint8)[{start}:]
+pointers[:8] = np.frombuffer(numbers.ctypes.data.to_bytes(8, "little"), np.uint8)
+print(kernels.library().hvd_found_inf(pointers.ctypes.data, sizes.ctypes.data, 1, 1))
+"""
+    done = run_python(program, **environment)
+    assert done.returncode != 0
+    assert found in done.stderr
