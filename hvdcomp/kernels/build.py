@@ -30,7 +30,7 @@ FAILURE = "_native.log"  # why there is no library
 # No -ffast-math: it would let the compiler assume that nothing is infinite or NaN, and change the order of sums.
 FLAGS = (
     *("-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"),
-    *("-fPIC", "-fvisibility=hidden", "-pthread"),
+    *("-fPIC", "-fvisibility=hidden", "-pthread", "-D_DEFAULT_SOURCE"),
 )
 FAST, SANITIZED = ("-O3",), ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # The workers of parallel.c run code of the object, which therefore is never unloaded.
