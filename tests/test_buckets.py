@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdcomp import kernels
+from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.parsing import parse_compressor
-from tests.harness import Run, as_numpy, assert_same_on_all_ranks, bits, infos, make, run_engines, states_of, torch
+from hvdcomp.exchange.engine import Engine
+from tests.harness import (
+    Run,
+    as_numpy,
+    assert_same_on_all_ranks,
+    bits,
+    densify,
+    infos,
+    make,
+    run_engines,
+    states_of,
+    torch,
+)
 
 SHAPES = {"matrix": (6, 8), "long": (3, 70_001), "vector": (77,), "odd": (5, 7, 3), "one": (1,), "scalar": ()}
 BUCKETED = sorted(
@@ -89,3 +102,60 @@ def test_instruction_sets_and_threads_change_no_bit(spec: str, monkeypatch: pyte
     for other in runs[1:]:
         assert [[{name: bits(x) for name, x in step.items()} for step in one.results] for one in other] == first
         assert [states_of(one.engine) for one in other] == [states_of(one.engine) for one in runs[0]]
+
+
+class Watch:
+    """Keeps x, C(x) and the residuals of each step of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.steps: list[dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
+        engine.before_compress = self._before
+        engine.after_sent = self._after
+        self._x: dict[str, np.ndarray] = {}
+
+    def _before(self, xp: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        self._x = {name: as_numpy(x).copy() for name, x in inputs.items()}
+        return {}
+
+    def _after(self, xp: Any, sent: Mapping[str, Any]) -> None:
+        self._sent = {name: densify(one, SHAPES[name]).copy() for name, (_, one) in sent.items()}
+
+    def end(self) -> None:
+        kept = {name: [as_numpy(one).copy() for one in state.memory] for name, state in self.engine.states.items()}
+        self.steps.append({name: (x, self._sent[name], kept[name][-1]) for name, x in self._x.items() if kept[name]})
+
+
+@needs_kernels
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", [spec for spec in BUCKETED if not parse_compressor(spec).lossless])
+def test_what_was_not_sent_is_kept_exactly(spec: str, backend: str, decay: float) -> None:
+    """x = gradient + decay * residual, and the next residual is x - C(x), element by element and bit by bit; and the
+    step is the same whether or not somebody looks at x and C(x)."""
+
+    def work(communicator: Any) -> tuple[Watch, list[Any], list[Any]]:
+        watched, plain = (
+            Engine(communicator, infos(SHAPES), parse_compressor(spec), ErrorFeedback(decay), min_numel=0, min_ndim=0)
+            for _ in range(2)
+        )
+        watch, results = Watch(watched), []
+        for step in range(3):
+            results.append([])
+            for engine in (watched, plain):
+                engine.begin()
+                found = engine.step(gradients(backend)(communicator.rank, step))
+                results[-1].append({name: bits(x) for name, x in found.items()})
+            watch.end()
+        return watch, results, [states_of(engine) for engine in (watched, plain)]
+
+    for rank, (watch, results, states) in enumerate(run_ranks(2, work)):
+        assert all(looked == other for looked, other in results)
+        assert states[0] == states[1]
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        for step, kept in enumerate(watch.steps):
+            for name, (x, sent, after) in kept.items():
+                gradient = as_numpy(gradients(backend)(rank, step)[name])
+                np.testing.assert_array_equal(x, gradient + before[name] * np.float32(decay), err_msg=f"{name} {step}")
+                np.testing.assert_array_equal(after, x - sent, err_msg=f"{name} in step {step}")
+                before[name] = after

@@ -148,7 +148,7 @@ def test_error_feedback_keeps_exactly_what_was_not_sent(spec: str, backend: str,
     spy = SpyFeedback()
 
     def work(communicator: InProcessCommunicator) -> None:
-        memory = spy if communicator.rank == 0 else ErrorFeedback()
+        memory = spy if communicator.rank == 0 else SpyFeedback()
         engine = engine_of(communicator, spec, SHAPE, memory=memory, dtype=dtype)
         for step in range(3):
             engine.step({"w": make(backend, normal(10 * communicator.rank + step), dtype)})

@@ -18,9 +18,6 @@ from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, SparseVector, TensorInfo
 from hvdcomp.kernels.tables import Table
 
-ROOM = 8
-"""Bytes that a payload has beyond its end, where the engine's flag may travel."""
-
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 
@@ -57,6 +54,7 @@ class Bucket:
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request.
         x: of a tensor's place in the bucket, x as a vector, once a kernel has made it. If the memory keeps anything,
             what stands there when the generator ends is the residual, less what the table says by `sent_rule`.
+        compressed: the same of what is compressed: x, or what stands for it.
     """
 
     tensors: Sequence[TensorInfo]
@@ -68,6 +66,7 @@ class Bucket:
     layout: Any = None
     found_inf: bool = False
     x: Callable[[int], np.ndarray] = field(init=False, repr=False)
+    compressed: Callable[[int], np.ndarray] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.table = Table([tensor.size for tensor in self.tensors])
@@ -98,19 +97,29 @@ class Bucket:
         return bool(function(self.table.address, *addresses))
 
 
+def gathered(ranks: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, int, int]:
+    """What kernels take of an `AllGather`'s answer of one part each: the first rank's, the number of ranks, and how
+    many bytes each begins behind the one before."""
+    first = ranks[0][0]
+    if len(ranks) == 1:
+        return first, 1, 0
+    addresses = [part.__array_interface__["data"][0] for (part,) in ranks[:2]]
+    return first, len(ranks), addresses[1] - addresses[0]
+
+
 class Payload:
     """Storage for what a bucket sends, which is used in each step anew.
 
     Args:
-        count: of elements, rounded up to whole eight bytes: ranks' payloads lie behind each other.
+        count: of elements, rounded up to whole four bytes: ranks' payloads lie behind each other.
 
     Attributes:
         vector: (count,).
-        with_room: the same storage with `ROOM` bytes more at its end.
+        with_room: the same storage with room for four bytes more, and whole eight in all.
     """
 
     def __init__(self, count: int, dtype: str = "uint8") -> None:
-        per_room = ROOM // np.dtype(dtype).itemsize
-        count = -(-count // per_room) * per_room if dtype == "uint8" else count
-        self.with_room = np.zeros(count + per_room, dtype)
-        self.vector = self.with_room[:count]
+        size = np.dtype(dtype).itemsize
+        used = -(-count * size // 4) * 4
+        self.with_room = np.zeros(-(-(used + 4) // 8) * 8 // size, dtype)
+        self.vector = self.with_room[: used // size]

@@ -6,18 +6,22 @@ magnitude (EF-SignSGD).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
+import numpy as np
+
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.errors import SpecError
+from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
 
 # The balance of this number of votes fits into a byte with a sign.
 _VOTES_PER_BYTE = 127
@@ -67,6 +71,21 @@ class SignSGD(Compressor):
         ranks = yield AllGather((pack(xp, bits, 1), pack(xp, cast, 1)))
         mean = xp.astype(xp.clip(self._count(xp, ranks, rows, columns), -1, 1), xp.dtype_name(x))
         return outcome_like(xp, x, mean, balance(xp, bits, cast))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        if bucket.layout is None:
+            bucket.layout = _VotesLayout(bucket, self.zeros == "rows")
+        layout, context = bucket.layout, bucket.context
+        payload = layout.payload
+        zero_is_positive = (context.step + context.rank) % 2 == 0
+        bucket.found_inf = bucket.call(
+            "votes_encode", zero_is_positive, payload.vector, layout.votes, len(layout.votes)
+        )
+        ranks = yield AllGather((payload.vector,), payload.with_room)
+        bucket.call("votes_decode", *gathered(ranks))
+        if bucket.keeps:
+            bucket.call("votes_keep", payload.vector)
+        return BucketOutcome(False, lambda place: layout.own(bucket, place))
 
     @staticmethod
     def _count(xp: ModuleType, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
@@ -125,12 +144,17 @@ class OneBit(Compressor):
         ranks = yield AllGather((bits, representable(xp, upper, x), representable(xp, lower, x)))
 
         def decode(bits: Array, upper: Array, lower: Array) -> Array:
-            values = xp.astype(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)), "float32")
-            values *= upper - lower
-            values += lower
-            return values
+            return xp.where(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)) > 0, upper, lower)
 
         return average_decoded(xp, x, ranks, decode, context)
+
+    @property
+    def bucket_family(self) -> Hashable | None:
+        """None for pairs of means of rows, which no kernel takes."""
+        return None if self.per_row else super().bucket_family
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return _aggregate_two_values(bucket, POSITIVE, 2)
 
 
 @dataclass(frozen=True)
@@ -160,6 +184,76 @@ class EFSignSGD(Compressor):
             return values
 
         return average_decoded(xp, x, ranks, decode, context)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return _aggregate_two_values(bucket, NOT_NEGATIVE, 1)
+
+
+def _aggregate_two_values(bucket: Bucket, rule: int, values: int) -> BucketAggregation:
+    """A bucket's step for methods that read a bit as one of two values.
+
+    Args:
+        rule: which elements have a bit of 1, `POSITIVE` or `NOT_NEGATIVE`.
+        values: that travel for each tensor.
+    """
+    if bucket.layout is None:
+        bucket.layout = _BitsLayout(bucket, 4 * values)
+    payload, own = bucket.layout.payload, bucket.layout.values
+    bucket.found_inf = bucket.call("two_values_encode", rule, payload.vector, own)
+    ranks = yield AllGather((payload.vector,), payload.with_room)
+    found_inf = bucket.call("two_values_decode", rule, *gathered(ranks))
+
+    def sent(place: int) -> np.ndarray:
+        x, segment = bucket.compressed(place), bucket.segments[place]
+        return np.where(x >= 0 if rule == NOT_NEGATIVE else x > 0, segment["sent_above"], segment["sent_below"])
+
+    return BucketOutcome(found_inf, sent)
+
+
+class _BitsLayout:
+    """Where the parts of a bucket's tensors lie in a payload: first all values, then the bits of each tensor.
+
+    Args:
+        bytes_of_values: of each tensor.
+    """
+
+    def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
+        sizes = bucket.segments["size"]
+        of_values = bytes_of_values * len(sizes)
+        of_bits = (sizes + 7) // 8
+        bucket.segments["place"][:, 0] = of_values + np.cumsum(of_bits) - of_bits
+        bucket.segments["place"][:, 1] = bytes_of_values * np.arange(len(sizes))
+        self.payload = Payload(int(of_values + of_bits.sum()))
+        self.values = self.payload.vector[:of_values].view(np.float32)
+
+
+class _VotesLayout:
+    """The same for votes: the bits of each tensor's signs, then of its rows' votes.
+
+    Args:
+        by_rows: whether a row has a vote, and not each element.
+    """
+
+    def __init__(self, bucket: Bucket, by_rows: bool) -> None:
+        sizes = bucket.segments["size"]
+        rows = np.array([matrix_shape(one.shape)[0] if by_rows else one.size for one in bucket.tensors], np.int64)
+        bytes_of = np.stack([(sizes + 7) // 8, (rows + 7) // 8])
+        ends = np.cumsum(bytes_of, axis=1)
+        bucket.segments["count"] = sizes // rows
+        bucket.segments["place"][:, 0] = ends[0] - bytes_of[0]
+        bucket.segments["place"][:, 1] = ends[0][-1] + ends[1] - bytes_of[1]
+        bucket.segments["place"][:, 2] = np.cumsum(rows) - rows
+        self.payload = Payload(int(bytes_of.sum()))
+        self.votes = np.zeros(int(rows.sum()), np.uint8)
+
+    def own(self, bucket: Bucket, place: int) -> np.ndarray:
+        """This rank's votes for the elements of a tensor."""
+        segment = bucket.segments[place]
+        bits, votes = (self.payload.vector[segment["place"][part] :] for part in (0, 1))
+        size, columns = int(segment["size"]), int(segment["count"])
+        positive = np.unpackbits(bits, count=size, bitorder="little").astype(np.float32)
+        cast = np.unpackbits(votes, count=size // columns, bitorder="little")
+        return 2 * positive - np.repeat(cast, columns)
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:

@@ -91,7 +91,8 @@ class BucketStep:
             self._sources, bucket.segments["source"] = xp.hosted([sources[name] for name in group.names])
         if bucket.compressors[0].keeps_state:
             group.prepare_states(xp)
-        bucket.x = self._vector
+        bucket.x = self._x
+        bucket.compressed = self._x if sources is None else self._source
         self._generator = bucket.compressors[0].aggregate_bucket(bucket)
         self.marks.append((start, xp.mark(self.like)))
 
@@ -157,11 +158,14 @@ class BucketStep:
         self.marks.append((start, xp.mark(self.like)))
         return results
 
-    def _vector(self, place: int) -> np.ndarray:
+    def _x(self, place: int) -> np.ndarray:
         group = self.group
         if group.keeps:
             return group.residuals.x(group.numbers[place])
         return self._xp.to_numpy(self._xp.flatten(group.arrays[place]))
+
+    def _source(self, place: int) -> np.ndarray:
+        return self._xp.to_numpy(self._xp.flatten(self._sources[place]))
 
     def _of_framework(self, request: Request) -> Request:
         def brought(array: np.ndarray | None) -> Array | None:

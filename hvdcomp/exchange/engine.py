@@ -80,7 +80,7 @@ class Engine:
         self.before_compress: BeforeCompress | None = None
         self.after_sent: AfterSent | None = None
         self.found_inf: Array | None = None
-        self._cost = StepCost()  # of the latest step, without overhead
+        self._cost = StepCost()  # of the latest step's tensors
 
     # Between two steps.
 
@@ -152,7 +152,7 @@ class Engine:
             return {}
         xp = arrays_for(gradients[names[0]])
         buckets, tensors = self._steps(xp, names, gradients, in_place)
-        found_inf, rounds, overhead = run_in_lockstep(xp, self.communicator, buckets, tensors)
+        found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, buckets, tensors)
         if self.after_sent is not None:
             sent = {one.name: (one.x, one.sent) for one in tensors}
             for bucket in buckets:
@@ -163,7 +163,7 @@ class Engine:
         for bucket in buckets:
             results |= bucket.finish(counts)
         self._drop_sent_residuals(xp, buckets, tensors, found_inf)
-        self._record(xp, buckets, tensors, rounds, overhead + self.bytes_per_tensor * len(names))
+        self._record(xp, buckets, tensors, rounds, bytes_sent + self.bytes_per_tensor * len(names))
         self.step_number += 1
         self.found_inf = found_inf
         return results
@@ -230,7 +230,7 @@ class Engine:
         buckets: Sequence[BucketStep],
         tensors: Sequence[TensorStep],
         rounds: Marks,
-        overhead: int,
+        bytes_sent: int,
     ) -> None:
         parts: tuple[Part, ...] = tuple(bucket.group.costs(self.step_number) for bucket in buckets)
         if tensors:
@@ -240,7 +240,7 @@ class Engine:
             for part in parts:
                 for cost in part.values():
                     self._cost.add(cost)
-        step = dataclasses.replace(self._cost, step=self.step_number, bytes_sent=self._cost.bytes_sent + overhead)
+        step = dataclasses.replace(self._cost, step=self.step_number, bytes_sent=bytes_sent)
         # The turns before the last collective are encoding; the last turn and the memory's update are decoding.
         steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
         spans = [(one.marks[:-2], one.marks[-2:]) for one in steps]

@@ -95,7 +95,7 @@ def _in_room_of(
 
         return AllReduce(room[: length + 1], with_room=room), from_mean
     length = request.parts[0].shape[0]
-    room[length:] = xp.as_bytes(xp.concatenate([flag, flag]))
+    room[length : length + 4] = xp.as_bytes(flag)
 
     def from_parts(answers: list[Any]) -> Array:
         ranks = [whole for (whole,) in answers[place]]

@@ -23,11 +23,11 @@ def run_in_lockstep(
 
     Returns:
         The element that is NaN if what any rank would send, or what came of it, is not finite, the marks around
-        each round of collectives, and the bytes that belong to no tensor.
+        each round of collectives, and the bytes that this rank handed to them.
     """
     steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
     like = steps[0].like
-    overhead = 0
+    bytes_sent = 0
     rounds: list[tuple[Any, Any]] = []
     waiting = [(one, one.advance(None)) for one in steps]
     of_tensors = [(one.x, request) for one, (_, request) in zip(tensors, waiting[len(buckets) :], strict=True)]
@@ -35,18 +35,17 @@ def run_in_lockstep(
     found_inf = flag
     while waiting := [(one, request) for one, request in waiting if request is not None]:
         requests = [request for _, request in waiting]
-        own_bytes = sum(request_bytes(xp, request) for request in requests)
         take_flag = None
         if not rounds:
             requests, take_flag = with_flag(xp, requests, flag)
-        overhead += sum(request_bytes(xp, request) for request in requests) - own_bytes
+        bytes_sent += sum(request_bytes(xp, request) for request in requests)
         start = xp.mark(like)
         answers, padding = communicate(xp, communicator, requests, f"hvdcomp.round{len(rounds)}")
         if take_flag is not None:
             found_inf = take_flag(answers)
         rounds.append((start, xp.mark(like)))
-        overhead += padding
+        bytes_sent += padding
         waiting = [(one, one.advance(answer)) for (one, _), answer in zip(waiting, answers, strict=True)]
     found = any(one.found_inf_after for one in buckets)
-    return found_inf + flag_of_outcomes(xp, [one.made for one in tensors], found, like), rounds, overhead
+    return found_inf + flag_of_outcomes(xp, [one.made for one in tensors], found, like), rounds, bytes_sent
 

@@ -1,0 +1,287 @@
+/* Signs read as one of two values, as EF-SignSGD and one-bit SGD read them, and signs that vote.
+ *
+ * A bit an element, element i of a tensor in bit i % 8 of byte i / 8; a tensor's bits begin at `place[0]` of a payload.
+ * Bytes are in the order of a little-endian machine. */
+#include "bucket.h"
+#include "isa.h"
+#include "masks.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "bits are packed for a little-endian machine"
+#endif
+
+#define LANES 16
+
+struct job {
+    const hvd_bucket *bucket;
+    uint8_t *payload;
+    const uint8_t *payloads;
+    int64_t ranks, row; /* bytes of a rank's payload */
+    int64_t rule;
+    uint8_t *votes;
+    int64_t zero_is_positive;
+};
+
+static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int32_t any_found(const hvd_bucket *bucket) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
+    return (int32_t)found;
+}
+
+/* Two values. */
+
+/* The sum of the magnitudes' shares (1 / size each) of the elements that are above, and of the others: divided before
+ * they are added, so that no sum overflows. */
+static void add_shares(const float *restrict x, int64_t length, float share, int strictly, double sums[2]) {
+    float upper[LANES] = {0}, all[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) {
+            const float value = x[i + lane], part = __builtin_fabsf(value) * share;
+            all[lane] += part;
+            upper[lane] += (strictly ? value > 0 : value >= 0) ? part : 0;
+        }
+    for (; i < length; i++) {
+        const float part = __builtin_fabsf(x[i]) * share;
+        all[i % LANES] += part;
+        upper[i % LANES] += (strictly ? x[i] > 0 : x[i] >= 0) ? part : 0;
+    }
+    for (int lane = 0; lane < LANES; lane++) {
+        sums[0] += upper[lane];
+        sums[1] += (double)all[lane] - upper[lane];
+    }
+}
+
+static void add_magnitudes(const float *restrict x, int64_t length, float share, double *sum) {
+    float lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += __builtin_fabsf(x[i + lane]) * share;
+    for (; i < length; i++) lanes[i % LANES] += __builtin_fabsf(x[i]) * share;
+    for (int lane = 0; lane < LANES; lane++) *sum += lanes[lane];
+}
+
+static void encode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const float share = 1.0f / (float)s->size;
+    const int strictly = job->rule == HVD_POSITIVE;
+    uint8_t *bits = job->payload + s->place[0];
+    uint32_t largest = 0;
+    int64_t above = 0;
+    task->sums[0] = task->sums[1] = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK);
+        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        if (strictly) add_shares(x, length, share, strictly, task->sums);
+        else add_magnitudes(x, length, share, task->sums);
+        for (int64_t i = 0; i < length; i += 64) {
+            const uint64_t mask = hvd_positive(x + i, shorter(length - i, 64), strictly);
+            above += __builtin_popcountll(mask);
+            hvd_store_bits(bits + (start + i) / 8, mask, shorter(length - i, 64));
+        }
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+    task->counts[1] = above;
+}
+
+int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *payload, float *values) {
+    struct job job = {.bucket = bucket, .payload = payload, .rule = rule};
+    hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
+    const hvd_task *task = bucket->tasks, *end = bucket->tasks + bucket->task_count;
+    for (int64_t i = 0; i < bucket->segment_count; i++) {
+        hvd_segment *s = bucket->segments + i;
+        double upper = 0, lower = 0;
+        int64_t above = 0;
+        for (; task < end && task->segment == i; task++) {
+            upper += task->sums[0];
+            lower += task->sums[1];
+            above += task->counts[1];
+        }
+        if (rule == HVD_POSITIVE) {
+            const double size = (double)s->size;
+            s->sent_above = above ? (float)(upper * (size / (double)above)) : 0;
+            s->sent_below = above < s->size ? (float)(-lower * (size / (double)(s->size - above))) : 0;
+            values[2 * i] = s->sent_above;
+            values[2 * i + 1] = s->sent_below;
+        } else {
+            values[i] = s->sent_above = (float)upper;
+            s->sent_below = -s->sent_above;
+        }
+        s->sent_rule = (int32_t)rule;
+    }
+    return any_found(bucket);
+}
+
+static void choose(float *restrict out, uint32_t bits, int64_t length, float above, float below, int add) {
+    if (add)
+        for (int64_t i = 0; i < length; i++) out[i] += bits >> i & 1 ? above : below;
+    else
+        for (int64_t i = 0; i < length; i++) out[i] = bits >> i & 1 ? above : below;
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    float *result = s->result;
+    uint32_t largest = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK);
+        for (int64_t rank = 0; rank < job->ranks; rank++) {
+            const uint8_t *payload = job->payloads + rank * job->row, *bits = payload + s->place[0] + start / 8;
+            float above, below;
+            memcpy(&above, payload + s->place[1], sizeof above);
+            if (job->rule == HVD_POSITIVE) memcpy(&below, payload + s->place[1] + sizeof above, sizeof below);
+            else below = -above;
+            int64_t i = 0;
+            for (; i + 32 <= length; i += 32) {
+                uint32_t word;
+                memcpy(&word, bits + i / 8, sizeof word);
+                choose(result + start + i, word, 32, above, below, rank > 0);
+            }
+            if (i < length)
+                choose(result + start + i, (uint32_t)hvd_load_bits(bits + i / 8, length - i), length - i, above, below, rank > 0);
+        }
+        if (job->ranks > 1) {
+            const float share = (float)(1.0 / (double)job->ranks);
+            for (int64_t i = 0; i < length; i++) result[start + i] *= share;
+        }
+        largest = hvd_largest_bits(result + start, length, largest);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(two_values_decode)(hvd_bucket *bucket, int64_t rule, const uint8_t *payloads, int64_t ranks, int64_t row) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .rule = rule};
+    hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
+    return any_found(bucket);
+}
+
+/* Votes. A tensor is a matrix of `count` columns; `place[1]` is where the bits of its rows' votes begin in a payload, and
+ * `place[2]` where its rows' votes begin in scratch memory, a byte each. */
+
+static void vote_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    uint8_t *bits = job->payload + s->place[0], *votes = job->votes + s->place[2];
+    const int strictly = !job->zero_is_positive;
+    uint32_t largest = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK), end = start + length;
+        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        for (int64_t i = 0; i < length; i += 64) {
+            const int64_t rest = shorter(length - i, 64);
+            uint64_t mask = hvd_positive(x + i, rest, strictly);
+            if (s->count == 1) {
+                const uint64_t nonzero = hvd_nonzero(x + i, rest);
+                hvd_store_bits(job->payload + s->place[1] + (start + i) / 8, nonzero, rest);
+                mask &= nonzero;
+            }
+            hvd_store_bits(bits + (start + i) / 8, mask, rest);
+        }
+        if (s->count > 1)
+            for (int64_t row = start / s->count, from = start; from < end; row++) {
+                const int64_t to = shorter((row + 1) * s->count, end);
+                /* A row may lie in two pieces, whose threads both write the same. */
+                if (hvd_largest_bits(x + (from - start), to - from, 0)) __atomic_store_n(votes + row, 1, __ATOMIC_RELAXED);
+                from = to;
+            }
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+/* Takes back the bits of rows that do not vote, which are all zero, and packs the votes. */
+static void close_votes(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_segment *s = job->bucket->segments + number;
+    if (s->count == 1) return;
+    uint8_t *bits = job->payload + s->place[0], *packed = job->payload + s->place[1];
+    const uint8_t *votes = job->votes + s->place[2];
+    const int64_t rows = s->size / s->count;
+    memset(packed, 0, (size_t)(rows + 7) / 8);
+    for (int64_t row = 0; row < rows; row++) {
+        packed[row / 8] |= (uint8_t)(votes[row] << (row % 8));
+        if (!votes[row] && job->zero_is_positive)
+            for (int64_t i = row * s->count; i < (row + 1) * s->count; i++) bits[i / 8] &= (uint8_t)~(1u << (i % 8));
+    }
+}
+
+int32_t HVD_NAME(votes_encode)(
+    hvd_bucket *bucket, int64_t zero_is_positive, uint8_t *payload, uint8_t *votes, int64_t rows
+) {
+    struct job job = {.bucket = bucket, .payload = payload, .votes = votes, .zero_is_positive = zero_is_positive};
+    memset(votes, 0, (size_t)rows);
+    hvd_parallel(bucket->threads, bucket->task_count, vote_piece, &job);
+    hvd_parallel(bucket->threads, bucket->segment_count, close_votes, &job);
+    return any_found(bucket);
+}
+
+/* How many of the ranks have bit `place` set. */
+static int32_t count_bits(const struct job *job, int64_t begin, int64_t place) {
+    int32_t count = 0;
+    for (int64_t rank = 0; rank < job->ranks; rank++)
+        count += job->payloads[rank * job->row + begin + place / 8] >> (place % 8) & 1;
+    return count;
+}
+
+static void elect_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    int32_t positive[HVD_BLOCK];
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK), end = start + length;
+        memset(positive, 0, sizeof positive);
+        for (int64_t rank = 0; rank < job->ranks; rank++) {
+            const uint8_t *bits = job->payloads + rank * job->row + s->place[0] + start / 8;
+            for (int64_t i = 0; i < length; i += 32) {
+                const uint32_t word = (uint32_t)hvd_load_bits(bits + i / 8, shorter(length - i, 32));
+                for (int j = 0; j < 32; j++) positive[i + j] += word >> j & 1; /* a block is of whole words */
+            }
+        }
+        float *result = s->result + start;
+        if (s->count == 1)
+            for (int64_t i = 0; i < length; i++) {
+                const int32_t balance = 2 * positive[i] - count_bits(job, s->place[1], start + i);
+                result[i] = (float)((balance > 0) - (balance < 0));
+            }
+        else
+            for (int64_t row = start / s->count, from = start; from < end; row++) {
+                const int64_t to = shorter((row + 1) * s->count, end);
+                const int32_t votes = count_bits(job, s->place[1], row);
+                for (int64_t i = from - start; i < to - start; i++) {
+                    const int32_t balance = 2 * positive[i] - votes;
+                    result[i] = (float)((balance > 0) - (balance < 0));
+                }
+                from = to;
+            }
+    }
+}
+
+void HVD_NAME(votes_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row};
+    hvd_parallel(bucket->threads, bucket->task_count, elect_piece, &job);
+}
+
+/* x less this rank's own votes, where something is kept. */
+static void keep_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const uint8_t *bits = job->payload + s->place[0], *votes = job->payload + s->place[1];
+    for (int64_t i = task->start; i < task->start + task->length; i++) {
+        const int64_t row = i / s->count;
+        const int32_t vote = votes[row / 8] >> (row % 8) & 1, positive = bits[i / 8] >> (i % 8) & 1;
+        s->x[i] -= (float)(2 * positive - vote);
+    }
+}
+
+void HVD_NAME(votes_keep)(hvd_bucket *bucket, const uint8_t *payload) {
+    struct job job = {.bucket = bucket, .payload = (uint8_t *)payload};
+    hvd_parallel(bucket->threads, bucket->task_count, keep_piece, &job);
+}

@@ -1,0 +1,64 @@
+/* Comparisons of floats as masks of bits. */
+#ifndef HVD_MASKS_H
+#define HVD_MASKS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+/* Bit i says whether x[i] >= 0 or, if `strictly`, x[i] > 0; of 64 floats. NaN is neither. */
+static inline uint64_t hvd_positive64(const float *x, int strictly) {
+    uint64_t mask = 0;
+#if defined(__AVX512F__)
+    for (int i = 0; i < 4; i++) {
+        __m512 v = _mm512_loadu_ps(x + 16 * i);
+        __mmask16 part = strictly ? _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ)
+                                  : _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GE_OQ);
+        mask |= (uint64_t)part << (16 * i);
+    }
+#elif defined(__AVX2__)
+    for (int i = 0; i < 8; i++) {
+        __m256 v = _mm256_loadu_ps(x + 8 * i);
+        __m256 part = strictly ? _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ)
+                               : _mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GE_OQ);
+        mask |= (uint64_t)(uint32_t)_mm256_movemask_ps(part) << (8 * i);
+    }
+#else
+    for (int i = 0; i < 64; i++) mask |= (uint64_t)(strictly ? x[i] > 0 : x[i] >= 0) << i;
+#endif
+    return mask;
+}
+
+/* The same for `length` floats, at most 64; the other bits are 0. */
+static inline uint64_t hvd_positive(const float *x, int64_t length, int strictly) {
+    if (length >= 64) return hvd_positive64(x, strictly);
+    uint64_t mask = 0;
+    for (int64_t i = 0; i < length; i++) mask |= (uint64_t)(strictly ? x[i] > 0 : x[i] >= 0) << i;
+    return mask;
+}
+
+/* Bit i says whether x[i] is not zero; of `length` floats, at most 64. NaN is not zero. */
+static inline uint64_t hvd_nonzero(const float *x, int64_t length) {
+    uint64_t mask = 0;
+    for (int64_t i = 0; i < length; i++) mask |= (uint64_t)(x[i] != 0) << i;
+    return mask;
+}
+
+/* Writes the low `length` bits of a mask as whole bytes; the mask's other bits are 0. */
+static inline void hvd_store_bits(uint8_t *bytes, uint64_t mask, int64_t length) {
+    if (length >= 64) memcpy(bytes, &mask, 8);
+    else
+        for (int64_t i = 0; 8 * i < length; i++) bytes[i] = (uint8_t)(mask >> (8 * i));
+}
+
+/* The next `length` bits, at most 64, of packed ones; the other bits are left open. */
+static inline uint64_t hvd_load_bits(const uint8_t *bytes, int64_t length) {
+    uint64_t mask = 0;
+    memcpy(&mask, bytes, length >= 64 ? 8 : (size_t)(length + 7) / 8);
+    return mask;
+}
+
+#endif
