@@ -1,16 +1,23 @@
-"""`hvdcomp bench encode`: what it measures, on a small model's shapes."""
+"""`hvdcomp bench encode`: what it measures, on a small model's shapes, and which rows it compares."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
-from hvdcomp.bench.encode import PEER, Measurement, Request, measure
+from hvdcomp.bench.encode import measurement
+from hvdcomp.bench.encode.comparison import rows
+from hvdcomp.bench.encode.gradients import FRAMEWORKS
+from hvdcomp.bench.encode.measurement import Measurement, MeasurementError, Request, Spread, measure
+from hvdcomp.bench.encode.output import number
+from hvdcomp.bench.encode.peers import FP16, PEERS, POWERSGD
 from hvdcomp.cli import main
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
@@ -27,7 +34,38 @@ COUNTS = {
     "vgg16": (32, 138_357_544),
     "bert-base": (199, 109_482_240),
     "gravac-lstm": (11, 66_034_000),
+    "resnet20": (59, 269_722),
+    "small-tensors": (200, 819_200),
 }
+
+
+def made(request: Request, step_ms: float = 50.0, copy_ms: float = 10.0) -> Measurement:
+    """A measurement that nobody made."""
+    step, copy, ratio = (Spread(value, value, value) for value in (step_ms, copy_ms, step_ms / copy_ms))
+    return Measurement(request, turns=5, step_ms=step, copy_ms=copy, ratio_to_copy=ratio, bytes_sent=1000)
+
+
+class Machine:
+    """Measures in place of a real one: the copies' milliseconds by method and number of threads, one after the other.
+
+    Attributes:
+        asked: what was measured, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **copies: list[float]) -> None:
+        pytest.importorskip("torch")
+        self.asked: list[Request] = []
+        self._copies = copies
+        monkeypatch.setattr("hvdcomp.commands.bench_encode.measure", self.measure)
+
+    def measure(self, request: Request) -> Measurement:
+        self.asked.append(request)
+        copies = self._copies.get(request.method)
+        return made(request, copy_ms=copies.pop(0) if copies else 10.0)
+
+
+def encode(*words: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "encode", *words])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -36,18 +74,26 @@ def test_models_have_their_published_sizes(model: str) -> None:
     assert (len(tensors), sum(tensor.size for tensor in tensors)) == COUNTS[model]
 
 
-def test_without_a_choice_every_form_of_every_compressor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
-    asked: list[str] = []
+def test_without_a_choice_every_form_of_every_compressor_and_the_peers_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch)
+    assert encode("--threads", "1,2").exit_code == 0
+    assert [one.method for one in machine.asked if one.threads == 1] == [*EXAMPLES, *PEERS]
+    assert [one.threads for one in machine.asked] == [1, 2] * (len(EXAMPLES) + len(PEERS))
+    assert {parse_compressor(spec).name for spec in EXAMPLES} == set(COMPRESSORS)
 
-    def measured(request: Request) -> Measurement:
-        asked.append(request.method)
-        return Measurement(request.method, 1.0, 1.0, 1.0, None, None, 1.0, None, None)
 
-    monkeypatch.setattr("hvdcomp.commands.bench.measure", measured)
-    assert CliRunner().invoke(main, ["bench", "encode"]).exit_code == 0
-    assert asked == [*EXAMPLES, PEER]
-    assert {parse_compressor(spec).name for spec in asked[:-1]} == set(COMPRESSORS)
+def test_peers_are_of_pytorch_whatever_the_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    words = ("--framework", "numpy", "--method", "none")
+    assert encode(*words).exit_code == 0
+    assert [(one.method, one.framework) for one in machine.asked] == [
+        ("none", "numpy"), (POWERSGD, "torch"), (FP16, "torch")
+    ]  # fmt: skip
+    machine.asked.clear()
+    assert encode(*words, "--no-peers").exit_code == 0
+    assert [one.method for one in machine.asked] == ["none"]
 
 
 @pytest.mark.parametrize("spec", ["none", "topk:ratio=0.1", "powersgd:rank=2", "efsignsgd"])
@@ -66,8 +112,7 @@ def test_memory_of_decoding_does_not_grow_with_the_ranks_beyond_the_payload() ->
     """TopK of the largest model here: 64 ranks may take the memory of their payloads more than one rank, no more."""
     pytest.importorskip("torch")
     one, many = (
-        measure(Request("topk:ratio=0.001", "resnet50", repeats=1, ranks=ranks, threads=2, device="cpu"))
-        for ranks in (1, 64)
+        measure(Request("topk:ratio=0.001", "resnet50", repeats=1, ranks=ranks, threads=2)) for ranks in (1, 64)
     )
     assert one.bytes_sent is not None
     payloads = 64 * one.bytes_sent / 2**20
@@ -75,19 +120,147 @@ def test_memory_of_decoding_does_not_grow_with_the_ranks_beyond_the_payload() ->
     assert many.peak_mb - one.peak_mb < 3 * payloads + dense / 2
 
 
-def test_the_command_writes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# One method in a process of its own.
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_method_is_measured_in_each_framework(framework: str) -> None:
+    if framework != "numpy":
+        pytest.importorskip(framework)
+    one = measure(Request("topk:ratio=0.01", "resnet20", framework, repeats=3))
+    assert one.turns == 3
+    for spread in (one.step_ms, one.copy_ms, one.ratio_to_copy):
+        assert 0 < spread.low <= spread.median <= spread.high
+    assert one.compression_factor is not None
+    assert one.compression_factor > 40
+    assert (one.operations is None) == (framework == "numpy")
+    assert one.operations is None or one.operations > 0
+    assert one.kernel_launches is None
+
+
+@pytest.mark.parametrize("method", PEERS)
+def test_the_peers_run_and_all_their_operations_are_counted(method: str) -> None:
+    """More of the PowerSGD hook's operations come after its first collective than before."""
     pytest.importorskip("torch")
-    # On a busy machine two copies differ by more than what may be published.
-    monkeypatch.setattr("hvdcomp.commands.bench.measure", lambda request: replace(measure(request), copy_ms=9.0))
-    arguments = ["bench", "encode", "--repeats", "1", "--output", str(tmp_path)]
-    result = CliRunner().invoke(main, [*arguments, "--method", "topk:ratio=0.01", "--method", "none"])
-    assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "encode.json").read_text())["measurements"]
-    assert [one["method"] for one in written] == ["topk:ratio=0.01", "none"]
-    assert all(one["ratio"] > 0 and one["step_ms"] > 0 for one in written)
-    assert written[0]["compression_factor"] > 40
-    assert "| topk:ratio=0.01 |" in (tmp_path / "encode.md").read_text()
-    assert (tmp_path / "encode.png").read_bytes().startswith(b"\x89PNG")
+    one = measure(Request(method, "resnet20", threads=2, repeats=1))
+    assert one.step_ms.median > 0
+    assert one.operations is not None
+    assert one.operations > (300 if method == POWERSGD else 2)
+    assert one.bytes_sent is None
+
+
+def test_turns_are_added_until_the_seconds_are_over() -> None:
+    one = measure(Request("none", "resnet20", "numpy", repeats=2, seconds=0.3))
+    turns_ms = one.turns * (one.step_ms.median + one.copy_ms.median)
+    assert one.turns > 2
+    assert turns_ms < 1000
+
+
+def die(request: Request) -> None:
+    """Takes the place of a measurement, in its process."""
+    os._exit(9)
+
+
+def test_what_fails_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeasurementError, match="topq: SpecError: unknown compressor 'topq'"):
+        measure(Request("topq", "resnet20", "numpy"))
+    monkeypatch.setattr(measurement, "_measure", die)
+    with pytest.raises(MeasurementError, match="measured topk was ended from outside, perhaps because memory ran out"):
+        measure(Request("topk", "resnet20", "numpy"))
+
+
+def test_the_processs_libraries_get_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(measurement, "_measure", variables)
+    assert measure(Request("none", "resnet20", "numpy", threads=3)) == ("3", "3")
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "MKL_NUM_THREADS" not in os.environ
+
+
+def variables(request: Request) -> tuple[str, str]:
+    """Takes the place of a measurement, in its process."""
+    return os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]
+
+
+# Gradients.
+
+SHAPES = [TensorInfo("bias", (3,)), TensorInfo("weight", (5, 7)), TensorInfo("scalar", ())]
+
+
+@pytest.fixture
+def threads_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process chooses its number of threads once; tests share one."""
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    tf = pytest.importorskip("tensorflow")
+    monkeypatch.setattr(tf.config.threading, "set_intra_op_parallelism_threads", lambda count: None)
+    monkeypatch.setattr(tf.config.threading, "set_inter_op_parallelism_threads", lambda count: None)
+
+
+@pytest.mark.usefixtures("threads_stay")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gradients_are_the_same_in_each_framework_and_what_they_were_after_a_step(framework: str) -> None:
+    pytest.importorskip("torch")
+    plain = FRAMEWORKS["numpy"](SHAPES, 1, "cpu").arrays
+    gradients = FRAMEWORKS[framework](SHAPES, 1, "cpu")
+    for _ in range(2):
+        for tensor in SHAPES:
+            array = np.asarray(gradients.arrays[tensor.name])
+            assert array.shape == tensor.shape
+            assert array.dtype == np.float32
+            np.testing.assert_array_equal(array, plain[tensor.name])
+        for name in gradients.arrays:
+            if framework == "tensorflow":
+                gradients.arrays[name] = gradients.arrays[name] * 0
+            else:
+                gradients.arrays[name][...] = 0
+        gradients.copy()
+        gradients.restore()
+    assert 0 < np.abs(plain["weight"]).max() < 0.1
+
+
+@pytest.mark.usefixtures("threads_stay")
+@pytest.mark.parametrize(("framework", "operations"), [("torch", 3), ("tensorflow", 3), ("numpy", None)])
+def test_operations_are_counted(framework: str, operations: int | None) -> None:
+    gradients = FRAMEWORKS[framework](SHAPES, 1, "cpu")
+    weight = gradients.arrays["weight"]
+    assert gradients.operations(lambda: abs(weight * 2) + weight) == operations
+    assert gradients.operations(lambda: None) == (None if operations is None else 0)
+
+
+# Which rows are compared.
+
+
+def test_rows_are_held_against_the_hook_with_the_same_threads() -> None:
+    found = rows(
+        [
+            made(Request("topk", "resnet20", threads=1), step_ms=3.0),
+            made(Request("topk", "resnet20", "tensorflow", threads=2), step_ms=3.0),
+            made(Request("topk", "resnet20", threads=4), step_ms=3.0),
+            made(Request(POWERSGD, "resnet20", threads=1), step_ms=6.0),
+            made(Request(POWERSGD, "resnet20", threads=2), step_ms=4.0),
+        ]
+    )
+    assert [row.ratio_to_peer for row in found] == [0.5, 0.75, None, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("copies", "apart"),
+    [
+        ([10.0, 11.4, 10.5], []),
+        ([10.0, 11.6, 10.5], [1]),
+        ([10.0, 11.6, 12.0, 4.0], [0, 3]),  # the fastest need not be right
+        ([10.0], []),
+    ],
+)
+def test_rows_apart_from_most_are_unsteady(copies: list[float], apart: list[int]) -> None:
+    found = rows([made(Request("none", "resnet20"), copy_ms=copy) for copy in copies])
+    assert [place for place, row in enumerate(found) if not row.steady] == apart
+
+
+def test_copies_of_other_frameworks_and_threads_are_other_work() -> None:
+    requests = [Request("none", "resnet20", framework, threads=count) for framework in FRAMEWORKS for count in (1, 2)]
+    assert all(row.steady for row in rows([made(one, copy_ms=2.0**n) for n, one in enumerate(requests)]))
 
 
 @pytest.mark.parametrize(("slower", "published"), [(11.4, True), (11.6, False)])
@@ -95,34 +268,123 @@ def test_methods_are_not_compared_where_the_machine_was_not_equally_fast(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, published: bool
 ) -> None:
     """The copy that takes turns with each method may differ by 15 percent between them."""
-    pytest.importorskip("torch")
-    copy_ms = {"none": 10.0, "fp16": slower, "signsgd": 10.5}
-
-    def measured(request: Request) -> Measurement:
-        return Measurement(request.method, 50.0, copy_ms[request.method], 5.0, 1.0, 1.0, 0.0, 1000, 4.0)
-
-    monkeypatch.setattr("hvdcomp.commands.bench.measure", measured)
-    methods = [word for spec in copy_ms for word in ("--method", spec)]
-    result = CliRunner().invoke(main, ["bench", "encode", *methods, "--output", str(tmp_path / "out")])
+    copies = {"none": [10.0] * 3, "fp16": [slower] * 3, "signsgd": [10.5] * 3}
+    Machine(monkeypatch, **copies)
+    words = [word for spec in copies for word in ("--method", spec)] + ["--no-peers", "--retries", "0"]
+    file = tmp_path / "rows.json"
+    result = encode(*words, "--output", str(tmp_path / "out"), "--json", str(file))
     assert result.exit_code == (0 if published else 1), result.output
     assert (tmp_path / "out" / "encode.json").exists() == published
+    kept = json.loads(file.read_text())
+    assert (kept["refused"] is None) == published
+    assert [one["steady"] for one in kept["measurements"]] == [True, published, True]
+    assert ("fp16 (unsteady)" in result.output) == (not published)
     if not published:
         said = " ".join(result.stderr.split())
-        assert "10.0 ms beside none and 11.6 ms beside fp16: 16% more, where 15% is allowed" in said
-        assert "measure again with more --repeats" in said
-    shown = CliRunner().invoke(main, ["bench", "encode", *methods])
+        assert "10 ms beside none and 11.6 ms beside fp16: 16% more, where 15% is allowed" in said
+        assert "apart from most are: fp16. " in said
+        assert said in f"Error: {kept['refused']}. Nothing was written to {tmp_path / 'out'}."
+    shown = encode(*words)
     assert shown.exit_code == 0
     assert ("cannot be compared" in shown.stderr) == (not published)
+    assert encode(*words, "--json", str(file)).exit_code == (0 if published else 1)
 
 
-@pytest.mark.thorough
-def test_the_peer_runs() -> None:
+@pytest.mark.parametrize(("retries", "again"), [("0", 0), ("1", 1), ("3", 2)])
+def test_unsteady_rows_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries: str, again: int
+) -> None:
+    machine = Machine(monkeypatch, fp16=[20.0, 15.0, 10.0])
+    methods = [word for spec in ("none", "fp16", "signsgd") for word in ("--method", spec)]
+    file = tmp_path / "rows.json"
+    result = encode(*methods, "--no-peers", "--retries", retries, "--json", str(file))
+    assert [one.method for one in machine.asked] == ["none", "fp16", "signsgd", *["fp16"] * again]
+    kept = json.loads(file.read_text())["measurements"]
+    assert [one["copy_ms"] for one in kept] == [10.0, [20.0, 15.0, 10.0][again], 10.0]
+    assert result.exit_code == (0 if again == 2 else 1)
+
+
+# The command.
+
+
+def test_the_command_writes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    assert measure(Request(PEER, "resnet50", repeats=1, ranks=1, threads=2, device="cpu")).ratio > 0
+    steady = Spread(9.0, 9.0, 9.0)  # on a busy machine two copies differ by more than what may be published
+    monkeypatch.setattr(
+        "hvdcomp.commands.bench_encode.measure", lambda request: replace(measure(request), copy_ms=steady)
+    )
+    words = ("--model", "resnet20", "--threads", "1", "--repeats", "1", "--seconds", "0", "--no-peers")
+    result = encode(*words, "--output", str(tmp_path), "--method", "topk:ratio=0.01", "--method", "none")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "encode.json").read_text())
+    assert written["facts"]["cpu"]
+    assert written["facts"]["versions"]["numpy"] == np.__version__
+    assert written["options"]["model"] == "resnet20"
+    measured = written["measurements"]
+    assert [(one["method"], one["threads"]) for one in measured] == [("topk:ratio=0.01", 1), ("none", 1)]
+    for one in measured:
+        assert one["step_ms"] > 0
+        assert one["ratio_to_copy"] > 0
+        assert len(one["step_ms_quartiles"]) == len(one["ratio_to_copy_quartiles"]) == 2
+        assert one["ratio_to_peer"] is None
+    assert measured[0]["compression_factor"] > 40
+    assert "| topk:ratio=0.01 |" in (tmp_path / "encode.md").read_text()
+    assert (tmp_path / "encode.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_wrong_method_is_named() -> None:
-    pytest.importorskip("torch")
-    result = CliRunner().invoke(main, ["bench", "encode", "--method", "topq"])
+def test_rows_that_were_measured_before_one_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(request: Request) -> Measurement:
+        if request.method == "fp16":
+            raise MeasurementError("fp16 is broken")
+        return made(request)
+
+    monkeypatch.setattr("hvdcomp.commands.bench_encode.measure", measured)
+    file = tmp_path / "rows.json"
+    words = ("--framework", "numpy", "--no-peers", "--method", "none", "--method", "fp16", "--json", str(file))
+    result = encode(*words)
+    assert result.exit_code == 1
+    assert "fp16 is broken" in result.stderr
+    kept = json.loads(file.read_text())
+    assert [one["method"] for one in kept["measurements"]] == ["none"]
+    assert kept["refused"] == "not all methods have been measured"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "topq"], "unknown compressor 'topq'"),
+        (["--threads", "1,none"], "'1,none' is not one or more positive integers with commas between them"),
+        (["--threads", "0"], "'0' is not one or more positive integers"),
+        (["--framework", "numpy", "--device", "cuda"], "--device cuda is measured with --framework torch only"),
+        (["--json", "/proc/nowhere/rows.json"], "/proc/nowhere/rows.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    machine = Machine(monkeypatch)
+    result = encode(*words)
+    assert result.exit_code in (1, 2)
+    assert said in " ".join(result.stderr.split())
+    assert not machine.asked
+
+
+def test_cuda_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = encode("--device", "cuda")
     assert result.exit_code == 2
-    assert "unknown compressor 'topq'" in result.output
+    assert "needs a GPU that PyTorch can use" in result.stderr
+    assert not machine.asked
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (1234.5, "1234"), (10.0, "10"), (2.54, "2.5"), (0.123, "0.12"), (0.0123, "0.012")]
+)
+def test_numbers_have_two_digits(value: Any, text: str) -> None:
+    assert number(value) == text
+
+
+def test_quartiles_are_of_the_values_themselves() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == Spread(2.0, 3.0, 4.0)

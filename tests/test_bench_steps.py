@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from hvdcomp.bench import steps as runs
 from hvdcomp.bench.compare import choices, compare, errors, gains
 from hvdcomp.bench.compare_files import auto_summary, summary, write
-from hvdcomp.commands.bench import _steps_command, command
+from hvdcomp.commands.bench import command
+from hvdcomp.commands.bench_steps import _steps_command
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 
@@ -154,7 +155,7 @@ class Failing:
 
 
 def test_a_failed_run_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdcomp.commands.bench.TRAINED", ("m",))
+    monkeypatch.setattr("hvdcomp.commands.bench_steps.TRAINED", ("m",))
     words = ["steps", "--hosts", "2,4", "--rate", "1gbit,10gbit", "--model", "m", "--output", str(tmp_path)]
     first = Failing(monkeypatch, fails_at="4 1gbit")
     done = CliRunner().invoke(command, words)

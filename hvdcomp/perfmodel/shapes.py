@@ -1,8 +1,9 @@
 """The parameter shapes of well-known models: gradients to compress, without the models or their data.
 
 The counts of tensors and parameters are those of torchvision's ResNets and VGG-16, of BERT-base (uncased, with
-pooler), and of the 252 MB two-layer LSTM of GraVAC (Tyagi and Swany 2023, table 1): Penn Treebank's 10,000 words,
-1,500 units.
+pooler), of the 252 MB two-layer LSTM of GraVAC (Tyagi and Swany 2023, table 1): Penn Treebank's 10,000 words, 1,500
+units; and of ResNet-20 for CIFAR-10 (He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors`
+is no model: 200 matrices of 64 x 64, for which the cost of a tensor outweighs that of its elements.
 """
 
 from __future__ import annotations
@@ -34,6 +35,24 @@ def _resnet(blocks: tuple[int, int, int, int]) -> Shapes:
                 convolution(f"{name}.downsample", 4 * width, inputs, 1)
             inputs = 4 * width
     return {**shapes, "fc.weight": (1000, 2048), "fc.bias": (1000,)}
+
+
+def _resnet20() -> Shapes:
+    """Basic blocks for CIFAR-10: three stages of three blocks."""
+    shapes: Shapes = {}
+
+    def convolution(name: str, outputs: int, inputs: int) -> None:
+        shapes[f"{name}.weight"] = (outputs, inputs, 3, 3)
+        shapes[f"{name}.norm.weight"] = shapes[f"{name}.norm.bias"] = (outputs,)
+
+    convolution("conv1", 16, 3)
+    inputs = 16
+    for stage, width in enumerate((16, 32, 64), start=1):
+        for block in range(3):
+            convolution(f"layer{stage}.{block}.conv1", width, inputs)
+            convolution(f"layer{stage}.{block}.conv2", width, width)
+            inputs = width
+    return {**shapes, "fc.weight": (10, 64), "fc.bias": (10,)}
 
 
 def _vgg16() -> Shapes:
@@ -88,6 +107,8 @@ _MODELS: dict[str, Callable[[], Shapes]] = {
     "vgg16": _vgg16,
     "bert-base": _bert_base,
     "gravac-lstm": _gravac_lstm,
+    "resnet20": _resnet20,
+    "small-tensors": lambda: {f"matrix{number}": (64, 64) for number in range(200)},
 }
 
 MODELS = tuple(_MODELS)

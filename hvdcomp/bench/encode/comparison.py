@@ -1,0 +1,108 @@
+"""Which measurements may be compared.
+
+The copy beside each method is the same work, so it shows how fast the machine was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdcomp.bench.encode.measurement import Measurement
+from hvdcomp.bench.encode.peers import POWERSGD
+
+MOST_SPREAD = 0.15
+"""By how much the copy may differ between methods for them to be compared."""
+
+
+class UnsteadyError(Exception):
+    """The machine was not equally fast for all methods; the message says by how much, and what to do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measurement among others.
+
+    Attributes:
+        ratio_to_peer: the median step over that of PyTorch's PowerSGD hook with the same number of threads; None where
+            the hook was not measured.
+        steady: whether the copy took as long as beside most other methods. See `steady`.
+    """
+
+    measurement: Measurement
+    ratio_to_peer: float | None
+    steady: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, flat."""
+        data = asdict(self.measurement)
+        data = {**data.pop("request"), **data}
+        for name in ("step_ms", "copy_ms", "ratio_to_copy"):
+            spread = data[name]
+            data[name] = spread["median"]
+            data[f"{name}_quartiles"] = [spread["low"], spread["high"]]
+        return {**data, "ratio_to_peer": self.ratio_to_peer, "steady": self.steady}
+
+
+def rows(measurements: Sequence[Measurement]) -> list[Row]:
+    """Each measurement beside its peer, and whether it is steady; in the order given."""
+    kept = steady(measurements)
+    hooks = {one.request.threads: one.step_ms.median for one in measurements if one.request.method == POWERSGD}
+    found = []
+    for place, one in enumerate(measurements):
+        hook = hooks.get(one.request.threads)
+        found.append(Row(one, None if hook is None else one.step_ms.median / hook, place in kept))
+    return found
+
+
+def steady(measurements: Sequence[Measurement]) -> set[int]:
+    """The places of the measurements that were made on an equally fast machine.
+
+    Of measurements whose copies are the same work (the same framework, device and number of threads), they are the most
+    that have no copy which took more than `MOST_SPREAD` longer than the fastest of them.
+    """
+    kept: set[int] = set()
+    for places in _same_copies(measurements):
+        copies = {place: measurements[place].copy_ms.median for place in places}
+        bands = [
+            {place for place, copy in copies.items() if fastest <= copy <= fastest * (1 + MOST_SPREAD)}
+            for fastest in sorted(copies.values())
+        ]
+        kept |= max(bands, key=len)  # of several the fastest
+    return kept
+
+
+def _same_copies(measurements: Sequence[Measurement]) -> list[list[int]]:
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for place, one in enumerate(measurements):
+        request = one.request
+        groups.setdefault((request.framework, request.device, request.threads), []).append(place)
+    return list(groups.values())
+
+
+def unsteady(measurements: Sequence[Measurement]) -> list[int]:
+    """The places of all other measurements."""
+    return sorted(set(range(len(measurements))) - steady(measurements))
+
+
+def check_steady(measurements: Sequence[Measurement]) -> None:
+    """Sees that all methods were measured on an equally fast machine, by the copy that took turns with each.
+
+    Raises:
+        UnsteadyError: if the slowest copy took more than `MOST_SPREAD` longer than the fastest.
+    """
+    kept = steady(measurements)
+    for places in _same_copies(measurements):
+        group = [measurements[place] for place in places]
+        fast, slow = (pick(group, key=lambda one: one.copy_ms.median) for pick in (min, max))
+        spread = slow.copy_ms.median / fast.copy_ms.median - 1
+        if spread > MOST_SPREAD:
+            apart = [measurements[place].request.method for place in places if place not in kept]
+            raise UnsteadyError(
+                f"one copy of the same gradients took {fast.copy_ms.median:.3g} ms beside {fast.request.method} and "
+                f"{slow.copy_ms.median:.3g} ms beside {slow.request.method}: {spread:.0%} more, where "
+                f"{MOST_SPREAD:.0%} is allowed. The machine was not equally fast for all methods, so their rows cannot "
+                f"be compared; apart from most are: {', '.join(apart)}. End what else runs on it, or take another "
+                "machine, and measure again with more --seconds or --retries"
+            )

@@ -1,0 +1,99 @@
+"""How a comparison is shown: a table on the screen and in Markdown, a plot, and JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdcomp.bench.encode.comparison import Row
+
+HEADINGS = (
+    "method", "threads", "x copy", "x hook", "step ms", "quartiles", "copy ms", "encode ms", "decode ms", "operations",
+    "launches", "peak MiB", "bytes", "factor",
+)  # fmt: skip
+
+
+def title(options: Mapping[str, Any]) -> str:
+    """One line above a table."""
+    return (
+        f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, payloads of "
+        f"{options['ranks']} rank(s); medians of at least {options['repeats']} turns"
+    )
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table, by `HEADINGS`."""
+    one = row.measurement
+    return (
+        one.request.method if row.steady else f"{one.request.method} (unsteady)",
+        str(one.request.threads),
+        number(one.ratio_to_copy.median),
+        number(row.ratio_to_peer),
+        number(one.step_ms.median),
+        f"{number(one.step_ms.low)} to {number(one.step_ms.high)}",
+        number(one.copy_ms.median),
+        number(one.encode_ms),
+        number(one.decode_ms),
+        "-" if one.operations is None else f"{one.operations:,}",
+        "-" if one.kernel_launches is None else f"{one.kernel_launches:,}",
+        f"{one.peak_mb:.0f}",
+        "-" if one.bytes_sent is None else f"{one.bytes_sent:,}",
+        "-" if one.compression_factor is None else f"{one.compression_factor:.1f}",
+    )
+
+
+def number(value: float | None) -> str:
+    """Two significant digits, or all before the point."""
+    if value is None:
+        return "-"
+    places = next((places for places, least in enumerate((10, 1, 0.1, 0.01)) if value >= least), 4)
+    return f"{value:.{places}f}"
+
+
+def markdown(rows: Sequence[Row], options: Mapping[str, Any]) -> str:
+    """The same table for the manual."""
+    lines = [HEADINGS, ("---",) + ("--:",) * (len(HEADINGS) - 1), *map(cells, rows)]
+    return "\n".join([f"{title(options)}.", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def as_json(rows: Sequence[Row], options: Mapping[str, Any], facts: Mapping[str, Any], refused: str | None) -> str:
+    """All rows, with what they depend on.
+
+    Args:
+        refused: why the rows may not be compared with each other; None if they may.
+    """
+    data = {
+        "options": dict(options),
+        "facts": dict(facts),
+        "refused": refused,
+        "measurements": [row.as_json() for row in rows],
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
+    """A PNG.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ordered = sorted((row.measurement for row in rows), key=lambda one: one.ratio_to_copy.median, reverse=True)
+    several = len({one.request.threads for one in ordered}) > 1
+    labels = [
+        f"{one.request.method}, {one.request.threads} thread(s)" if several else one.request.method for one in ordered
+    ]
+    figure = Figure(figsize=(8, 0.32 * len(ordered) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colors = ["tab:gray" if one.request.is_peer else "tab:blue" for one in ordered]
+    axes.barh(labels, [one.ratio_to_copy.median for one in ordered], color=colors)
+    axes.set_xlabel(f"time of a step, in copies of the gradients of {options['model']}")
+    axes.grid(axis="x", alpha=0.3)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()

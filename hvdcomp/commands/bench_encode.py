@@ -1,0 +1,195 @@
+"""`hvdcomp bench encode`: what each method costs in time and memory. `hvdcomp.bench.encode` measures it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hvdcomp.bench.encode import output as shown
+from hvdcomp.bench.encode.comparison import UnsteadyError, check_steady, rows, unsteady
+from hvdcomp.bench.encode.facts import facts
+from hvdcomp.bench.encode.gradients import FRAMEWORKS, PEER_FRAMEWORK
+from hvdcomp.bench.encode.measurement import Measurement, MeasurementError, Request, measure
+from hvdcomp.bench.encode.peers import PEERS
+from hvdcomp.compressors import EXAMPLES
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.errors import SpecError
+from hvdcomp.files import replace_files, replace_text
+from hvdcomp.perfmodel.shapes import MODELS
+from hvdcomp.terminal import make_console, make_table, print_table
+
+_EXTRAS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+_UNFINISHED = "not all methods have been measured"
+
+
+def _threads(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} is not one or more positive integers with commas between them")
+    return numbers
+
+
+@click.command()
+@click.option("--model", type=click.Choice(MODELS), default="resnet50", show_default=True, help="Whose gradients.")
+@click.option("--method", "methods", multiple=True, metavar="SPEC", help="A compressor; repeat. Default: all.")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Measure PyTorch's own hooks too.")
+@click.option("--framework", type=click.Choice(list(FRAMEWORKS)), default="torch", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda in PyTorch only."
+)
+@click.option("--threads", default="2", show_default=True, callback=_threads, metavar="N,...", help="Of the framework.")
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Decode the payloads of N ranks.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns of copy and step, at least."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Add turns until those of a method have taken this long.",
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="How many times to measure again the methods beside which the copy was too fast or too slow.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for all rows, rewritten after each of them.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for encode.json, encode.md and encode.png, if the rows can be compared.",
+)
+def encode(
+    methods: tuple[str, ...],
+    peers: bool,
+    threads: tuple[int, ...],
+    retries: int,
+    json_file: Path | None,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Time of encoding and decoding, beside a copy of the same gradients and PyTorch's own hooks.
+
+    The copy takes turns with each method. Where it differs between methods by more than 15 percent, the machine was not
+    equally fast for all of them: the comparison is refused, and --output writes nothing. The rows that are apart from
+    most are marked, in the file of --json too.
+    """
+    framework = options["framework"]
+    _check(framework, options["device"], methods, output)
+    chosen = [*(methods or EXAMPLES), *(PEERS if peers and _is_there(PEER_FRAMEWORK) else ())]
+    if peers and not _is_there(PEER_FRAMEWORK):
+        click.echo("PyTorch's hooks are left out, as it is not installed.", err=True)
+    requests = [
+        Request(method=method, threads=count, **{**options, "framework": own_framework})
+        for method in chosen
+        for own_framework in [PEER_FRAMEWORK if method in PEERS else framework]
+        for count in threads
+    ]
+    said = {**options, "threads": list(threads), "retries": retries}
+    known = facts(options["device"])
+
+    def keep(measured: Sequence[Measurement], refused: str | None) -> None:
+        if json_file is not None:
+            try:
+                replace_text(json_file, shown.as_json(rows(measured), said, known, refused))
+            except OSError as error:
+                raise click.ClickException(f"{json_file} cannot be written: {error.strerror or error}") from None
+
+    measured: list[Measurement] = []
+    keep(measured, _UNFINISHED)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=len(requests))
+
+        def one(request: Request) -> Measurement:
+            progress.update(task, description=f"{request.method}, {request.threads} thread(s)")
+            try:
+                return measure(request)
+            except MeasurementError as error:
+                raise click.ClickException(str(error)) from None
+            finally:
+                progress.advance(task)
+
+        for request in requests:
+            measured.append(one(request))
+            keep(measured, _UNFINISHED)
+        for _ in range(retries):
+            places = unsteady(measured)
+            progress.update(task, total=progress.tasks[0].completed + len(places))
+            for place in places:
+                measured[place] = one(measured[place].request)
+                keep(measured, _UNFINISHED)
+    found = rows(measured)
+    table = make_table(*shown.HEADINGS, numbers=shown.HEADINGS[1:])
+    for row in found:
+        table.add_row(*shown.cells(row))
+    print_table(make_console(), table, shown.title(options))
+    try:
+        check_steady(measured)
+    except UnsteadyError as error:
+        keep(measured, str(error))
+        if output is not None:
+            raise click.ClickException(f"{error}. Nothing was written to {output}.") from None
+        if json_file is not None:
+            raise click.ClickException(f"{error}. {json_file} says which rows are apart.") from None
+        click.echo(f"Warning: {error}.", err=True)
+        return
+    keep(measured, None)
+    if output is not None:
+        files = {
+            output / "encode.json": shown.as_json(found, said, known, None).encode(),
+            output / "encode.md": shown.markdown(found, options).encode(),
+            output / "encode.png": shown.plot(found, options),
+        }
+        try:
+            replace_files(files)
+        except OSError as error:
+            raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
+        click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
+
+
+def _is_there(framework: str) -> bool:
+    return importlib.util.find_spec(framework) is not None
+
+
+def _check(framework: str, device: str, methods: Sequence[str], output: Path | None) -> None:
+    """Refuses what cannot work, before anything is measured."""
+    if not _is_there(framework):
+        raise click.ClickException(
+            f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"
+        )
+    if device == "cuda":
+        if framework != PEER_FRAMEWORK:
+            raise click.UsageError(f"--device cuda is measured with --framework torch only, not with {framework}")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise click.UsageError("--device cuda needs a GPU that PyTorch can use; torch.cuda.is_available() is False")
+    try:
+        for method in methods:
+            parse_compressor(method)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            import matplotlib  # noqa: F401
+    except SpecError as error:
+        raise click.UsageError(str(error)) from None
+    except ImportError:
+        raise click.ClickException("the plot needs matplotlib: pip install 'hvdcomp[plot]'") from None
+    except OSError as error:
+        raise click.UsageError(f"--output {output} cannot be made: {error.strerror or error}") from None
