@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -12,12 +13,13 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdcomp import kernels
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.kernels import build, signatures
+from hvdcomp.kernels import build, signatures, tables
 from tests.kernel_calls import ROOT, python
 
 
@@ -69,6 +71,32 @@ def test_a_line_that_is_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         signatures.signatures.__wrapped__()
 
 
+def test_tables_have_the_layout_that_c_gives_them(tmp_path: Path) -> None:
+    bucket = tables._Bucket
+    layouts = {
+        "hvd_segment": (
+            tables.SEGMENT.itemsize,
+            {name: tables.SEGMENT.fields[name][1] for name in tables.SEGMENT.names},
+        ),
+        "hvd_task": (tables.TASK.itemsize, {name: tables.TASK.fields[name][1] for name in tables.TASK.names}),
+        "hvd_bucket": (ctypes.sizeof(bucket), {name: getattr(bucket, name).offset for name, _ in bucket._fields_}),
+    }
+    checks = [
+        check
+        for struct, (size, fields) in layouts.items()
+        for check in (
+            f"sizeof({struct}) == {size}",
+            *(f"offsetof({struct}, {name}) == {offset}" for name, offset in fields.items()),
+        )
+    ]
+    program = tmp_path / "layout.c"
+    asserted = "".join(f'_Static_assert({check}, "{check}");\n' for check in checks)
+    program.write_text(f'#include <stddef.h>\n#include "bucket.h"\n{asserted}')
+    command = [*build.find_compiler(), *build.FLAGS, "-I", str(build.SOURCES), "-fsyntax-only", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- What the environment chooses ---
 
 
@@ -115,12 +143,22 @@ def test_an_unknown_choice_is_refused_with_what_is_allowed(monkeypatch: pytest.M
 def test_threads_are_as_many_as_the_framework_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HVDCOMP_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for name in ("torch", "tensorflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert kernels.threads() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert kernels.threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert kernels.threads() == len(os.sched_getaffinity(0))
+
+    def tensorflow(threads: int) -> SimpleNamespace:
+        threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: threads)
+        return SimpleNamespace(config=SimpleNamespace(threading=threading))
+
+    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow(0))  # its choice
+    assert kernels.threads() == len(os.sched_getaffinity(0))
+    monkeypatch.setitem(sys.modules, "tensorflow", tensorflow(4))
+    assert kernels.threads() == 4
 
     class Torch:
         def get_num_threads(self) -> int:

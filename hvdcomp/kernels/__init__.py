@@ -126,8 +126,9 @@ def _use(name: str) -> int:
 def threads() -> int:
     """How many threads are to work in a kernel: as many as the framework uses.
 
-    `HVDCOMP_THREADS`, if set; else PyTorch's number, where it was imported; else the first number of `OMP_NUM_THREADS`;
-    else the number of CPUs that this process may run on. Results do not depend on it.
+    `HVDCOMP_THREADS`, if set; else PyTorch's number, where it was imported; else TensorFlow's for one operation, where
+    it was set; else the first number of `OMP_NUM_THREADS`; else the number of CPUs that this process may run on.
+    Results do not depend on it.
 
     Raises:
         ConfigurationError: if `HVDCOMP_THREADS` is no positive number.
@@ -140,6 +141,9 @@ def threads() -> int:
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
         return int(torch.get_num_threads())
+    tensorflow: Any = sys.modules.get("tensorflow")
+    if hasattr(tensorflow, "config") and (inside := tensorflow.config.threading.get_intra_op_parallelism_threads()):
+        return int(inside)
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else len(os.sched_getaffinity(0))
 
