@@ -86,7 +86,8 @@ def measure(data: DataSet, options: TrainingOptions, factor: float) -> GravacGai
             gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
             own = {name: gradients[name].clone() for name in compressed}
             xp = arrays_for(next(iter(own.values())))
-            alone = {name: densified(xp, g, engine.preview(xp, name, g, compressor)) for name, g in own.items()}
+            sent = engine.preview(xp, own, dict.fromkeys(own, compressor))
+            alone = {name: densified(xp, g, sent[name]) for name, g in own.items()}
             engine.begin()
             for name, mean in engine.step(gradients).items():
                 named[name].grad = mean

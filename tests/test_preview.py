@@ -40,7 +40,7 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
     def look(xp: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
         x = inputs["w"]
         before = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
-        twice = [engine.preview(xp, "w", x, engine.plan["w"]) for _ in range(2)]
+        twice = [engine.preview(xp, {"w": x}, engine.plan)["w"] for _ in range(2)]
         first, again = (densify(sent, MATRIX) for sent in twice)
         after = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
         assert before == after
@@ -82,7 +82,7 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
 
         def look(xp: Any, sent: Mapping[str, tuple[Any, Any]]) -> None:
             x, kept = sent["w"]
-            preview = engine.preview(xp, "w", x, engine.plan["w"])
+            preview = engine.preview(xp, {"w": x}, engine.plan)["w"]
             same.append(densify(preview, MATRIX).tobytes() == densify(kept, MATRIX).tobytes())
 
         engine.after_sent = look
@@ -137,7 +137,7 @@ def test_a_preview_of_powersgd_starts_from_the_warm_columns_whatever_its_rank(ba
     (q,) = run.engine.states["w"].compressor
     x = make(backend, np.random.default_rng(9).normal(size=MATRIX))
     for rank in (1, 2, 3):
-        sent = run.engine.preview(arrays_for(x), "w", x, parse_compressor(f"powersgd:rank={rank}"))
+        sent = run.engine.preview(arrays_for(x), {"w": x}, {"w": parse_compressor(f"powersgd:rank={rank}")})["w"]
         m = numbers(x)
         start, _ = np.linalg.qr(numbers(q)[:, :rank])
         p, _ = np.linalg.qr(m @ start)

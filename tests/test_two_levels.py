@@ -234,7 +234,7 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
             source, found = dict(x), {}
             for plan in levels:
                 for name in COMPRESSED:
-                    found[name] = densify(engine.preview(xp, name, source[name], plan[name]), SHAPES[name])
+                    found[name] = densify(engine.preview(xp, {name: source[name]}, plan)[name], SHAPES[name])
                     source[name] = make(backend, found[name])
                 kept.append(dict(found))
             return observer.before_compress(xp, inputs)
@@ -288,10 +288,10 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
     clock = 0.0
     real = engine.preview
 
-    def preview(xp: Any, name: str, x: Any, compressor: Any, among: Any = None) -> Any:
+    def preview(xp: Any, xs: Any, plan: Any, *among: Any) -> Any:
         nonlocal clock
-        clock += 10 if compressor == plans.at_factor(2.0)[name] else 1
-        return real(xp, name, x, compressor, among)
+        clock += sum(10 if plan[name] == plans.at_factor(2.0)[name] else 1 for name in xs)
+        return real(xp, xs, plan, *among)
 
     monkeypatch.setattr(engine, "preview", preview)
     monkeypatch.setattr(numpy_arrays, "mark", lambda like: clock)
@@ -326,9 +326,9 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
         engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), min_numel=16)
         real, previews = engine.preview, []
 
-        def preview(*arguments: Any) -> Any:
-            previews.append(arguments)
-            return real(*arguments)
+        def preview(xp: Any, xs: Any, *others: Any) -> Any:
+            previews.extend(xs)
+            return real(xp, xs, *others)
 
         monkeypatch.setattr(engine, "preview", preview)
         plans = Plans(engine, COMPRESSED)

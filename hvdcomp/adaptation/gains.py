@@ -116,9 +116,7 @@ class TwoLevels(Observer):
 
     def _compress(self, xp: ModuleType, xs: Mapping[str, Array], plan: Plan, kept: Sent) -> None:
         """Adds to `kept` what compression keeps of each tensor that `kept` lacks."""
-        for name, x in xs.items():
-            if name not in kept:
-                kept[name] = self._engine.preview(xp, name, x, plan[name])
+        kept |= self._engine.preview(xp, {name: x for name, x in xs.items() if name not in kept}, plan)
 
     def _measure(self, xp: ModuleType, xs: Mapping[str, Array], first: Sent, second: Sent) -> tuple[Any, Any, Any]:
         """Notes what both compressions lose.
@@ -136,27 +134,30 @@ class TwoLevels(Observer):
         minimum = self._plans.at_factor(self._decision.minimum)
         self._compress(xp, xs, minimum, first)
         between = xp.mark(like)
+        twice = self._compress_again(xp, xs, first, second, minimum) if self._candidate else {}
         arrays: list[Array] = []
         for name, x in xs.items():
-            sums = [[(1.0, x)], error_terms(xp, x, first[name])]
-            if self._candidate:
-                twice = second.get(name)
-                if twice is None:
-                    twice = self._compress_again(xp, name, x, first[name], minimum[name])
-                sums.append(error_terms(xp, x, twice))
-            arrays += self._weigh(sums)
+            kept = [first[name], twice[name]] if self._candidate else [first[name]]
+            arrays += self._weigh([[(1.0, x)], *(error_terms(xp, x, one) for one in kept)])
         self._norms = xp.norms(arrays)
         return start, between, xp.mark(like)
 
     def _compress_again(
-        self, xp: ModuleType, name: str, x: Array, kept: Array | SparseVector, by: Compressor
-    ) -> Array | SparseVector:
-        """The second compression of what the first one, `by`, has kept of x."""
+        self, xp: ModuleType, xs: Mapping[str, Array], first: Sent, second: Sent, minimum: Plan
+    ) -> Sent:
+        """The second compression of what the first one, by `minimum`, has kept: of the tensors that `second` lacks."""
         assert self._candidate
-        candidate = self._candidate[name]
-        if isinstance(kept, SparseVector) and self._nests(by, candidate):
-            return self._engine.preview(xp, name, x, candidate, kept.indices)
-        return self._engine.preview(xp, name, densified(xp, x, kept), candidate)
+        sources: dict[str, Array] = {}
+        among: dict[str, Array] = {}
+        for name, x in xs.items():
+            kept = first[name]
+            if name in second:
+                continue
+            if isinstance(kept, SparseVector) and self._nests(minimum[name], self._candidate[name]):
+                sources[name], among[name] = x, kept.indices
+            else:
+                sources[name] = densified(xp, x, kept)
+        return second | self._engine.preview(xp, sources, self._candidate, among)
 
     def _weigh(self, sums: list[list[tuple[float, Array]]]) -> list[Array]:
         """Notes the weights of all arrays of one tensor's sums; returns the arrays, each once."""
@@ -220,19 +221,17 @@ class LevelProbe(Observer):
 
     def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         if self._steps % self._every == 0:
-            for name in self._names:
-                if name in inputs:
-                    self._measure(xp, name, inputs[name])
+            self._measure(xp, {name: inputs[name] for name in self._names if name in inputs})
         self._steps += 1
         return {}
 
-    def _measure(self, xp: ModuleType, name: str, x: Array) -> None:
-        energy = xp.norm([x]) ** 2
-        sums_of_tensor = self._energies.setdefault(name, {})
+    def _measure(self, xp: ModuleType, xs: Mapping[str, Array]) -> None:
+        energies = {name: xp.norm([x]) ** 2 for name, x in xs.items()}
         for factor, plan in self._plans.items():
-            lost = error_energy(xp, x, energy, self._engine.preview(xp, name, x, plan[name]))
-            both = xp.stack([energy, lost])
-            sums_of_tensor[factor] = sums_of_tensor[factor] + both if factor in sums_of_tensor else both
+            for name, sent in self._engine.preview(xp, xs, plan).items():
+                both = xp.stack([energies[name], error_energy(xp, xs[name], energies[name], sent)])
+                sums = self._energies.setdefault(name, {})
+                sums[factor] = sums[factor] + both if factor in sums else both
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
         return {"level_gains": self.gains(), "level_costs": self.costs()}

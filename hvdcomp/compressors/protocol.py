@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
 
@@ -68,7 +68,10 @@ Request = AllReduce | AllGather
 Aggregation = Generator[Request, Any, Outcome]
 
 
-def run_alone(generator: Aggregation) -> tuple[Outcome, list[Request]]:
+Result = TypeVar("Result")
+
+
+def run_alone(generator: Generator[Request, Any, Result]) -> tuple[Result, list[Request]]:
     """Runs a generator to its end, answered as if this rank were the only one; its outcome, and what it asked for."""
     requests: list[Request] = []
     answer: Any = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -24,6 +24,7 @@ from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.ledger import Ledger, Marks, Part, StepCost
 from hvdcomp.exchange.lockstep import run_in_lockstep
 from hvdcomp.exchange.plan import Planner
+from hvdcomp.exchange.previews import Previews
 from hvdcomp.exchange.tensor_step import TensorState, TensorStep
 from hvdcomp.specs.levels import Level
 
@@ -77,6 +78,7 @@ class Engine:
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
         self.buckets = Buckets(self.tensors, self.states, self._memory_for)
+        self._previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.after_sent: AfterSent | None = None
         self.found_inf: Array | None = None
@@ -247,15 +249,23 @@ class Engine:
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
     def preview(
-        self, xp: ModuleType, name: str, x: Array, compressor: Compressor, among: Array | None = None
-    ) -> Array | SparseVector:
-        """C(x) of one tensor as if this rank were the only one that sends; sends and changes nothing.
+        self,
+        xp: ModuleType,
+        xs: Mapping[str, Array],
+        compressors: Mapping[str, Compressor],
+        among: Mapping[str, Array] = MappingProxyType({}),
+    ) -> dict[str, Array | SparseVector]:
+        """C(x) of some tensors as if this rank were the only one that sends; sends and changes nothing.
 
         Args:
-            among: as in `Context`.
+            xs: x by name.
+            compressors: by name, of these tensors at least.
+            among: as in `Context`, by name.
+
+        Returns:
+            By name; the next preview by the same compressors may reuse the storage.
         """
-        context = self._context(name, among)
-        return compressor.preview(xp, x, self.states[name].prepare(xp, x, compressor, context), context)
+        return self._previews.of(xp, xs, compressors, self._context("", None), among)
 
     def _memory_for(self, name: str, compressor: Compressor) -> Memory:
         return self.states[name].memory_for(self.planner.memory_for(compressor))
