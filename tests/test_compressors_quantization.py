@@ -28,7 +28,7 @@ from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
+from hvdcomp.compressors.randomness import random_words, rank_key, uniform
 from hvdcomp.exchange.engine import Engine
 from tests.harness import (
     BACKENDS,
@@ -58,8 +58,8 @@ BORDER = 2e-5
 
 def noise(name: str, count: int, rank: int, step: int = 0) -> np.ndarray:
     """The uniform numbers of a rank in the step of a lockstep run with seed 0."""
-    generator = rank_generator(Context("w", step, 0, rank, 1), name)
-    return uniform(numpy_arrays, generator, count, like=np.zeros(1, np.float32)).astype(np.float64)
+    key = rank_key(Context("w", step, 0, rank, 1), name)
+    return uniform(numpy_arrays, key, count, like=np.zeros(1, np.float32)).astype(np.float64)
 
 
 def choose(v: np.ndarray, u: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +123,7 @@ def decoded(compressor: Compressor, xs: list[np.ndarray], step: int = 0) -> list
     for rank, x in enumerate(np.asarray(x, np.float64).reshape(-1) for x in xs):
         if isinstance(compressor, Natural):
             words = random_words(
-                numpy_arrays, rank_generator(Context("w", step, 0, rank, 1), "natural"), len(x), np.zeros(1, np.float32)
+                numpy_arrays, rank_key(Context("w", step, 0, rank, 1), "natural"), len(x), np.zeros(1, np.float32)
             )
             result.append(natural(x, ((words >> 9) & 0x7FFFFF) / 2.0**23))
             continue

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.compressors.packing import average_decoded, pack, pad, unpack
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
+from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, tensor_keys, uniform
 from tests.harness import BACKENDS, as_numpy, make, random_states_untouched
 
 
@@ -124,8 +124,8 @@ def test_row_functions(backend: str) -> None:
 
 def numbers(backend: str, count: int, name: str = "w", step: int = 0, seed: int = 0, rank: int = 0) -> np.ndarray:
     like = make(backend, [0.0])
-    generator = rank_generator(Context(name, step, seed, rank, 4), "test")
-    return as_numpy(uniform(arrays_for(like), generator, count, like=like))
+    key = rank_key(Context(name, step, seed, rank, 4), "test")
+    return as_numpy(uniform(arrays_for(like), key, count, like=like))
 
 
 @pytest.mark.parametrize("backend", BACKENDS[1:])
@@ -156,40 +156,70 @@ def test_the_global_random_state_is_left_alone(backend: str) -> None:
         numbers(backend, 1000)
 
 
-def test_numbers_are_uniform_and_uncorrelated() -> None:
-    """Chi-square over 256 cells, and correlations at lags that the tables could show; 5 standard deviations each."""
-    count = 1 << 20
-    drawn = numbers("numpy", count)
+def chi_square(cells: np.ndarray, count: int) -> float:
+    """How far counts of numbers in equally likely cells are from even ones, in standard deviations."""
+    counts = np.bincount(cells, minlength=count)
+    expected = len(cells) / count
+    assert len(counts) == count
+    return (((counts - expected) ** 2 / expected).sum() - (count - 1)) / np.sqrt(2 * (count - 1))
+
+
+def test_numbers_are_uniform_and_pairs_of_them_independent() -> None:
+    """Without the Weyl sequence in `random_words`, pairs at a distance of 1024 are beyond by hundreds."""
+    drawn = numbers("numpy", 1 << 20)
     assert drawn.dtype == np.float32
     assert 0 <= drawn.min() < 1e-4
     assert 1 - 1e-4 < drawn.max() < 1
-    cells = np.histogram(drawn, 256, (0, 1))[0]
-    chi_square = ((cells - count / 256) ** 2 / (count / 256)).sum()
-    assert abs(chi_square - 255) < 5 * np.sqrt(2 * 255)
-    for lag in (1, 2, 1024, 2048, 4096):
-        assert abs(np.corrcoef(drawn[:-lag], drawn[lag:])[0, 1]) < 5 / np.sqrt(count)
+    assert abs(chi_square((drawn * 65536).astype(int), 65536)) < 5
+    cells = (drawn * 32).astype(int)
+    for lag in (1, 2, 3, 5, 9, 377, 512, 576, 1000, 1597, *(2**k for k in range(10, 20))):
+        assert abs(chi_square(cells[:-lag] * 32 + cells[lag:], 1024)) < 5, lag
 
 
-def test_sums_of_rounded_numbers_behave_as_sums_of_independent_ones() -> None:
-    """The number of heads among 4096 coins over 2000 steps: mean, variance and kurtosis of the normal distribution.
+def test_words_whose_keys_have_nearly_the_same_low_half_are_independent() -> None:
+    """The elements are those of one Weyl sequence, 5000 apart. With the high half added, each number would be the other
+    one's and a constant."""
+    rng = np.random.default_rng(5)
+    for low, one, other in rng.integers(0, 2**32, (20, 3)).tolist():
+        behind = (low + 5000 * 0x9E3779B9) % 2**32
+        first, second = (
+            uniform(numpy_arrays, key, 1 << 16, like=np.zeros(1, np.float32))
+            for key in (low + (one << 32), behind + (other << 32))
+        )
+        assert abs(np.corrcoef(first[5000:], second[:-5000])[0, 1]) < 5 / np.sqrt(len(first) - 5000)
 
-    Tables without the final product pass the first two, and fail the third with a kurtosis near 9.
-    """
+
+@pytest.mark.parametrize(("count", "below"), [(4096, 0.5), (64, 0.25), (512, 1 / 15), (4608, 0.01)])
+def test_sums_of_rounded_numbers_behave_as_sums_of_independent_ones(count: int, below: float) -> None:
+    """The number of heads among biased coins over 2000 steps: mean, variance and kurtosis of the binomial law."""
     steps = 2000
-    heads = np.array([(numbers("numpy", 4096, step=step) < 0.5).sum() for step in range(steps)])
-    z = (heads - 2048) / 32
+    heads = np.array([(numbers("numpy", count, step=step) < below).sum() for step in range(steps)])
+    variance = count * below * (1 - below)
+    z = (heads - count * below) / np.sqrt(variance)
+    kurtosis = 3 + (1 - 6 * below * (1 - below)) / variance
     assert abs(z.mean()) < 5 / np.sqrt(steps)
-    assert abs((z**2).mean() - 1) < 5 * np.sqrt(2 / steps)
-    assert abs((z**4).mean() - 3) < 5 * np.sqrt(96 / steps)
+    assert abs((z**2).mean() - 1) < 5 * np.sqrt((kurtosis - 1) / steps)
+    assert abs((z**4).mean() - kurtosis) < 5 * np.sqrt(120 / steps)
 
 
-def test_the_host_draws_few_words() -> None:
-    drawn = []
+def test_keys_of_many_tensors_are_those_of_each() -> None:
+    names = [f"layer{number}.weight" for number in range(300)]
+    keys = step_keys(tensor_keys(names, 3, "test"), 7, 1)
+    assert keys.tolist() == [rank_key(Context(name, 7, 3, 1, 4), "test") for name in names]
+    others = [
+        tensor_keys(names, 4, "test"), tensor_keys(names, 3, "tent"), step_keys(tensor_keys(names, 3, "test"), 7, None),
+        *(step_keys(tensor_keys(names, 3, "test"), step, rank) for step in range(20) for rank in range(4)),
+    ]  # fmt: skip
+    assert len(np.unique(np.concatenate(others))) == 83 * 300
 
-    class Counting:
-        def integers(self, low: int, high: int, count: int, dtype: type) -> np.ndarray:
-            drawn.append(count)
-            return np.zeros(count, dtype)
 
-    random_words(numpy_arrays, Counting(), 10**6, like=np.zeros(1, np.float32))  # type: ignore[arg-type]
-    assert drawn[0] < 3 * 10**3
+def test_words_are_the_stated_ones() -> None:
+    """In Python's integers: a change of them would change every run of the quantizers."""
+
+    def word(index: int, key: int) -> int:
+        word = (index * 0x9E3779B9 + key) % 2**32
+        word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+        return (word ^ word >> 15 ^ key >> 32) * 0xD35A2D97 % 2**32
+
+    drawn = random_words(numpy_arrays, 0x89ABCDEF_FEDCBA98, 1000, like=np.zeros(1, np.float32)).view(np.uint32)
+    assert drawn.tolist() == [word(index, 0x89ABCDEF_FEDCBA98) for index in range(1000)]

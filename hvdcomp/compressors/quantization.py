@@ -16,7 +16,7 @@ from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, require_count
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
-from hvdcomp.compressors.randomness import random_words, rank_generator, uniform
+from hvdcomp.compressors.randomness import random_words, rank_key, uniform
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.levels import Level
 
@@ -119,7 +119,7 @@ class Natural(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
-        noise = xp.shift_right(random_words(xp, rank_generator(context, self.name), size, like=vector), 9)
+        noise = xp.shift_right(random_words(xp, rank_key(context, self.name), size, like=vector), 9)
         noise &= 0x7FFFFF
         noise += xp.bitcast(vector, "int32")
         # A conversion to bytes drops the sign bit, which is beyond the eight bits of the exponent.
@@ -183,7 +183,7 @@ class GlobalQSGD(Compressor):
         size = vector.shape[0]
         scale = yield AllReduce(xp.largest_magnitude(vector), op="max")
         values = vector * (xp.reciprocal_or_zero(scale, _SMALLEST_SCALE) * levels)
-        values += uniform(xp, rank_generator(context, self.name), size, like=values)
+        values += uniform(xp, rank_key(context, self.name), size, like=values)
         values = xp.clip(xp.floor(values), -levels, levels)
         total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
         mean = xp.astype(self._unpack(xp, total, levels * context.world_size), "float32")[:size]
@@ -240,7 +240,7 @@ def gather_multiples(
     size, steps = number_of_elements(tuple(x.shape)), steps_of(bits)
     lowest = steps // 2
     values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, _SMALLEST_SCALE) * (steps / 2)))[:size]
-    values += uniform(xp, rank_generator(context, purpose), size, like=values)
+    values += uniform(xp, rank_key(context, purpose), size, like=values)
     if steps == 1:
         values += 0.5
     # Clipped also where the values are in range: adding a random number below 1 may round up to 1.

@@ -1,14 +1,17 @@
 """Random choices that every rank can repeat, drawn from private generators.
 
-A generator is keyed by the run's seed, the tensor's name, the step and (for choices that must differ between ranks)
-the rank. The global random state of Python, NumPy or a framework is never read or changed, and Python's `hash`,
-which differs between processes, is not used.
+What is drawn follows from the run's seed, the tensor's name, the purpose, the step and (for choices that must differ
+between ranks) the rank. There are generators of NumPy, for few numbers, and words that each follow from a key and
+their index, for one number an element: those need no state, and are the same in every framework and in C. The global
+random state of Python, NumPy or a framework is never read or changed, and Python's `hash`, which differs between
+processes, is not used.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import ModuleType
 
 import numpy as np
@@ -53,30 +56,65 @@ def distinct_indices(xp: ModuleType, generator: np.random.Generator, count: int,
     return drawn(xp, draw, (count,), dtype, like)
 
 
-def random_words(xp: ModuleType, generator: np.random.Generator, count: int, like: Array) -> Array:
-    """Uniform 32-bit words, the same bits in every framework, made on the device of `like`.
+def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
+    """64-bit keys, uint64 (names,), from which `step_keys` makes those of each step."""
+    digests = [hashlib.blake2b(f"{seed}|{name}|{purpose}".encode(), digest_size=8).digest() for name in names]
+    return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
-    Simple tabulation hashing (Patrascu and Thorup 2012, arXiv:1011.5200): element i is the exclusive or of two random
-    words, one chosen by the high and one by the low digit of i. Each element is exactly uniform and any three are
-    independent, so that sums over elements have the variance of independent draws; and the host draws no more than
-    about 2 sqrt(count) words. The product, which maps words one to one, hides that four elements can depend on each
-    other: without it the top bits of a block of elements are a matrix of rank one.
+
+def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
+    """The keys of `tensor_keys` in a step, of one rank, or (None) of all ranks alike.
+
+    Two outputs of the generator SplitMix64 (Steele et al. 2014, doi:10.1145/2660193.2660195): the one numbered `step`
+    of the generator that starts at a key, and the one numbered `rank` of the generator that starts there.
+    """
+    for number in (step, -1 if rank is None else rank):
+        keys = keys + np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
+        keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        keys = keys ^ keys >> np.uint64(31)
+    return keys
+
+
+def rank_key(context: Context, purpose: str) -> int:
+    """The key of this rank's own random words for this tensor, step and purpose."""
+    return int(step_keys(_name_key(context.name, context.seed, purpose), context.step, context.rank)[0])
+
+
+@lru_cache(maxsize=4096)
+def _name_key(name: str, seed: int, purpose: str) -> np.ndarray:
+    return tensor_keys([name], seed, purpose)
+
+
+def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
+    """Uniform 32-bit words, the same bits in every framework and in the kernels, made on the device of `like`.
+
+    Word i is a function of i and the key alone: term i of a Weyl sequence that starts at the key's low half, through
+    the two rounds of Wellons's integer hash "lowbias32" (https://github.com/skeeto/hash-prospector), with the high half
+    between them. Without the Weyl sequence, elements 1024 apart would depend on each other; if the high half were
+    added, so would tensors whose low halves lie close together. `kernels/src/randomness.h` has the same in C.
+
+    Args:
+        key: 64 bits.
+        like: float32.
 
     Returns:
         int32 (count,), in fresh storage. The high bits are the better ones.
     """
-    columns = 1 << (count.bit_length() + 1) // 2
-    rows = -(-count // columns)
-    drawn = generator.integers(-(2**31), 2**31, rows + columns, dtype=np.int32)
-    high, low = xp.from_numpy(drawn[:rows], like=like), xp.from_numpy(drawn[rows:], like=like)
-    words = xp.flatten(xp.reshape(high, (rows, 1)) ^ low)[:count]
-    words *= 0x2C1B3C6D
+    low, high = np.array([key], np.uint64).view(np.int32).tolist()
+    words = xp.arange(count, like=xp.bitcast(like, "int32"))
+    words *= 0x9E3779B9 - 2**32
+    words += low
+    words ^= xp.shift_right(words, 16) & 0xFFFF  # the sign bit is repeated: only the lower bits were shifted in
+    words *= 0x21F0AAAD
+    words ^= xp.shift_right(words, 15) & 0x1FFFF
+    words ^= high
+    words *= 0xD35A2D97 - 2**32
     return words
 
 
-def uniform(xp: ModuleType, generator: np.random.Generator, count: int, like: Array) -> Array:
+def uniform(xp: ModuleType, key: int, count: int, like: Array) -> Array:
     """Uniform numbers in [0, 1), float32 (count,), multiples of 2**-24, in fresh storage; see `random_words`."""
-    numbers = xp.astype(xp.shift_right(random_words(xp, generator, count, like), 8), "float32")
+    numbers = xp.astype(xp.shift_right(random_words(xp, key, count, like), 8) & 0xFFFFFF, "float32")
     numbers *= 2.0**-24
-    numbers += 0.5
     return numbers
