@@ -8,7 +8,6 @@ what travels.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType, ModuleType
 
@@ -21,7 +20,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.bucket_step import BucketStep
 from hvdcomp.exchange.buckets import Buckets
-from hvdcomp.exchange.ledger import Ledger, Marks, Part, StepCost
+from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
 from hvdcomp.exchange.lockstep import run_in_lockstep
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
@@ -82,7 +81,6 @@ class Engine:
         self.before_compress: BeforeCompress | None = None
         self.after_sent: AfterSent | None = None
         self.found_inf: Array | None = None
-        self._cost = StepCost()  # of the latest step's tensors
 
     # Between two steps.
 
@@ -179,17 +177,17 @@ class Engine:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
         context = self._context("", None)
 
-        def make_buckets() -> list[BucketStep]:
+        def make(names: Sequence[str]) -> tuple[list[BucketStep], list[TensorStep]]:
             groups = self.buckets.groups(xp, names, gradients, self.plan)
-            return [BucketStep(xp, group, context, factor) for group in groups]
+            bucketed = {name for group in groups for name in group.names}
+            rest = [name for name in names if name not in bucketed] if len(bucketed) < len(names) else []
+            memory_for = self.planner.memory_for
+            return [BucketStep(xp, group, context, factor) for group in groups], [
+                TensorStep(xp, name, gradients[name], factor, self.states[name], memory_for(self.plan[name]))
+                for name in rest
+            ]
 
-        buckets = make_buckets()
-        bucketed = {name for one in buckets for name in one.group.names}
-        rest = [name for name in names if name not in bucketed] if len(bucketed) < len(names) else []
-        tensors = [
-            TensorStep(xp, name, gradients[name], factor, self.states[name], self.planner.memory_for(self.plan[name]))
-            for name in rest
-        ]
+        buckets, tensors = make(names)
         replaced: Mapping[str, Array | SparseVector] = {}
         sources: dict[str, Array] | None = None
         if self.before_compress is not None:
@@ -199,7 +197,8 @@ class Engine:
             # A nested method finds among all elements what it would find among those of a sparse vector.
             sources |= {name: x for name, x in replaced.items() if name in sources and not isinstance(x, SparseVector)}
             if self.plan is not plan:
-                buckets = make_buckets()
+                buckets, others = make([name for name in names if name in sources])
+                tensors += others
         for bucket in buckets:
             bucket.open(gradients, in_place and self.after_sent is None, sources)
         for one in tensors:
@@ -234,15 +233,9 @@ class Engine:
         rounds: Marks,
         bytes_sent: int,
     ) -> None:
-        parts: tuple[Part, ...] = tuple(bucket.group.costs(self.step_number) for bucket in buckets)
-        if tensors:
-            parts += tuple({one.name: one.cost} for one in tensors)
-        if tensors or [id(part) for part in parts] != [id(part) for part in self._cost.parts]:
-            self._cost = StepCost(parts=parts)
-            for part in parts:
-                for cost in part.values():
-                    self._cost.add(cost)
-        step = dataclasses.replace(self._cost, step=self.step_number, bytes_sent=bytes_sent)
+        parts = [bucket.group.costs(self.step_number) for bucket in buckets]
+        parts += [{one.name: one.cost} for one in tensors]
+        step = self.ledger.step_cost(self.step_number, parts, bytes_sent)
         # The turns before the last collective are encoding; the last turn and the memory's update are decoding.
         steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
         spans = [(one.marks[:-2], one.marks[-2:]) for one in steps]

@@ -133,6 +133,21 @@ class Ledger:
         while self._unsettled and self._unsettled[0]():
             self._unsettled.popleft()
 
+    def step_cost(self, step: int, parts: Sequence[Part], bytes_sent: int) -> StepCost:
+        """The cost of a step, to be recorded.
+
+        Args:
+            bytes_sent: by this rank in all, what belongs to no tensor included.
+        """
+        same = self._same
+        if same is None or list(map(id, parts)) != list(map(id, same.parts)):
+            sums = Cost()
+            for part in parts:
+                for cost in part.values():
+                    sums.add(cost)
+            return StepCost(bytes_sent, sums.dense_bytes, sums.floats_sent, step=step, parts=tuple(parts))
+        return StepCost(bytes_sent, same.dense_bytes, same.floats_sent, step=step, parts=same.parts)
+
     def record_timed(
         self,
         step: StepCost,
