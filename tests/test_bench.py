@@ -39,10 +39,11 @@ COUNTS = {
 }
 
 
-def made(request: Request, step_ms: float = 50.0, copy_ms: float = 10.0) -> Measurement:
+def made(request: Request, step_ms: float = 50.0, copy_ms: float = 10.0, slow_quartile: float = 1.0) -> Measurement:
     """A measurement that nobody made."""
-    step, copy, ratio = (Spread(value, value, value) for value in (step_ms, copy_ms, step_ms / copy_ms))
-    return Measurement(request, turns=5, step_ms=step, copy_ms=copy, ratio_to_copy=ratio, bytes_sent=1000)
+    step = Spread(step_ms, step_ms, slow_quartile * step_ms)
+    copy, ratio = (Spread(value, value, value) for value in (copy_ms, step_ms / copy_ms))
+    return Measurement(request, turns=5, step_ms=step, copy_ms=copy, ratio_to_copy=ratio, cpu_ms=step, bytes_sent=1000)
 
 
 class Machine:
@@ -129,7 +130,7 @@ def test_a_method_is_measured_in_each_framework(framework: str) -> None:
         pytest.importorskip(framework)
     one = measure(Request("topk:ratio=0.01", "resnet20", framework, repeats=3))
     assert one.turns == 3
-    for spread in (one.step_ms, one.copy_ms, one.ratio_to_copy):
+    for spread in (one.step_ms, one.copy_ms, one.ratio_to_copy, one.cpu_ms):
         assert 0 < spread.low <= spread.median <= spread.high
     assert one.compression_factor is not None
     assert one.compression_factor > 40
@@ -256,6 +257,22 @@ def test_rows_are_held_against_the_hook_with_the_same_threads() -> None:
 def test_rows_apart_from_most_are_unsteady(copies: list[float], apart: list[int]) -> None:
     found = rows([made(Request("none", "resnet20"), copy_ms=copy) for copy in copies])
     assert [place for place, row in enumerate(found) if not row.steady] == apart
+
+
+def test_rows_whose_steps_were_interrupted_are_unsteady_and_compared_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quartiles = {"none": 1.31, "fp16": 1.29}
+    monkeypatch.setattr(
+        "hvdcomp.commands.bench_encode.measure",
+        lambda request: made(request, slow_quartile=quartiles[request.method]),
+    )
+    words = ("--framework", "numpy", "--no-peers", "--method", "none", "--method", "fp16")
+    result = encode(*words, "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    kept = json.loads((tmp_path / "encode.json").read_text())
+    assert [one["steady"] for one in kept["measurements"]] == [False, True]
+    assert "| none (unsteady) |" in (tmp_path / "encode.md").read_text()
 
 
 def test_copies_of_other_frameworks_and_threads_are_other_work() -> None:

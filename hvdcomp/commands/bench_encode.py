@@ -62,7 +62,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="How many times to measure again the methods beside which the copy was too fast or too slow.",
+    help="How many times to measure again what other work on the machine disturbed.",
 )
 @click.option(
     "--json",
@@ -87,8 +87,8 @@ def encode(
     """Time of encoding and decoding, beside a copy of the same gradients and PyTorch's own hooks.
 
     The copy takes turns with each method. Where it differs between methods by more than 15 percent, the machine was not
-    equally fast for all of them: the comparison is refused, and --output writes nothing. The rows that are apart from
-    most are marked, in the file of --json too.
+    equally fast for all of them: the comparison is refused, and --output writes nothing. Rows that other work disturbed
+    are marked, in the file of --json too.
     """
     framework = options["framework"]
     _check(framework, options["device"], methods, output)

@@ -14,6 +14,8 @@ from hvdcomp.bench.encode.peers import POWERSGD
 
 MOST_SPREAD = 0.15
 """By how much the copy may differ between methods for them to be compared."""
+MOST_QUARTILES = 0.3
+"""By how much the slow quartile of a method's steps may exceed the quick one for its row to be steady."""
 
 
 class UnsteadyError(Exception):
@@ -27,7 +29,7 @@ class Row:
     Attributes:
         ratio_to_peer: the median step over that of PyTorch's PowerSGD hook with the same number of threads; None where
             the hook was not measured.
-        steady: whether the copy took as long as beside most other methods. See `steady`.
+        steady: whether other work left the measurement alone. See `steady`.
     """
 
     measurement: Measurement
@@ -38,7 +40,7 @@ class Row:
         """Plain data, flat."""
         data = asdict(self.measurement)
         data = {**data.pop("request"), **data}
-        for name in ("step_ms", "copy_ms", "ratio_to_copy"):
+        for name in ("step_ms", "copy_ms", "ratio_to_copy", "cpu_ms"):
             spread = data[name]
             data[name] = spread["median"]
             data[f"{name}_quartiles"] = [spread["low"], spread["high"]]
@@ -57,11 +59,19 @@ def rows(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def steady(measurements: Sequence[Measurement]) -> set[int]:
-    """The places of the measurements that were made on an equally fast machine.
+    """The places of the measurements that were made on an equally fast machine, and whose steps took equally long.
 
     Of measurements whose copies are the same work (the same framework, device and number of threads), they are the most
-    that have no copy which took more than `MOST_SPREAD` longer than the fastest of them.
+    that have no copy which took more than `MOST_SPREAD` longer than the fastest of them. A copy of a small model is so
+    short that other work rarely interrupts it, so the quartiles of the steps are looked at too.
     """
+    quiet = {
+        place for place, one in enumerate(measurements) if one.step_ms.high <= one.step_ms.low * (1 + MOST_QUARTILES)
+    }
+    return _equally_fast(measurements) & quiet
+
+
+def _equally_fast(measurements: Sequence[Measurement]) -> set[int]:
     kept: set[int] = set()
     for places in _same_copies(measurements):
         copies = {place: measurements[place].copy_ms.median for place in places}
@@ -92,7 +102,7 @@ def check_steady(measurements: Sequence[Measurement]) -> None:
     Raises:
         UnsteadyError: if the slowest copy took more than `MOST_SPREAD` longer than the fastest.
     """
-    kept = steady(measurements)
+    kept = _equally_fast(measurements)
     for places in _same_copies(measurements):
         group = [measurements[place] for place in places]
         fast, slow = (pick(group, key=lambda one: one.copy_ms.median) for pick in (min, max))

@@ -87,6 +87,8 @@ class Measurement:
         turns: of copy and step that were timed.
         step_ms, copy_ms: over all turns.
         ratio_to_copy: step / copy, turn by turn.
+        cpu_ms: the processor time of all threads of the process in a step, over all turns; where other work takes cores
+            away, it says more than `step_ms`.
         encode_ms, decode_ms: medians of the part of compressors and memories; None for a peer.
         peak_mb: the rise of the process's peak memory over having the gradients and two copies of them, in MiB.
         bytes_sent: by one rank in a step; None for a peer.
@@ -100,6 +102,7 @@ class Measurement:
     step_ms: Spread
     copy_ms: Spread
     ratio_to_copy: Spread
+    cpu_ms: Spread
     encode_ms: float | None = None
     decode_ms: float | None = None
     peak_mb: float = 0.0
@@ -163,6 +166,7 @@ def _measure(request: Request) -> Measurement:
 
     steps: list[float] = []
     copies: list[float] = []
+    processor: list[float] = []
     encoding: list[float] = []
     decoding: list[float] = []
     start = time.perf_counter()
@@ -171,7 +175,9 @@ def _measure(request: Request) -> Measurement:
             gradients.copy()
         copies.append(_timed(gradients.copy, gradients))
         gradients.restore()
+        before = time.process_time()
         steps.append(_timed(step, gradients))
+        processor.append(1000 * (time.process_time() - before))
         last = engine.ledger.last if engine is not None else None
         if last is not None and last.encode_seconds is not None and last.decode_seconds is not None:
             encoding.append(1000 * last.encode_seconds)
@@ -183,6 +189,7 @@ def _measure(request: Request) -> Measurement:
         step_ms=Spread.of(steps),
         copy_ms=Spread.of(copies),
         ratio_to_copy=Spread.of([step / copy for step, copy in zip(steps, copies, strict=True)]),
+        cpu_ms=Spread.of(processor),
         encode_ms=statistics.median(encoding) if encoding else None,
         decode_ms=statistics.median(decoding) if decoding else None,
         peak_mb=peak_memory / 2**20,

@@ -10,8 +10,8 @@ from typing import Any
 from hvdcomp.bench.encode.comparison import Row
 
 HEADINGS = (
-    "method", "threads", "x copy", "x hook", "step ms", "quartiles", "copy ms", "encode ms", "decode ms", "operations",
-    "launches", "peak MiB", "bytes", "factor",
+    "method", "threads", "x copy", "x hook", "step ms", "quartiles", "CPU ms", "copy ms", "encode ms", "decode ms",
+    "operations", "launches", "peak MiB", "bytes", "factor",
 )  # fmt: skip
 
 
@@ -33,6 +33,7 @@ def cells(row: Row) -> tuple[str, ...]:
         number(row.ratio_to_peer),
         number(one.step_ms.median),
         f"{number(one.step_ms.low)} to {number(one.step_ms.high)}",
+        number(one.cpu_ms.median),
         number(one.copy_ms.median),
         number(one.encode_ms),
         number(one.decode_ms),
