@@ -1,11 +1,13 @@
 /* Kernels that change nothing of what is sent: x itself, and gradients that travel as they are. */
 #include "bucket.h"
 #include "isa.h"
+#include "stream.h"
 
 struct job {
     const hvd_bucket *bucket;
     float *wire;
     const float *mean;
+    int large;
 };
 
 static void make_piece(void *context, int64_t number) {
@@ -16,8 +18,9 @@ static void make_piece(void *context, int64_t number) {
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, left = task->length - done, length = left < HVD_BLOCK ? left : HVD_BLOCK;
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
-        if (job->wire) memcpy(job->wire + s->place[0] + start, x, (size_t)length * sizeof *x);
+        if (job->wire) hvd_copy(job->wire + s->place[0] + start, x, length, job->large);
     }
+    hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
@@ -28,13 +31,13 @@ static int32_t any_found(const hvd_bucket *bucket) {
 }
 
 int32_t HVD_NAME(make_x)(hvd_bucket *bucket) {
-    struct job job = {bucket, NULL, NULL};
+    struct job job = {.bucket = bucket};
     hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
     return any_found(bucket);
 }
 
 int32_t HVD_NAME(dense_encode)(hvd_bucket *bucket, float *wire) {
-    struct job job = {bucket, wire, NULL};
+    struct job job = {.bucket = bucket, .wire = wire, .large = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
     return any_found(bucket);
 }
@@ -49,13 +52,14 @@ static void copy_piece(void *context, int64_t number) {
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t left = task->length - done, length = left < HVD_BLOCK ? left : HVD_BLOCK;
         largest = hvd_largest_bits(mean + done, length, largest);
-        memcpy(result + done, mean + done, (size_t)length * sizeof *mean);
+        hvd_copy(result + done, mean + done, length, job->large);
     }
+    hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
 int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
-    struct job job = {bucket, NULL, mean};
+    struct job job = {.bucket = bucket, .mean = mean, .large = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, copy_piece, &job);
     return any_found(bucket);
 }

@@ -5,6 +5,7 @@
 #include "bucket.h"
 #include "isa.h"
 #include "masks.h"
+#include "stream.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "bits are packed for a little-endian machine"
@@ -20,6 +21,7 @@ struct job {
     int64_t rule;
     uint8_t *votes;
     int64_t zero_is_positive;
+    int large;
 };
 
 static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -127,10 +129,11 @@ static void decode_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    float *result = s->result;
+    float block[HVD_BLOCK];
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK);
+        float *result = job->large ? block : s->result + start;
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *payload = job->payloads + rank * job->row, *bits = payload + s->place[0] + start / 8;
             float above, below;
@@ -141,22 +144,24 @@ static void decode_piece(void *context, int64_t number) {
             for (; i + 32 <= length; i += 32) {
                 uint32_t word;
                 memcpy(&word, bits + i / 8, sizeof word);
-                choose(result + start + i, word, 32, above, below, rank > 0);
+                choose(result + i, word, 32, above, below, rank > 0);
             }
             if (i < length)
-                choose(result + start + i, (uint32_t)hvd_load_bits(bits + i / 8, length - i), length - i, above, below, rank > 0);
+                choose(result + i, (uint32_t)hvd_load_bits(bits + i / 8, length - i), length - i, above, below, rank > 0);
         }
         if (job->ranks > 1) {
             const float share = (float)(1.0 / (double)job->ranks);
-            for (int64_t i = 0; i < length; i++) result[start + i] *= share;
+            for (int64_t i = 0; i < length; i++) result[i] *= share;
         }
-        largest = hvd_largest_bits(result + start, length, largest);
+        largest = hvd_largest_bits(result, length, largest);
+        if (job->large) hvd_copy(s->result + start, block, length, 1);
     }
+    hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
 int32_t HVD_NAME(two_values_decode)(hvd_bucket *bucket, int64_t rule, const uint8_t *payloads, int64_t ranks, int64_t row) {
-    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .rule = rule};
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .rule = rule, .large = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
     return any_found(bucket);
 }

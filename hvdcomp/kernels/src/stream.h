@@ -1,0 +1,52 @@
+/* Copies past the caches, for what is too large to be found there by its next reader: a plain store reads the line first. */
+#ifndef HVD_STREAM_H
+#define HVD_STREAM_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "bucket.h"
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+/* Bytes of all tensors together from which on their results are not in a core's second cache when they are read. */
+#define HVD_LARGE (8 << 20)
+
+static inline int hvd_is_large(const hvd_bucket *bucket) {
+    int64_t elements = 0;
+    for (int64_t i = 0; i < bucket->segment_count; i++) elements += bucket->segments[i].size;
+    return elements * (int64_t)sizeof(float) >= HVD_LARGE;
+}
+
+/* Copies `length` floats; past the caches if `large`, then to be followed by `hvd_fence` before another thread reads. */
+static inline void hvd_copy(float *restrict to, const float *restrict from, int64_t length, int large) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+    if (large) {
+        const int64_t head = (int64_t)(-((uintptr_t)to / sizeof *to) & 15); /* to the next cache line */
+        if (head < length) {
+            memcpy(to, from, (size_t)head * sizeof *to);
+            int64_t i = head;
+#if defined(__AVX512F__)
+            for (; i + 16 <= length; i += 16) _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#else
+            for (; i + 8 <= length; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+#endif
+            memcpy(to + i, from + i, (size_t)(length - i) * sizeof *to);
+            return;
+        }
+    }
+#else
+    (void)large;
+#endif
+    memcpy(to, from, (size_t)length * sizeof *to);
+}
+
+static inline void hvd_fence(void) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
+#endif
