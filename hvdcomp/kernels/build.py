@@ -97,7 +97,7 @@ def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
         sanitizers = SANITIZED if sanitize else ()
         _run([*compiler, *sanitizers, *(job[-1] for job in jobs), *LINK, "-o", str(linked)])
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{LIBRARY}.{os.getpid()}"
+        beside = folder / f"{LIBRARY}.{os.getpid()}"
         shutil.copyfile(linked, beside)
     os.replace(beside, folder / LIBRARY)
     (folder / FAILURE).unlink(missing_ok=True)
