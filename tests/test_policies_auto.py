@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdcomp import SpecError
 from hvdcomp.policies.auto import SETTLING, WARM_UP, Auto
-from hvdcomp.policies.auto_state import PATIENCE, AutoState
+from hvdcomp.policies.auto_state import NOTICEABLE, PATIENCE, AutoState
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.request import Candidate, Candidates, Period, Statistics
 
@@ -244,16 +244,21 @@ def test_with_a_model_that_is_nearly_right_it_is_within_5_percent_of_the_best(
     times=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
     predicted=st.fixed_dictionaries(dict.fromkeys(KINDS, seconds)),
 )
+@example(
+    times={"dense": 2.0, "fp16": 1.4375, "compressed": 2.0, "compressed and dense": 1.453125},
+    predicted=dict.fromkeys(KINDS, 1.0),
+)
 def test_it_ends_at_the_best_of_those_within_the_margin_whatever_the_model(
     times: dict[str, float], predicted: dict[str, float]
 ) -> None:
-    """And of those and dense; what is left, of what was tried, is never better than what it stays with."""
+    """And of those and dense. What else was tried is never better than what it stays with, but for a difference that
+    may be chance."""
     run = Run(times).go(predicted, 20_000)
     first = min(predicted, key=lambda name: predicted[name])
     near = {name for name in KINDS if predicted[name] <= predicted[first] * (1 + AUTO.margin)} | {"dense"}
     last = run.states[-1][1]
     assert near <= set(last.measured)
-    assert times[run.sent[-1]] == min(times[name] for name in last.measured)
+    assert times[run.sent[-1]] <= min(times[name] for name in last.measured) * (1 + 2 * NOTICEABLE)
 
 
 @given(

@@ -315,6 +315,8 @@ def _why_stay(state: AutoState, best: str) -> str:
     if not others:
         return f"{best} takes {found}; nothing else promises to be faster at a price that is low enough"
     second = min(others, key=lambda name: others[name])
+    if others[second] < state.measured[best].seconds:
+        return f"{best} stays at {found}: {second} takes {_ms(others[second])}, a difference that may be chance"
     return f"{best} is the fastest measured: {found}, then {second}: {_ms(others[second])}"
 
 
