@@ -54,6 +54,7 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._residuals = Residuals([tensor.size for tensor in tensors.values()])
         self.now: list[Group] = []
+        self._able: list[str] = []  # of the latest step, the float32 tensors on the host
         self._made_for: tuple[Plan, Sequence[str]] | None = None
 
     def groups(
@@ -64,12 +65,14 @@ class Buckets:
         Args:
             names: of the tensors that take part.
         """
-        hosted = xp.hosted([gradients[name] for name in names]) if kernels.available() else None
+        if not self._still_right(names, plan):
+            able = [name for name in names if self._tensors[name].dtype == "float32"] if kernels.available() else []
+            self._able = able if able and xp.hosted([gradients[name] for name in able]) else []
+            self.now = list(self._group(xp, self._able, gradients, plan))
+            self._made_for = (plan, names)
+        hosted = xp.hosted([gradients[name] for name in self._able]) if self._able else None
         if hosted is None:
             return []
-        if not self._still_right(names, plan):
-            self.now = list(self._group(xp, names, gradients, plan))
-            self._made_for = (plan, names)
         arrays, addresses = hosted
         for group in self.now:
             group.arrays = [arrays[place] for place in group.places]
@@ -94,8 +97,7 @@ class Buckets:
         places: dict[Any, list[int]] = {}
         for place, name in enumerate(names):
             family, memory = plan[name].bucket_family, self._memory_for(name, plan[name])
-            fits = self._tensors[name].size and self._tensors[name].dtype == "float32"
-            if family is not None and fits and type(memory) in KNOWN_TO_KERNELS:
+            if family is not None and self._tensors[name].size and type(memory) in KNOWN_TO_KERNELS:
                 places.setdefault((family, memory), []).append(place)
         known = {group.key: group for group in self.now}
         for (_, memory), members in places.items():
