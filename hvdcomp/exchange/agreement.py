@@ -98,7 +98,10 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
         remedy = "Give hvdcomp.Compression and Horovod's optimizer the same model and arguments on every rank."
         different.sort(key=lambda key: key.startswith(WEIGHTS))
     if KERNELS in different:
-        ways_out = "`hvdcomp doctor` says on each host why there are none; or set HVDCOMP_KERNELS=off on every rank."
+        ways_out = (
+            "`hvdcomp doctor` says on each host why there are none; or set HVDCOMP_KERNELS=off on every rank (mpirun "
+            "hands it to other hosts with -x HVDCOMP_KERNELS)."
+        )
         remedy = f"{remedy} {ways_out}" if len(different) > 1 else ways_out
     shown = [f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different[:_SHOWN_FACTS]]
     if len(different) > _SHOWN_FACTS:

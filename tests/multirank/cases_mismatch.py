@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import pickle
 from collections.abc import Callable
 from itertools import product
@@ -14,6 +15,7 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
+from hvdcomp import kernels
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
 from tests.multirank.training import (
     assert_same_everywhere,
@@ -71,6 +73,24 @@ def case_a_layer_frozen_on_one_rank() -> None:
         message = mismatch(model, distribute(model, compression(spec, model)))
         assert "parameter 1.weight: float32 (128, 1, 3, 3) on rank 0" in message, message
         assert "None on rank" in message, message
+
+
+def case_kernels_on_all_ranks_but_one() -> None:
+    last = hvd.size() - 1
+    told = {
+        "off": [f"none on rank {last}. ", "HVDCOMP_KERNELS=off on every rank"],
+        "wrong": [f"rank {last}: HVDCOMP_KERNELS='wrong' is unknown"],
+    }
+    try:
+        for spec, (value, parts) in product(SPECS, told.items()):
+            os.environ["HVDCOMP_KERNELS"] = value if on_last_rank() else ""
+            kernels.reset()
+            model = small_model()
+            message = mismatch(model, distribute(model, compression(spec, model)))
+            assert all(part in message for part in parts), message
+    finally:
+        del os.environ["HVDCOMP_KERNELS"]
+        kernels.reset()
 
 
 def case_another_number_of_passes_or_operation() -> None:
