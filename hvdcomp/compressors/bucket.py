@@ -24,15 +24,13 @@ _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 class BucketOutcome(NamedTuple):
     """What a bucket form returns at the end of a step. The means lie where the table's `result` says.
 
-    found_inf: whether a mean, or a state, holds an inf or NaN.
+    found_inf: whether a mean holds an inf or NaN.
     sent: of a tensor's place in the bucket, C(x) as of `Outcome`, in NumPy. It is called only where a policy looks.
-    states: of each tensor, in NumPy, as of `Outcome`; empty if the method has none.
     keeps_nothing: whether C(x) is x: the residual is zero, whatever stands at `Bucket.x`.
     """
 
     found_inf: bool
     sent: Callable[[int], np.ndarray | SparseVector]
-    states: Sequence[tuple[np.ndarray, ...]] = ()
     keeps_nothing: bool = False
 
 
@@ -48,7 +46,7 @@ class Bucket:
         compressors: of the tensors; they are of one class, and differ in their level alone.
         memory: of all tensors.
         context: of the step; its name is empty.
-        states: of the tensors, what the method returned in the step before, fitted by `prepare`; in NumPy.
+        states: what the method keeps of the tensors, fitted by `prepare`; None if it keeps nothing.
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request.
@@ -61,7 +59,7 @@ class Bucket:
     compressors: Sequence[Any]
     memory: Memory
     context: Context = field(init=False)
-    states: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    states: BucketStates | None = None
     table: Table = field(init=False)
     layout: Any = None
     found_inf: bool = False
@@ -105,6 +103,39 @@ def gathered(ranks: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, int, 
         return first, 1, 0
     addresses = [part.__array_interface__["data"][0] for (part,) in ranks[:2]]
     return first, len(ranks), addresses[1] - addresses[0]
+
+
+class BucketStates:
+    """What a method keeps of a bucket's tensors from step to step, in flat storage.
+
+    Each tensor has the same number of arrays (length, columns). The first arrays of all tensors lie behind each other
+    in one vector, the second ones in another; each of them column by column.
+
+    Args:
+        states: of each tensor, in NumPy, float32.
+
+    Attributes:
+        kept: the vectors that a step starts from. It does not change them.
+        next: as many, which a step fills. If it counts, the two change their roles.
+    """
+
+    def __init__(self, states: Sequence[tuple[np.ndarray, ...]]) -> None:
+        kinds = list(zip(*states, strict=True))
+        self.kept = [np.concatenate([array.T.reshape(-1) for array in kind]) for kind in kinds]
+        self.next = [np.empty_like(vector) for vector in self.kept]
+        self._shapes = [[array.T.shape for array in kind] for kind in kinds]
+        self._starts = [np.cumsum([0, *(array.size for array in kind)]) for kind in kinds]
+
+    def arrays(self, place: int) -> tuple[np.ndarray, ...]:
+        """What is kept of the tensor at a place of the bucket, (length, columns) each, in storage that steps reuse."""
+        return tuple(
+            vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
+            for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)
+        )
+
+    def commit(self) -> None:
+        """After a step that counts: what it has filled is what is kept."""
+        self.kept, self.next = self.next, self.kept
 
 
 class Payload:

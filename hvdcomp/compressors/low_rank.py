@@ -12,7 +12,9 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, require_count
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.low_rank_bucket import LowRankBucket
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.errors import SpecError
@@ -63,6 +65,7 @@ class PowerSGD(Compressor):
     sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # its factors are means over the ranks
+    keeps_state: ClassVar[bool] = True
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:
@@ -113,6 +116,13 @@ class PowerSGD(Compressor):
         unit = orthogonalize(xp, start)
         new = yield AllReduce(matrix @ unit)
         return new, unit, (start, nonzero_columns(xp, new, old))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        if bucket.layout is None:
+            bucket.layout = LowRankBucket(bucket, [matrix_shape(tensor.shape) for tensor in bucket.tensors])
+        if not self.alternating:
+            return bucket.layout.iterate(self.iterations)
+        return bucket.layout.half(even=bucket.context.step % 2 == 0)
 
     @property
     def period(self) -> int:  # type: ignore[override]

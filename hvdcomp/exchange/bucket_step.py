@@ -150,7 +150,7 @@ class BucketStep:
                         group.residuals.x(number).fill(0)
                 group.residuals.commit(group.bucket.segments, group.numbers, group.bucket.memory)
             if group.bucket.compressors[0].keeps_state:
-                group.keep_states(xp, self.outcome.states)
+                group.keep_states(xp)
         if not counts:
             for result in self._results:
                 xp.flatten(result)[:1] = np.nan

@@ -7,6 +7,7 @@ Everything else goes one by one: other element types, accelerators, TensorFlow, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -144,6 +145,7 @@ class Group:
         keeps: whether anything is added to the gradients.
         places: of its tensors among those of the step.
         arrays: the gradients of the step, row-major.
+        has_states: whether the compressors' arrays of all its tensors lie in the bucket.
     """
 
     def __init__(
@@ -165,7 +167,8 @@ class Group:
         self.arrays: Sequence[Array] = ()
         period = compressors[0].period
         self._costs = [self._costs_of(step) for step in range(period)]
-        self._prepared: list[tuple[Array, ...]] = []
+        self.has_states = False
+        self._wrap_state: Callable[[np.ndarray], Array]
 
     @property
     def had_residuals(self) -> bool:
@@ -184,24 +187,31 @@ class Group:
         return costs
 
     def prepare_states(self, xp: ModuleType) -> None:
-        """Brings the compressors' arrays of all tensors into the bucket, fitted to levels that have changed."""
-        bucket = self.bucket
-        before = self._prepared
-        if before and all(state.compressor is one for (_, state, _), one in zip(self.tensors, before, strict=True)):
+        """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
+        if self.has_states:
             return
-        bucket.states = []
+        bucket = self.bucket
+        states = []
         for (name, state, _), tensor, compressor in zip(self.tensors, bucket.tensors, bucket.compressors, strict=True):
             x = np.broadcast_to(np.float32(0), tensor.shape)
             kept = tuple(xp.to_numpy(array) for array in state.compressor) if state.method == compressor.name else ()
             context = dataclasses.replace(bucket.context, name=name)
-            bucket.states.append(compressor.prepare(numpy_arrays, x, kept, context))
+            states.append(compressor.prepare(numpy_arrays, x, kept, context))
+        bucket.states = BucketStates(states)
 
-    def keep_states(self, xp: ModuleType, states: Sequence[tuple[np.ndarray, ...]]) -> None:
-        """Keeps the compressors' arrays for the next step."""
-        self.bucket.states = list(states)
-        self._prepared = []
-        like = xp.flatten(self.arrays[0])[:0]
-        for (_, state, _), arrays, compressor in zip(self.tensors, states, self.bucket.compressors, strict=True):
-            state.method = compressor.name
-            state.compressor = tuple(xp.from_numpy(array, like=like) for array in arrays)
-            self._prepared.append(state.compressor)
+    def keep_states(self, xp: ModuleType) -> None:
+        """Keeps what a step has made of the compressors' arrays for the next one."""
+        assert self.bucket.states is not None
+        self.bucket.states.commit()
+        if not self.has_states:
+            like = xp.flatten(self.arrays[0])[:0]
+            self._wrap_state = functools.partial(xp.from_numpy, like=like)
+            for place, (_, state, _) in enumerate(self.tensors):
+                state.method = self.bucket.compressors[place].name
+                state.lie_in_bucket(self, place)
+            self.has_states = True
+
+    def state(self, place: int) -> tuple[Array, ...]:
+        """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""
+        assert self.bucket.states is not None
+        return tuple(self._wrap_state(array) for array in self.bucket.states.arrays(place))

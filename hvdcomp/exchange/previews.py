@@ -12,7 +12,7 @@ import numpy as np
 from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketOutcome
+from hvdcomp.compressors.bucket import Bucket, BucketOutcome, BucketStates
 from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.exchange.tensor_step import TensorState
@@ -122,7 +122,7 @@ class _Bucket:
         """A step of this rank alone."""
         bucket = self._bucket
         bucket.context = context
-        bucket.states = states
+        bucket.states = BucketStates(states) if states else None
         bucket.table.bucket.threads = kernels.threads()
         bucket.segments["gradient"] = bucket.segments["source"] = addresses
         bucket.x = bucket.compressed = xs.__getitem__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,15 @@ from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.residuals import Residuals
 
 
+class KeepsStates(Protocol):
+    """A bucket that keeps the method's arrays of its tensors; `has_states` as long as it keeps those of all."""
+
+    has_states: bool
+
+    def state(self, place: int) -> tuple[Array, ...]:
+        """Those of the tensor at a place of the bucket."""
+
+
 class TensorState:
     """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it.
 
@@ -25,10 +34,10 @@ class TensorState:
         memory, keeper: the memory's arrays, and whose they are.
         method, compressor: the method that last compressed the tensor, and its arrays.
 
-    The memory's arrays may lie in flat storage (`lie_in`), where buckets find them.
+    The memory's arrays may lie in flat storage (`lie_in`), where buckets find them, and the method's in a bucket.
     """
 
-    __slots__ = ("_arrays", "_keeper", "_number", "_residuals", "_wrap", "compressor", "method")
+    __slots__ = ("_arrays", "_bucket", "_keeper", "_number", "_of_method", "_place", "_residuals", "_wrap", "method")
 
     def __init__(
         self,
@@ -43,7 +52,26 @@ class TensorState:
         self._number = 0
         self._wrap: Callable[[np.ndarray], Array] | None = None
         self.method = method
-        self.compressor = compressor
+        self._of_method = compressor
+        self._bucket: KeepsStates | None = None
+        self._place = 0
+
+    @property
+    def compressor(self) -> tuple[Array, ...]:
+        """The method's arrays. To be looked at before the next step, which may reuse their storage."""
+        return self._of_method if self._bucket is None else self._bucket.state(self._place)
+
+    @compressor.setter
+    def compressor(self, arrays: tuple[Array, ...]) -> None:
+        self._of_method = arrays
+        if self._bucket is not None:
+            self._bucket.has_states = False
+            self._bucket = None
+
+    def lie_in_bucket(self, bucket: KeepsStates, place: int) -> None:
+        """Leaves the method's arrays to a bucket, which keeps them from step to step."""
+        self.compressor = ()
+        self._bucket, self._place = bucket, place
 
     @property
     def memory(self) -> tuple[Array, ...]:

@@ -1,0 +1,113 @@
+"""PowerSGD for all matrices of a bucket at once, by the kernels of `isa_lowrank.c`.
+
+All P of a bucket lie behind each other in one vector, all Q in another, each factor column by column.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
+from hvdcomp.compressors.protocol import AllReduce
+from hvdcomp.kernels.tables import TASK
+
+_PIECE = 1 << 16  # elements of a task on rows
+_WIDTHS = 256, 1024  # columns of a task on columns, least and most
+_COLUMN_PIECE = 1 << 18  # elements of a task on columns, unless it is as narrow as that allows
+
+
+class LowRankBucket:
+    """What is worked out of a bucket's matrices once, and the storage of their factors.
+
+    Args:
+        bucket: of `PowerSGD`.
+        shapes: rows and columns of each matrix.
+    """
+
+    def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, int]]) -> None:
+        ranks = [min(one.rank, *shape) for one, shape in zip(bucket.compressors, shapes, strict=True)]
+        ends = np.cumsum(np.array(shapes) * np.array(ranks)[:, None], axis=0)
+        segments = bucket.segments
+        segments["count"] = ranks
+        segments["place"][1:, :2] = ends[:-1]
+        segments["place"][:, 2] = [columns for _, columns in shapes]
+        self._bucket = bucket
+        self._p, self._q = (Payload(int(end), "float32") for end in ends[-1])
+        self._unit_p, self._unit_q = np.empty_like(self._p.vector), np.empty_like(self._q.vector)
+        self._rows = _tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
+        self._columns = _tasks([(columns, _width(rows)) for rows, columns in shapes])
+
+    def iterate(self, iterations: int) -> BucketAggregation:
+        """Whole power iterations."""
+        states = self._bucket.states
+        assert states is not None
+        (q,) = states.kept
+        for iteration in range(iterations):
+            p = yield self._send_p(q, first=iteration == 0)
+            q = yield self._send_q(p, first=False)
+        found_inf = self._decode(self._unit_p, q)
+        self._keep(0, q)
+        return BucketOutcome(found_inf, self._sent)
+
+    def half(self, even: bool) -> BucketAggregation:
+        """One new factor: P in even steps, Q in odd ones."""
+        states = self._bucket.states
+        assert states is not None
+        q, p = states.kept
+        if even:
+            new = yield self._send_p(q, first=True)
+            found_inf = self._decode(new, self._unit_q)
+        else:
+            new = yield self._send_q(p, first=True)
+            found_inf = self._decode(self._unit_p, new)
+        self._keep(int(even), new)
+        states.next[1 - even][:] = states.kept[1 - even]
+        return BucketOutcome(found_inf, self._sent)
+
+    def _send_p(self, q: np.ndarray, first: bool) -> AllReduce:
+        """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
+        sent = self._p
+        found = self._bucket.call("lowrank_p", self._rows, len(self._rows), q, self._unit_q, sent.vector, first)
+        self._bucket.found_inf |= first and found
+        return AllReduce(sent.vector, with_room=sent.with_room)
+
+    def _send_q(self, p: np.ndarray, first: bool) -> AllReduce:
+        """Q = M' P, P orthogonalised."""
+        sent = self._q
+        found = self._bucket.call("lowrank_q", self._columns, len(self._columns), p, self._unit_p, sent.vector, first)
+        self._bucket.found_inf |= first and found
+        return AllReduce(sent.vector, with_room=sent.with_room)
+
+    def _decode(self, p: np.ndarray, q: np.ndarray) -> bool:
+        return self._bucket.call("lowrank_decode", self._rows, len(self._rows), p, q)
+
+    def _keep(self, kind: int, new: np.ndarray) -> None:
+        states = self._bucket.states
+        assert states is not None
+        self._bucket.call("lowrank_keep", new, states.kept[kind], states.next[kind], kind)
+
+    def _sent(self, place: int) -> np.ndarray:
+        segment = self._bucket.segments[place]
+        numbers = (ctypes.c_float * int(segment["size"])).from_address(int(segment["result"]))
+        return np.ctypeslib.as_array(numbers)
+
+
+def _width(rows: int) -> int:
+    least, most = _WIDTHS
+    return min(most, max(least, _COLUMN_PIECE // rows // 16 * 16))
+
+
+def _tasks(pieces: list[tuple[int, int]]) -> np.ndarray:
+    """Tasks, in `TASK`, from each tensor's number of rows or columns and the number of them that make a task."""
+    found = [
+        (number, start, min(step, length - start))
+        for number, (length, step) in enumerate(pieces)
+        for start in range(0, length, step)
+    ]
+    tasks = np.zeros(len(found), TASK)
+    for field, values in zip(("segment", "start", "length"), np.array(found, np.int64).T, strict=True):
+        tasks[field] = values
+    return tasks

@@ -1,0 +1,233 @@
+/* PowerSGD: matrices M = P Q' of each tensor, M with place[2] columns. A segment's `count` is its rank; place[0] is
+ * where P begins among all P of the bucket, place[1] where Q begins among all Q.
+ *
+ * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on who adds it. */
+#include "lowrank.h"
+
+#define CHUNK 1024 /* columns of a row that are worked on at once: those of Q stay in a core's first cache */
+
+struct job {
+    const hvd_bucket *bucket;
+    hvd_task *tasks;
+    const float *factors; /* columns that come in */
+    float *unit;          /* the same orthonormal */
+    float *out;
+    const float *p, *q;
+    int32_t makes_x;
+};
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Where what is to be compressed lies, once it has been made. */
+static inline const float *matrix_of(const hvd_segment *s) { return s->source ? s->source : s->x ? s->x : s->gradient; }
+
+/* Makes a piece of x, if that is asked for. */
+static inline void visit(const struct job *job, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest) {
+    if (job->makes_x) hvd_x(job->bucket, s, start, length, largest);
+}
+
+static int32_t any_found(const hvd_task *tasks, int64_t count) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) found |= tasks[i].counts[0];
+    return (int32_t)found;
+}
+
+/* P = M Q. */
+
+static void orthogonalize_q(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_segment *s = job->bucket->segments + number;
+    HVD_NAME(orthogonalize)(job->factors + s->place[1], s->count, s->place[2], job->unit + s->place[1]);
+}
+
+HVD_INLINE void multiply_rows(
+    int rows, const float *x, int64_t columns, const float *q, int64_t length, float *p, int64_t p_stride, int64_t rank
+) {
+    float sums[2 * 4];
+    int64_t k = 0;
+    for (; k + 4 <= rank; k += 4) {
+        hvd_dots(rows, 4, x, columns, q + k * columns, columns, length, sums);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 4; i++) p[(k + i) * p_stride + r] += sums[r * 4 + i];
+    }
+    for (; k + 2 <= rank; k += 2) {
+        hvd_dots(rows, 2, x, columns, q + k * columns, columns, length, sums);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++) p[(k + i) * p_stride + r] += sums[r * 4 + i];
+    }
+    for (; k < rank; k++) {
+        hvd_dots(rows, 1, x, columns, q + k * columns, columns, length, sums);
+        for (int r = 0; r < rows; r++) p[k * p_stride + r] += sums[r * 4];
+    }
+}
+
+static void rows_of_p(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
+    const int64_t first = task->start, end = task->start + task->length;
+    float *p = job->out + s->place[0];
+    const float *unit = job->unit + s->place[1], *matrix = matrix_of(s);
+    uint32_t largest = 0;
+    for (int64_t k = 0; k < rank; k++) memset(p + k * rows + first, 0, (size_t)task->length * sizeof *p);
+    for (int64_t start = 0; start < columns; start += CHUNK) {
+        const int64_t length = smaller(columns - start, CHUNK), group = columns <= CHUNK ? HVD_BLOCK / columns : 2;
+        for (int64_t row = first; row < end; row += group) {
+            const int64_t last = smaller(row + group, end);
+            if (length == columns) visit(job, s, row * columns, (last - row) * columns, &largest);
+            else
+                for (int64_t i = row; i < last; i++) visit(job, s, i * columns + start, length, &largest);
+            const float *x = matrix + row * columns + start;
+            int64_t i = row;
+            for (; i + 2 <= last; i += 2, x += 2 * columns)
+                multiply_rows(2, x, columns, unit + start, length, p + i, rows, rank);
+            for (; i < last; i++, x += columns) multiply_rows(1, x, columns, unit + start, length, p + i, rows, rank);
+        }
+    }
+    for (int64_t k = 0; k < rank; k++) largest = hvd_largest_bits(p + k * rows + first, task->length, largest);
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(lowrank_p)(
+    hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *q, float *unit, float *p, int32_t makes_x
+) {
+    struct job job = {.bucket = bucket, .tasks = tasks, .factors = q, .unit = unit, .out = p, .makes_x = makes_x};
+    hvd_parallel(bucket->threads, bucket->segment_count, orthogonalize_q, &job);
+    hvd_parallel(bucket->threads, count, rows_of_p, &job);
+    return any_found(tasks, count);
+}
+
+/* Q = M' P. */
+
+static void orthogonalize_p(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_segment *s = job->bucket->segments + number;
+    HVD_NAME(orthogonalize)(job->factors + s->place[0], s->count, s->size / s->place[2], job->unit + s->place[0]);
+}
+
+/* Adds rows of M, each times its element of P, to columns of Q. */
+HVD_INLINE void add_rows(
+    int rows, int rank, const float *x, int64_t columns, const float *p, int64_t p_stride, float *q, int64_t length
+) {
+    hvd_vector factors[4][4];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < rank; k++) factors[r][k] = hvd_all(p[k * p_stride + r]);
+    int64_t j = 0;
+    for (; j + HVD_WIDTH <= length; j += HVD_WIDTH) {
+        hvd_vector sums[4];
+        for (int k = 0; k < rank; k++) sums[k] = hvd_load(q + k * columns + j);
+        for (int r = 0; r < rows; r++) {
+            const hvd_vector one = hvd_load(x + r * columns + j);
+            for (int k = 0; k < rank; k++) sums[k] += one * factors[r][k];
+        }
+        for (int k = 0; k < rank; k++) hvd_store(q + k * columns + j, sums[k]);
+    }
+    for (; j < length; j++)
+        for (int k = 0; k < rank; k++) {
+            float sum = q[k * columns + j];
+            for (int r = 0; r < rows; r++) sum += x[r * columns + j] * p[k * p_stride + r];
+            q[k * columns + j] = sum;
+        }
+}
+
+HVD_INLINE void add_rows_of_any_rank(
+    int rows, int64_t rank, const float *x, int64_t columns, const float *p, int64_t p_stride, float *q, int64_t length
+) {
+    int64_t k = 0;
+    for (; k + 4 <= rank; k += 4) add_rows(rows, 4, x, columns, p + k * p_stride, p_stride, q + k * columns, length);
+    for (; k + 2 <= rank; k += 2) add_rows(rows, 2, x, columns, p + k * p_stride, p_stride, q + k * columns, length);
+    for (; k < rank; k++) add_rows(rows, 1, x, columns, p + k * p_stride, p_stride, q + k * columns, length);
+}
+
+static void columns_of_q(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
+    float *q = job->out + s->place[1] + task->start;
+    const float *unit = job->unit + s->place[0], *matrix = matrix_of(s) + task->start;
+    uint32_t largest = 0;
+    for (int64_t k = 0; k < rank; k++) memset(q + k * columns, 0, (size_t)task->length * sizeof *q);
+    for (int64_t row = 0; row < rows; row += 4) {
+        const int64_t last = smaller(row + 4, rows);
+        if (task->length == columns) visit(job, s, row * columns, (last - row) * columns, &largest);
+        else
+            for (int64_t i = row; i < last; i++) visit(job, s, i * columns + task->start, task->length, &largest);
+        if (last - row == 4)
+            add_rows_of_any_rank(4, rank, matrix + row * columns, columns, unit + row, rows, q, task->length);
+        else
+            for (int64_t i = row; i < last; i++)
+                add_rows_of_any_rank(1, rank, matrix + i * columns, columns, unit + i, rows, q, task->length);
+    }
+    for (int64_t k = 0; k < rank; k++) largest = hvd_largest_bits(q + k * columns, task->length, largest);
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(lowrank_q)(
+    hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *p, float *unit, float *q, int32_t makes_x
+) {
+    struct job job = {.bucket = bucket, .tasks = tasks, .factors = p, .unit = unit, .out = q, .makes_x = makes_x};
+    hvd_parallel(bucket->threads, bucket->segment_count, orthogonalize_p, &job);
+    hvd_parallel(bucket->threads, count, columns_of_q, &job);
+    return any_found(tasks, count);
+}
+
+/* P Q'. */
+
+/* A piece of a row of P Q'; where there is x, it is taken off. `rank` may be known when this is compiled. */
+HVD_INLINE void decode_row(
+    int64_t rank, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t length, float *result,
+    float *x
+) {
+    int64_t j = 0;
+    for (; j + HVD_LANES <= length; j += HVD_LANES) {
+        hvd_vector sums[HVD_PARTS];
+        for (int part = 0; part < HVD_PARTS; part++) sums[part] = p[0] * hvd_load(q + j + part * HVD_WIDTH);
+        for (int64_t k = 1; k < rank; k++)
+            for (int part = 0; part < HVD_PARTS; part++)
+                sums[part] += p[k * p_stride] * hvd_load(q + k * columns + j + part * HVD_WIDTH);
+        for (int part = 0; part < HVD_PARTS; part++) {
+            const int64_t at = j + part * HVD_WIDTH;
+            hvd_store(result + at, sums[part]);
+            if (x) hvd_store(x + at, hvd_load(x + at) - sums[part]);
+        }
+    }
+    for (; j < length; j++) {
+        float sum = p[0] * q[j];
+        for (int64_t k = 1; k < rank; k++) sum += p[k * p_stride] * q[k * columns + j];
+        result[j] = sum;
+        if (x) x[j] -= sum;
+    }
+}
+
+static void decode_rows(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t columns = s->place[2], rows = s->size / columns;
+    const float *q = job->q + s->place[1];
+    uint32_t largest = 0;
+    for (int64_t start = 0; start < columns; start += CHUNK) {
+        const int64_t length = smaller(columns - start, CHUNK);
+        for (int64_t row = task->start; row < task->start + task->length; row++) {
+            const int64_t at = row * columns + start;
+            const float *p = job->p + s->place[0] + row;
+            float *result = s->result + at, *x = s->x ? s->x + at : NULL;
+            switch (s->count) {
+            case 1: decode_row(1, p, rows, q + start, columns, length, result, x); break;
+            case 2: decode_row(2, p, rows, q + start, columns, length, result, x); break;
+            case 4: decode_row(4, p, rows, q + start, columns, length, result, x); break;
+            default: decode_row(s->count, p, rows, q + start, columns, length, result, x);
+            }
+            largest = hvd_largest_bits(result, length, largest);
+        }
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(lowrank_decode)(hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *p, const float *q) {
+    struct job job = {.bucket = bucket, .tasks = tasks, .p = p, .q = q};
+    hvd_parallel(bucket->threads, count, decode_rows, &job);
+    return any_found(tasks, count);
+}

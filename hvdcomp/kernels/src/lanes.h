@@ -1,0 +1,39 @@
+/* Vectors of the instruction set's width, for loops that the compiler does not turn into vectors well by itself.
+ *
+ * Sums are over sixteen lanes: element j goes to lane j % 16, whatever the width, and lanes are added in one order. */
+#ifndef HVD_LANES_H
+#define HVD_LANES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define HVD_WIDTH 16 /* floats of a vector */
+#elif defined(__AVX2__)
+#define HVD_WIDTH 8
+#else
+#define HVD_WIDTH 4
+#endif
+#define HVD_LANES 16
+#define HVD_PARTS (HVD_LANES / HVD_WIDTH) /* vectors that hold all lanes */
+
+#define HVD_INLINE static inline __attribute__((always_inline))
+
+/* May lie at any address, as the floats that it is read from. */
+typedef float hvd_vector __attribute__((vector_size(4 * HVD_WIDTH), aligned(4), may_alias));
+
+HVD_INLINE hvd_vector hvd_load(const float *from) { return *(const hvd_vector *)from; }
+
+HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = vector; }
+
+HVD_INLINE hvd_vector hvd_all(float value) { return value - (hvd_vector){0}; }
+
+HVD_INLINE float hvd_sum(const hvd_vector lanes[HVD_PARTS]) {
+    float sums[HVD_LANES];
+    memcpy(sums, lanes, sizeof sums);
+    for (int i = 0; i < 8; i++) sums[i] += sums[i + 8];
+    for (int i = 0; i < 4; i++) sums[i] += sums[i + 4];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+#endif

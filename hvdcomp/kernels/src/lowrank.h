@@ -1,0 +1,42 @@
+/* Products of a matrix with a few columns. Factors lie column by column: element i of column k at k * stride + i. */
+#ifndef HVD_LOWRANK_H
+#define HVD_LOWRANK_H
+
+#include "isa.h"
+#include "lanes.h"
+
+/* The products of some rows with some columns, both of `length` elements, to out[row * 4 + column].
+ *
+ * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline. */
+HVD_INLINE void hvd_dots(
+    int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length, float *out
+) {
+    hvd_vector sums[2][4][HVD_PARTS];
+    float rest[2][4];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < columns; k++) {
+            rest[r][k] = 0;
+            for (int part = 0; part < HVD_PARTS; part++) sums[r][k][part] = (hvd_vector){0};
+        }
+    int64_t j = 0;
+    for (; j + HVD_LANES <= length; j += HVD_LANES)
+        for (int part = 0; part < HVD_PARTS; part++) {
+            const int64_t at = j + part * HVD_WIDTH;
+            for (int k = 0; k < columns; k++) {
+                const hvd_vector one = hvd_load(y + k * y_stride + at);
+                for (int r = 0; r < rows; r++) sums[r][k][part] += hvd_load(x + r * x_stride + at) * one;
+            }
+        }
+    for (; j < length; j++)
+        for (int r = 0; r < rows; r++)
+            for (int k = 0; k < columns; k++) rest[r][k] += x[r * x_stride + j] * y[k * y_stride + j];
+    for (int r = 0; r < rows; r++)
+        for (int k = 0; k < columns; k++) out[r * 4 + k] = hvd_sum(sums[r][k]) + rest[r][k];
+}
+
+/* Replaces the columns (count, length) by orthonormal ones that span the same, in `unit`: modified Gram-Schmidt.
+ *
+ * A column that is nearly zero, whose norm overflows, or that depends on the columns before it becomes zero. */
+void HVD_NAME(orthogonalize)(const float *columns, int64_t count, int64_t length, float *unit);
+
+#endif
