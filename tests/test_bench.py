@@ -39,10 +39,9 @@ COUNTS = {
 }
 
 
-def made(request: Request, step_ms: float = 50.0, copy_ms: float = 10.0, slow_quartile: float = 1.0) -> Measurement:
+def made(request: Request, step_ms: float = 50.0, copy_ms: float = 10.0) -> Measurement:
     """A measurement that nobody made."""
-    step = Spread(step_ms, step_ms, slow_quartile * step_ms)
-    copy, ratio = (Spread(value, value, value) for value in (copy_ms, step_ms / copy_ms))
+    step, copy, ratio = (Spread(value, value, value) for value in (step_ms, copy_ms, step_ms / copy_ms))
     return Measurement(request, turns=5, step_ms=step, copy_ms=copy, ratio_to_copy=ratio, cpu_ms=step, bytes_sent=1000)
 
 
@@ -262,17 +261,24 @@ def test_rows_apart_from_most_are_unsteady(copies: list[float], apart: list[int]
 def test_rows_whose_steps_were_interrupted_are_unsteady_and_compared_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quartiles = {"none": 1.31, "fp16": 1.29}
-    monkeypatch.setattr(
-        "hvdcomp.commands.bench_encode.measure",
-        lambda request: made(request, slow_quartile=quartiles[request.method]),
-    )
-    words = ("--framework", "numpy", "--no-peers", "--method", "none", "--method", "fp16")
-    result = encode(*words, "--output", str(tmp_path))
+    steps = {  # milliseconds: quartiles and median, and the processor time
+        "none": (Spread(50.0, 60.0, 64.0), 60.0),
+        "fp16": (Spread(50.0, 60.0, 66.0), 60.0),
+        "natural": (Spread(60.0, 60.0, 60.0), 53.0),
+        "signsgd": (Spread(60.0, 60.0, 60.0), 51.0),
+    }
+
+    def measured(request: Request) -> Measurement:
+        step, processor = steps[request.method]
+        return replace(made(request), step_ms=step, cpu_ms=Spread(processor, processor, processor))
+
+    monkeypatch.setattr("hvdcomp.commands.bench_encode.measure", measured)
+    methods = [word for spec in steps for word in ("--method", spec)]
+    result = encode("--framework", "numpy", "--no-peers", *methods, "--output", str(tmp_path))
     assert result.exit_code == 0, result.output
     kept = json.loads((tmp_path / "encode.json").read_text())
-    assert [one["steady"] for one in kept["measurements"]] == [False, True]
-    assert "| none (unsteady) |" in (tmp_path / "encode.md").read_text()
+    assert [one["steady"] for one in kept["measurements"]] == [True, False, True, False]
+    assert "| fp16 (unsteady) |" in (tmp_path / "encode.md").read_text()
 
 
 def test_copies_of_other_frameworks_and_threads_are_other_work() -> None:
@@ -347,6 +353,32 @@ def test_the_command_writes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert measured[0]["compression_factor"] > 40
     assert "| topk:ratio=0.01 |" in (tmp_path / "encode.md").read_text()
     assert (tmp_path / "encode.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_earlier_comparison_stands_beside_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_ms = 50.0
+    monkeypatch.setattr("hvdcomp.commands.bench_encode.measure", lambda request: made(request, step_ms))
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    words = ("--framework", "numpy", "--no-peers", "--method", "none")
+    assert "times as fast" not in encode(*words, "--threads", "1", "--json", str(old)).output
+    step_ms = 20.0
+    result = encode(*words, "--threads", "1,2", "--json", str(new), "--before", str(old), "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert [one["before_ms"] for one in json.loads(new.read_text())["measurements"]] == [50.0, None]
+    heading, _, *lines = (tmp_path / "encode.md").read_text().splitlines()[2:]
+    assert heading.endswith("| before, ms | times as fast |")
+    assert [line.split(" | ")[-2:] for line in lines] == [["50", "2.5 |"], ["-", "- |"]]
+    assert "times as fast" in result.output
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"measurements": [{"method": "none"}]}'])
+def test_what_is_no_earlier_comparison_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    machine = Machine(monkeypatch)
+    (tmp_path / "old.json").write_text(text)
+    result = encode("--before", str(tmp_path / "old.json"))
+    assert result.exit_code == 2
+    assert "is nothing that --json wrote: " in " ".join(result.stderr.split())
+    assert not machine.asked
 
 
 def test_rows_that_were_measured_before_one_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hvdcomp.bench.encode import output as shown
-from hvdcomp.bench.encode.comparison import UnsteadyError, check_steady, rows, unsteady
+from hvdcomp.bench.encode.comparison import Earlier, UnsteadyError, check_steady, earlier, rows, unsteady
 from hvdcomp.bench.encode.facts import facts
 from hvdcomp.bench.encode.gradients import FRAMEWORKS, PEER_FRAMEWORK
 from hvdcomp.bench.encode.measurement import Measurement, MeasurementError, Request, measure
@@ -71,6 +71,12 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     help="File for all rows, rewritten after each of them.",
 )
 @click.option(
+    "--before",
+    "earlier_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What --json wrote earlier, such as before a change: its times stand beside the new ones.",
+)
+@click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder for encode.json, encode.md and encode.png, if the rows can be compared.",
@@ -81,6 +87,7 @@ def encode(
     threads: tuple[int, ...],
     retries: int,
     json_file: Path | None,
+    earlier_file: Path | None,
     output: Path | None,
     **options: Any,
 ) -> None:
@@ -92,6 +99,7 @@ def encode(
     """
     framework = options["framework"]
     _check(framework, options["device"], methods, output)
+    before = None if earlier_file is None else _earlier(earlier_file)
     chosen = [*(methods or EXAMPLES), *(PEERS if peers and _is_there(PEER_FRAMEWORK) else ())]
     if peers and not _is_there(PEER_FRAMEWORK):
         click.echo("PyTorch's hooks are left out, as it is not installed.", err=True)
@@ -107,7 +115,7 @@ def encode(
     def keep(measured: Sequence[Measurement], refused: str | None) -> None:
         if json_file is not None:
             try:
-                replace_text(json_file, shown.as_json(rows(measured), said, known, refused))
+                replace_text(json_file, shown.as_json(rows(measured, before), said, known, refused))
             except OSError as error:
                 raise click.ClickException(f"{json_file} cannot be written: {error.strerror or error}") from None
 
@@ -135,10 +143,11 @@ def encode(
             for place in places:
                 measured[place] = one(measured[place].request)
                 keep(measured, _UNFINISHED)
-    found = rows(measured)
-    table = make_table(*shown.HEADINGS, numbers=shown.HEADINGS[1:])
-    for row in found:
-        table.add_row(*shown.cells(row))
+    found = rows(measured, before)
+    headings, lines = shown.table(found)
+    table = make_table(*headings, numbers=headings[1:])
+    for line in lines:
+        table.add_row(*line)
     print_table(make_console(), table, shown.title(options))
     try:
         check_steady(measured)
@@ -162,6 +171,13 @@ def encode(
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
         click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
+
+
+def _earlier(file: Path) -> Earlier:
+    try:
+        return earlier(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--before {file} is nothing that --json wrote: {error}") from None
 
 
 def _is_there(framework: str) -> bool:

@@ -5,7 +5,8 @@ The copy beside each method is the same work, so it shows how fast the machine w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,11 +31,13 @@ class Row:
         ratio_to_peer: the median step over that of PyTorch's PowerSGD hook with the same number of threads; None where
             the hook was not measured.
         steady: whether other work left the measurement alone. See `steady`.
+        before_ms: the median step of the same request in an earlier comparison; None where it was not measured.
     """
 
     measurement: Measurement
     ratio_to_peer: float | None
     steady: bool
+    before_ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Plain data, flat."""
@@ -44,17 +47,39 @@ class Row:
             spread = data[name]
             data[name] = spread["median"]
             data[f"{name}_quartiles"] = [spread["low"], spread["high"]]
-        return {**data, "ratio_to_peer": self.ratio_to_peer, "steady": self.steady}
+        return {
+            **data, "ratio_to_peer": self.ratio_to_peer, "steady": self.steady, "before_ms": self.before_ms
+        }  # fmt: skip
 
 
-def rows(measurements: Sequence[Measurement]) -> list[Row]:
-    """Each measurement beside its peer, and whether it is steady; in the order given."""
+Earlier = Mapping[tuple[Any, ...], float]
+"""Milliseconds of a step in an earlier comparison, by what was measured."""
+
+_SAME = ("method", "model", "framework", "device", "threads", "ranks")
+
+
+def earlier(text: str) -> Earlier:
+    """Reads the JSON of an earlier comparison.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    try:
+        return {tuple(one[name] for name in _SAME): float(one["step_ms"]) for one in json.loads(text)["measurements"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from None
+
+
+def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> list[Row]:
+    """Each measurement beside its peer and an earlier one, and whether it is steady; in the order given."""
     kept = steady(measurements)
     hooks = {one.request.threads: one.step_ms.median for one in measurements if one.request.method == POWERSGD}
     found = []
     for place, one in enumerate(measurements):
         hook = hooks.get(one.request.threads)
-        found.append(Row(one, None if hook is None else one.step_ms.median / hook, place in kept))
+        same = tuple(getattr(one.request, name) for name in _SAME)
+        ratio_to_peer = None if hook is None else one.step_ms.median / hook
+        found.append(Row(one, ratio_to_peer, place in kept, (before or {}).get(same)))
     return found
 
 
@@ -63,12 +88,15 @@ def steady(measurements: Sequence[Measurement]) -> set[int]:
 
     Of measurements whose copies are the same work (the same framework, device and number of threads), they are the most
     that have no copy which took more than `MOST_SPREAD` longer than the fastest of them. A copy of a small model is so
-    short that other work rarely interrupts it, so the quartiles of the steps are looked at too.
+    short that other work rarely interrupts it, so the steps are looked at too.
     """
-    quiet = {
-        place for place, one in enumerate(measurements) if one.step_ms.high <= one.step_ms.low * (1 + MOST_QUARTILES)
-    }
-    return _equally_fast(measurements) & quiet
+    return {place for place in _equally_fast(measurements) if _uninterrupted(measurements[place])}
+
+
+def _uninterrupted(one: Measurement) -> bool:
+    """Whether steps took equally long, and at least one thread had a core all the time."""
+    equal = one.step_ms.high <= one.step_ms.low * (1 + MOST_QUARTILES)
+    return equal and (one.request.device != "cpu" or one.step_ms.median <= one.cpu_ms.median * (1 + MOST_SPREAD))
 
 
 def _equally_fast(measurements: Sequence[Measurement]) -> set[int]:

@@ -13,6 +13,7 @@ HEADINGS = (
     "method", "threads", "x copy", "x hook", "step ms", "quartiles", "CPU ms", "copy ms", "encode ms", "decode ms",
     "operations", "launches", "peak MiB", "bytes", "factor",
 )  # fmt: skip
+BEFORE = ("before, ms", "times as fast")
 
 
 def title(options: Mapping[str, Any]) -> str:
@@ -23,8 +24,20 @@ def title(options: Mapping[str, Any]) -> str:
     )
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of the table, by `HEADINGS`."""
+def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The headings, and the cells of each row; with an earlier comparison beside it, if any row has one."""
+    cells = [_cells(row) for row in rows]
+    if all(row.before_ms is None for row in rows):
+        return HEADINGS, cells
+    return (*HEADINGS, *BEFORE), [(*those, *_before(row)) for those, row in zip(cells, rows, strict=True)]
+
+
+def _before(row: Row) -> tuple[str, str]:
+    times = None if row.before_ms is None else row.before_ms / row.measurement.step_ms.median
+    return number(row.before_ms), number(times)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
     one = row.measurement
     return (
         one.request.method if row.steady else f"{one.request.method} (unsteady)",
@@ -55,7 +68,8 @@ def number(value: float | None) -> str:
 
 def markdown(rows: Sequence[Row], options: Mapping[str, Any]) -> str:
     """The same table for the manual."""
-    lines = [HEADINGS, ("---",) + ("--:",) * (len(HEADINGS) - 1), *map(cells, rows)]
+    headings, cells = table(rows)
+    lines = [headings, ("---",) + ("--:",) * (len(headings) - 1), *cells]
     return "\n".join([f"{title(options)}.", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
