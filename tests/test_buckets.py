@@ -189,3 +189,35 @@ def test_what_was_not_sent_is_kept_exactly(spec: str, backend: str, decay: float
                 np.testing.assert_array_equal(x, gradient + before[name] * np.float32(decay), err_msg=f"{name} {step}")
                 np.testing.assert_array_equal(after, x - sent, err_msg=f"{name} in step {step}")
                 before[name] = after
+
+
+@needs_kernels
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("spec", BUCKETED)
+def test_results_may_take_the_gradients_place(spec: str, observed: bool, backend: str) -> None:
+    """They are the same bits. Who observes the step sees the gradients as they were, with the step's flag."""
+
+    def work(communicator: Any) -> None:
+        def engine() -> Engine:
+            return Engine(communicator, infos(SHAPES), parse_compressor(spec), min_numel=0, min_ndim=0)
+
+        fresh, in_place = engine(), engine()
+        for step in range(3):
+            given = gradients(backend)(communicator.rank, step)
+            before = {name: bits(x) for name, x in given.items()}
+            seen = []
+
+            def observe(found_inf: Any, given: Any = given, before: Any = before, seen: Any = seen) -> None:
+                seen.append(float(found_inf[0]))
+                assert {name: bits(x) for name, x in given.items()} == before
+
+            fresh.begin()
+            expected = fresh.step(given)
+            in_place.begin()
+            found = in_place.step(given, in_place=True, observe=observe if observed else None)
+            assert {name: bits(x) for name, x in found.items()} == {name: bits(x) for name, x in expected.items()}
+            assert all(found[name] is given[name] for name in given)
+            assert seen == ([0.0] if observed else [])
+
+    run_ranks(2, work)

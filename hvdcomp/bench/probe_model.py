@@ -249,7 +249,7 @@ def _through(engine: Engine, workload: Workload, optimizer: Any) -> Callable[[],
     def exchange() -> None:
         optimizer.synchronize()
         engine.begin()
-        engine.step(_gradients(workload))
+        engine.step(_gradients(workload), in_place=True)
 
     return exchange
 
@@ -355,11 +355,14 @@ def _encode_time(compressor: Compressor, workload: Workload, measured: float) ->
 def _alone(compressor: Compressor, workload: Workload, ranks: int) -> tuple[float, float]:
     """Seconds before and after the last collective of a step with the payloads of `ranks`, the mean of all ranks."""
     engine = Engine(LoopbackCommunicator(ranks), workload.tensors(), compressor)
-    gradients = _gradients(workload)
+    given = _gradients(workload)
+    gradients = {name: gradient.clone() for name, gradient in given.items()}
     taken = []
     for _ in range(1 + _DECODES):
+        for name, gradient in given.items():  # whose place results take, as in a training
+            gradients[name].copy_(gradient)
         engine.begin()
-        engine.step(gradients)
+        engine.step(gradients, in_place=True)
         cost = engine.ledger.last
         assert cost is not None
         taken.append([cost.encode_seconds or 0.0, cost.decode_seconds or 0.0])

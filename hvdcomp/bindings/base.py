@@ -131,8 +131,11 @@ class Binding(Training):
         if self.coordinator is not None:
             self.coordinator.before_exchange()
         observed = self.coordinator is not None and self.coordinator.source == "local"
-        results = self.engine.step(gradients, in_place=not observed)
-        self.observe("local", gradients, self.engine.found_inf)
+
+        def observe(found_inf: Array) -> None:
+            self.observe("local", gradients, found_inf)
+
+        results = self.engine.step(gradients, in_place=True, observe=observe if observed else None)
         self.observe("aggregated", results, self.engine.found_inf)
         self.end_step()
         return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,13 @@ from hvdcomp.compressors.bucket import BucketAggregation, BucketOutcome
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Request, SparseVector
 from hvdcomp.exchange.buckets import Group
+
+
+class Results(Enum):
+    """Where a bucket's results go: to fresh memory, to the gradients' place, or there when the step ends, and until
+    then to memory that is kept for that."""
+
+    FRESH, IN_PLACE, ASIDE = range(3)
 
 
 class BucketStep:
@@ -55,6 +63,7 @@ class BucketStep:
         self._generator: BucketAggregation
         self._given: Sequence[Array] = ()
         self._results: Sequence[Array] = ()
+        self._where = Results.FRESH
         self.outcome: BucketOutcome | None = None
         self.had_residual = False
         self.marks = [(start, xp.mark(self.like))]
@@ -72,21 +81,24 @@ class BucketStep:
             name: state.wrapped(group.residuals.x(number)) for name, state, number in group.tensors
         }
 
-    def open(self, gradients: Mapping[str, Array], in_place: bool, sources: Mapping[str, Array] | None) -> None:
+    def open(self, gradients: Mapping[str, Array], where: Results, sources: Mapping[str, Array] | None) -> None:
         """Makes the generator.
 
         Args:
             gradients: of the step, by name.
-            in_place: whether results may take the place of the gradients.
+            where: results go.
             sources: by name what is to be compressed, where that is known: x, or what stands for it. None where the
                 kernels are to make x.
         """
         group, bucket, xp = self.group, self.group.bucket, self._xp
         start = xp.mark(self.like)
-        given = [gradients[name] for name in group.names]
-        fresh = list(group.arrays) if in_place else xp.split_like(group.arrays)
-        self._given, self._results = given, fresh
-        bucket.segments["result"] = bucket.segments["gradient"] if in_place else xp.hosted(fresh)[1]
+        self._given = [gradients[name] for name in group.names]
+        self._results, self._where = group.arrays, where
+        if where is Results.FRESH:
+            self._results = xp.split_like(group.arrays)
+            bucket.segments["result"] = xp.hosted(self._results)[1]
+        else:
+            bucket.segments["result"] = bucket.segments["gradient"] if where is Results.IN_PLACE else group.aside
         if sources is not None:
             self._sources, bucket.segments["source"] = xp.hosted([sources[name] for name in group.names])
         if bucket.compressors[0].keeps_state:
@@ -151,6 +163,8 @@ class BucketStep:
                 group.residuals.commit(group.bucket.segments, group.numbers, group.bucket.memory)
             if group.bucket.compressors[0].keeps_state:
                 group.keep_states(xp)
+        if self._where is Results.ASIDE:
+            group.bucket.call("put_results")
         if not counts:
             for result in self._results:
                 xp.flatten(result)[:1] = np.nan

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -169,6 +170,13 @@ class Group:
         self._costs = [self._costs_of(step) for step in range(period)]
         self.has_states = False
         self._wrap_state: Callable[[np.ndarray], Array]
+
+    @cached_property
+    def aside(self) -> np.ndarray:
+        """Addresses of memory for the results of a step that are not yet to be seen."""
+        sizes = self.bucket.segments["size"]
+        self._aside = np.empty(int(sizes.sum()), np.float32)
+        return (self._aside.__array_interface__["data"][0] + 4 * (np.cumsum(sizes) - sizes)).astype(np.uint64)
 
     @property
     def had_residuals(self) -> bool:

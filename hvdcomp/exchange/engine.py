@@ -18,7 +18,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
-from hvdcomp.exchange.bucket_step import BucketStep
+from hvdcomp.exchange.bucket_step import BucketStep, Results
 from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
 from hvdcomp.exchange.lockstep import run_in_lockstep
@@ -130,7 +130,12 @@ class Engine:
 
     # A step.
 
-    def step(self, gradients: Mapping[str, Array], in_place: bool = False) -> dict[str, Array]:
+    def step(
+        self,
+        gradients: Mapping[str, Array],
+        in_place: bool = False,
+        observe: Callable[[Array], None] | None = None,
+    ) -> dict[str, Array]:
         """Aggregates the gradients of one step.
 
         If any gradient of any rank holds an inf or NaN, or overflows when its residual is added, when it is cast to
@@ -141,7 +146,8 @@ class Engine:
         Args:
             gradients: by name; the same names on all ranks.
             in_place: whether results may take the place of the gradients, as in Horovod's own allreduce: fresh memory
-                costs as much time as a copy. Otherwise gradients are not changed.
+                costs as much time as several copies. Otherwise gradients are not changed.
+            observe: called with `found_inf` once that is known, while gradients are still what they were.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -151,13 +157,18 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
-        buckets, tensors = self._steps(xp, names, gradients, in_place)
+        where = Results.IN_PLACE if in_place else Results.FRESH
+        if in_place and (observe is not None or self.after_sent is not None):
+            where = Results.ASIDE
+        buckets, tensors = self._steps(xp, names, gradients, where)
         found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, buckets, tensors)
         if self.after_sent is not None:
             sent = {one.name: (one.x, one.sent) for one in tensors}
             for bucket in buckets:
                 sent |= bucket.sent()
             self.after_sent(xp, sent)
+        if observe is not None:
+            observe(found_inf)
         counts = bool(buckets) and xp.is_zero(found_inf)
         results = {one.name: one.finish(found_inf) for one in tensors}
         for bucket in buckets:
@@ -169,7 +180,7 @@ class Engine:
         return results
 
     def _steps(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], in_place: bool
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], results: Results
     ) -> tuple[list[BucketStep], list[TensorStep]]:
         """All tensors of a step, those in buckets and the others, with generators that are ready to start."""
         factor = None
@@ -200,7 +211,7 @@ class Engine:
                 buckets, others = make([name for name in names if name in sources])
                 tensors += others
         for bucket in buckets:
-            bucket.open(gradients, in_place and self.after_sent is None, sources)
+            bucket.open(gradients, results, sources)
         for one in tensors:
             source, among = replaced.get(one.name, one.x), None
             if isinstance(source, SparseVector):

@@ -63,3 +63,16 @@ int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
     hvd_parallel(bucket->threads, bucket->task_count, copy_piece, &job);
     return any_found(bucket);
 }
+
+static void put_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    hvd_copy((float *)s->gradient + task->start, s->result + task->start, task->length, job->large);
+    hvd_fence();
+}
+
+void HVD_NAME(put_results)(hvd_bucket *bucket) {
+    struct job job = {.bucket = bucket, .large = hvd_is_large(bucket)};
+    hvd_parallel(bucket->threads, bucket->task_count, put_piece, &job);
+}
