@@ -150,6 +150,7 @@ class Watch:
 
     def _after(self, xp: Any, sent: Mapping[str, Any]) -> None:
         self._sent = {name: densify(one, SHAPES[name]).copy() for name, (_, one) in sent.items()}
+        assert {name: bits(x) for name, (x, _) in sent.items()} == {name: bits(x) for name, x in self._x.items()}
 
     def end(self) -> None:
         kept = {name: [as_numpy(one).copy() for one in state.memory] for name, state in self.engine.states.items()}

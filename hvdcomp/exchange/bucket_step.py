@@ -70,16 +70,19 @@ class BucketStep:
 
     @property
     def x(self) -> dict[str, Array]:
-        """x by name, made now rather than while it is compressed: for those who look at it before."""
+        """x by name, made now rather than while it is compressed, for those who look at it; it stays as it is until
+        the step ends."""
         group = self.group
         if not group.keeps:
             return dict(zip(group.names, group.arrays, strict=True))
         start = self._xp.mark(self.like)
         group.bucket.call("make_x")
+        found = {}
+        for (name, state, number), aside in zip(group.tensors, group.x_aside, strict=True):
+            np.copyto(aside, group.residuals.x(number))  # where a compressor leaves the residual
+            found[name] = state.wrapped(aside)
         self.marks.append((start, self._xp.mark(self.like)))
-        return {
-            name: state.wrapped(group.residuals.x(number)) for name, state, number in group.tensors
-        }
+        return found
 
     def open(self, gradients: Mapping[str, Array], where: Results, sources: Mapping[str, Array] | None) -> None:
         """Makes the generator.
@@ -135,18 +138,16 @@ class BucketStep:
         """Of the first tensor; those of the others differ in their level alone."""
         return self.group.bucket.compressors[0]
 
-    def sent(self) -> dict[str, tuple[Array, Array | SparseVector]]:
-        """x and C(x) by name, once the generator has ended."""
+    def sent(self) -> dict[str, Array | SparseVector]:
+        """C(x) by name, once the generator has ended."""
         assert self.outcome is not None
-        found = {}
-        for place, (name, state, number) in enumerate(self.group.tensors):
+        found: dict[str, Array | SparseVector] = {}
+        for place, (name, state, _) in enumerate(self.group.tensors):
             sent = self.outcome.sent(place)
             if isinstance(sent, SparseVector):
-                sent = SparseVector(*(self._xp.from_numpy(part, like=self.like) for part in sent))
+                found[name] = SparseVector(*(self._xp.from_numpy(part, like=self.like) for part in sent))
             else:
-                sent = state.wrapped(sent)
-            x = state.wrapped(self.group.residuals.x(number)) if self.group.keeps else self.group.arrays[place]
-            found[name] = x, sent
+                found[name] = state.wrapped(sent)
         return found
 
     def finish(self, counts: bool) -> dict[str, Array]:

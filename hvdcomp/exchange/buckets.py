@@ -174,9 +174,17 @@ class Group:
     @cached_property
     def aside(self) -> np.ndarray:
         """Addresses of memory for the results of a step that are not yet to be seen."""
-        sizes = self.bucket.segments["size"]
-        self._aside = np.empty(int(sizes.sum()), np.float32)
-        return (self._aside.__array_interface__["data"][0] + 4 * (np.cumsum(sizes) - sizes)).astype(np.uint64)
+        self._aside = self._vectors()  # what lies at the addresses stays as long as this
+        return np.array([one.__array_interface__["data"][0] for one in self._aside], np.uint64)
+
+    @cached_property
+    def x_aside(self) -> list[np.ndarray]:
+        """Memory for x of a step, a vector for each tensor."""
+        return self._vectors()
+
+    def _vectors(self) -> list[np.ndarray]:
+        ends = np.cumsum(self.bucket.segments["size"])
+        return np.split(np.empty(int(ends[-1]), np.float32), ends[:-1])
 
     @property
     def had_residuals(self) -> bool:

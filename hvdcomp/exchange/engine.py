@@ -160,12 +160,12 @@ class Engine:
         where = Results.IN_PLACE if in_place else Results.FRESH
         if in_place and (observe is not None or self.after_sent is not None):
             where = Results.ASIDE
-        buckets, tensors = self._steps(xp, names, gradients, where)
+        buckets, tensors, xs = self._steps(xp, names, gradients, where)
         found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, buckets, tensors)
         if self.after_sent is not None:
             sent = {one.name: (one.x, one.sent) for one in tensors}
             for bucket in buckets:
-                sent |= bucket.sent()
+                sent |= {name: (xs[name], one) for name, one in bucket.sent().items()}
             self.after_sent(xp, sent)
         if observe is not None:
             observe(found_inf)
@@ -181,8 +181,9 @@ class Engine:
 
     def _steps(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], results: Results
-    ) -> tuple[list[BucketStep], list[TensorStep]]:
-        """All tensors of a step, those in buckets and the others, with generators that are ready to start."""
+    ) -> tuple[list[BucketStep], list[TensorStep], Mapping[str, Array]]:
+        """All tensors of a step, those in buckets and the others, with generators that are ready to start; and x of
+        those in buckets, if somebody looks at it."""
         factor = None
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
@@ -200,15 +201,17 @@ class Engine:
 
         buckets, tensors = make(names)
         replaced: Mapping[str, Array | SparseVector] = {}
-        sources: dict[str, Array] | None = None
-        if self.before_compress is not None:
+        xs: dict[str, Array] = {}
+        sources: Mapping[str, Array] | None = None
+        if self.before_compress is not None or self.after_sent is not None:
             plan = self.plan
-            sources = {name: x for one in buckets for name, x in one.x.items()}
-            replaced = self.before_compress(xp, sources | {one.name: one.x for one in tensors})
+            xs = {name: x for one in buckets for name, x in one.x.items()}
+            if self.before_compress is not None:
+                replaced = self.before_compress(xp, xs | {one.name: one.x for one in tensors})
             # A nested method finds among all elements what it would find among those of a sparse vector.
-            sources |= {name: x for name, x in replaced.items() if name in sources and not isinstance(x, SparseVector)}
+            sources = xs | {name: x for name, x in replaced.items() if name in xs and not isinstance(x, SparseVector)}
             if self.plan is not plan:
-                buckets, others = make([name for name in names if name in sources])
+                buckets, others = make([name for name in names if name in xs])
                 tensors += others
         for bucket in buckets:
             bucket.open(gradients, results, sources)
@@ -217,7 +220,7 @@ class Engine:
             if isinstance(source, SparseVector):
                 source, among = one.x, source.indices
             one.open(self.plan[one.name], source, self._context(one.name, among))
-        return buckets, tensors
+        return buckets, tensors, xs
 
     def _drop_sent_residuals(
         self, xp: ModuleType, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep], found_inf: Array
@@ -265,9 +268,6 @@ class Engine:
             xs: x by name.
             compressors: by name, of these tensors at least.
             among: as in `Context`, by name.
-
-        Returns:
-            By name; the next preview by the same compressors may reuse the storage.
         """
         return self._previews.of(xp, xs, compressors, self._context("", None), among)
 

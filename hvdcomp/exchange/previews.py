@@ -41,7 +41,7 @@ class Previews:
         context: Context,
         among: Mapping[str, Array],
     ) -> dict[str, Array | SparseVector]:
-        """C(x) of some tensors, by name. The next preview by the same compressors may reuse its storage.
+        """C(x) of some tensors, by name.
 
         Args:
             context: of the step; its name is not looked at.
@@ -96,9 +96,9 @@ class Previews:
         for place, name in enumerate(names):
             sent = outcome.sent(place)
             if isinstance(sent, SparseVector):
-                found[name] = SparseVector(*(xp.from_numpy(part, like=like) for part in sent))
+                found[name] = SparseVector(*(xp.from_numpy(part.copy(), like=like) for part in sent))
             else:
-                found[name] = xp.reshape(xp.from_numpy(sent, like=like), self._tensors[name].shape)
+                found[name] = xp.reshape(xp.from_numpy(sent.copy(), like=like), self._tensors[name].shape)
         return found
 
 
