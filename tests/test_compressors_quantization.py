@@ -142,9 +142,8 @@ def decoded(compressor: Compressor, xs: list[np.ndarray], step: int = 0) -> list
 def bytes_by_hand(compressor: Compressor, shape: tuple[int, ...]) -> int:
     size = number_of_elements(shape)
     if isinstance(compressor, QSGD):
-        # The fewest codes that fill whole bytes are packed together.
-        together = {1: 8, 2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 7: 8, 8: 1}[compressor.bits]
-        packed = -(-size // together) * together * compressor.bits // 8
+        # Whole bytes of each power of two in the width.
+        packed = sum(-(-size * width // 8) for width in (1, 2, 4, 8) if compressor.bits & width)
         return packed + 4 * -(-size // compressor.bucket)
     if isinstance(compressor, TernGrad):
         return (size + 3) // 4 + 4

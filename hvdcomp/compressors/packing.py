@@ -1,56 +1,82 @@
 """Small codes packed without gaps: 3-bit codes take 3 bits, eight of them three bytes.
 
-The codes are cut into a few long segments, and code i of every segment goes into the bits of byte i, so that packing
-is a handful of shifts of whole segments. Where eight is no multiple of the width, the packed bytes lie in several
-planes, and a code may begin in one plane and end in the next.
+A width that does not divide eight is cut into planes of widths that do: of 3-bit codes, one plane has the low two bits
+and the plane behind it the high bit. A plane is packed in groups of 512 codes, of which the last may be shorter. Byte j
+of a group of n bytes holds the codes j, j + n, j + 2 n, ..., the first in its lowest bits: so packing is a few shifts
+of neighbouring bytes, in the kernels (`kernels/src/packing.h`) as in array functions.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context, Outcome
 
+GROUP = 512
+
 
 def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
-    """Packs codes below 2**bits, uint8 (count,), into as few bytes, uint8, as hold them."""
-    count, segments = _layout(bits)
-    if segments == 1:
-        return codes
-    rows = xp.reshape(pad(xp, codes, segments), (segments, -1))
-    planes = []
-    for plane in range(count):
-        first, end = _starting_in(plane, bits)
-        merged = xp.column_sums(xp.shift_left(rows[first:end], _places(xp, plane, bits, like=rows)))
-        begun = 8 * plane - (first - 1) * bits  # bits of the code before that lie in the plane before
-        if begun < bits:
-            merged += xp.shift_right(rows[first - 1], begun)
-        planes.append(merged)
-    return planes[0] if count == 1 else xp.concatenate(planes)
+    """Packs codes below 2**bits, uint8 (count,), into as few bytes, uint8, as hold each plane."""
+    planes, shift = [], 0
+    for width in _planes_of(bits):
+        part = xp.shift_right(codes, shift) if shift else codes
+        planes.append(_pack_plane(xp, part, width) if width < 8 else part)
+        shift += width
+    return planes[0] if len(planes) == 1 else xp.concatenate(planes)
 
 
 def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
     """The codes, uint8 (count,), that `pack` packed; for 8 bits the same array, else in fresh storage."""
-    planes, segments = _layout(bits)
-    if segments == 1:
-        return packed
-    rows = xp.reshape(packed, (planes, -1))
-    pieces = []
-    for plane in range(planes):
-        _, end = _starting_in(plane, bits)
-        shifted = xp.shift_right(rows[plane : plane + 1], _places(xp, plane, bits, like=rows))
-        begun = 8 * (plane + 1) - (end - 1) * bits
-        if begun < bits:
-            last = shifted[-1] | xp.shift_left(rows[plane + 1], begun)
-            pieces += [xp.flatten(shifted[:-1]), last]
-        else:
-            pieces.append(xp.flatten(shifted))
-    codes = pieces[0] if len(pieces) == 1 else xp.concatenate(pieces)
-    codes &= (1 << bits) - 1
-    return codes[:count]
+    codes: Array = None
+    start = shift = 0
+    for width in _planes_of(bits):
+        end = start + -(-count * width // 8)
+        part = _unpack_plane(xp, packed[start:end], width, count) if width < 8 else packed
+        codes = part if codes is None else codes | xp.shift_left(part, shift)
+        start, shift = end, shift + width
+    return codes
+
+
+def packed_bytes(bits: int, count: Array) -> Array:
+    """Of a number of codes, or of each of an array's."""
+    return sum(-(-count * width // 8) for width in _planes_of(bits))
+
+
+def _planes_of(bits: int) -> list[int]:
+    """The widths of the planes, that of the lowest bits first."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def _groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
+    """A vector as a matrix (groups, length), and what is left as another (1, rest), if there is any of either."""
+    whole = vector.shape[0] // length
+    parts = []
+    if whole:
+        parts.append(xp.reshape(vector[: whole * length], (whole, length)))
+    if whole * length < vector.shape[0]:
+        parts.append(xp.reshape(vector[whole * length :], (1, vector.shape[0] - whole * length)))
+    return parts
+
+
+def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
+    together = 8 // width
+    packed = []
+    for group in _groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
+        length = group.shape[1] // together
+        merged = group[:, :length]
+        for place in range(1, together):
+            merged = merged | xp.shift_left(group[:, place * length : (place + 1) * length], place * width)
+        packed.append(xp.flatten(merged))
+    return packed[0] if len(packed) == 1 else xp.concatenate(packed)
+
+
+def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Array:
+    codes = []
+    for group in _groups(xp, packed, GROUP * width // 8):
+        codes.append(xp.flatten(xp.concatenate([xp.shift_right(group, place) for place in range(0, 8, width)], axis=1)))
+    return (codes[0] if len(codes) == 1 else xp.concatenate(codes))[:count] & ((1 << width) - 1)
 
 
 def pad(xp: ModuleType, vector: Array, multiple: int) -> Array:
@@ -86,23 +112,3 @@ def average_decoded(
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:
     """The outcome of a method without a state, in the shape of `x`; what was sent also in its element type."""
     return Outcome(xp.reshape(mean, x.shape), xp.reshape(xp.astype(sent, xp.dtype_name(x)), x.shape))
-
-
-def _layout(bits: int) -> tuple[int, int]:
-    """Planes of packed bytes, and segments of codes that share them: the fewest that fill whole bytes."""
-    common = math.gcd(bits, 8)
-    return bits // common, 8 // common
-
-
-def _starting_in(plane: int, bits: int) -> tuple[int, int]:
-    """The segments, first and end, whose codes begin in a plane."""
-    return -(-8 * plane // bits), -(-8 * (plane + 1) // bits)
-
-
-def _places(xp: ModuleType, plane: int, bits: int, like: Array) -> Array:
-    """At which bit (segments, 1) of its bytes the codes that begin in a plane begin."""
-    first, end = _starting_in(plane, bits)
-    places = xp.arange(end - first, like=like)
-    places *= bits
-    places += first * bits - 8 * plane
-    return xp.reshape(places, (-1, 1))
