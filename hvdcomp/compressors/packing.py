@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context, Outcome
@@ -39,9 +40,9 @@ def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
     return codes
 
 
-def packed_bytes(bits: int, count: Array) -> Array:
-    """Of a number of codes, or of each of an array's."""
-    return sum(-(-count * width // 8) for width in _planes_of(bits))
+def packed_bytes(bits: Any, count: Any) -> Any:
+    """Bytes of packed codes; of arrays of widths and numbers of codes, elementwise."""
+    return sum(-(-count * width // 8) * (bits & width != 0) for width in (8, 4, 2, 1))
 
 
 def _planes_of(bits: int) -> list[int]:

@@ -14,14 +14,13 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, require_count
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
+from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, uniform
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.levels import Level
-
-# A scale below this counts as zero, so that dividing by it stays within float32.
-_SMALLEST_SCALE = 2.0**-110
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,10 @@ class QSGD(Compressor):
         bucket = min(self.bucket, vector.shape[0])
         buckets = xp.reshape(pad(xp, vector, bucket), (-1, bucket))
         return (yield from gather_multiples(xp, x, buckets, xp.row_norms(buckets), self.bits, self.name, context))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        length = min(self.bucket, int(bucket.segments["size"].max()))
+        return aggregate_multiples(bucket, lambda one: one.bits, length, self.name, "qsgd_encode", length)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
@@ -99,6 +102,9 @@ class TernGrad(Compressor):
             scale = xp.where(bound < scale, bound, scale)
         # What lies beyond the scale is clipped to it, as all codes are.
         return (yield from gather_multiples(xp, x, vector, scale, 2, self.name, context))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_multiples(bucket, lambda one: 2, None, self.name, "terngrad_encode", float(self.clip))
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,7 @@ class GlobalQSGD(Compressor):
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         scale = yield AllReduce(xp.largest_magnitude(vector), op="max")
-        values = vector * (xp.reciprocal_or_zero(scale, _SMALLEST_SCALE) * levels)
+        values = vector * (xp.reciprocal_or_zero(scale, SMALLEST_SCALE) * levels)
         values += uniform(xp, rank_key(context, self.name), size, like=values)
         values = xp.clip(xp.floor(values), -levels, levels)
         total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
@@ -218,44 +224,6 @@ class GlobalQSGD(Compressor):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         return bits_for(self, compression_factor, shape, range(2, 17))
-
-
-def steps_of(bits: int) -> int:
-    """2 s, from the lowest code of `bits` bits to the highest; 1 for one bit."""
-    return max(1, 2**bits - 2)
-
-
-def gather_multiples(
-    xp: ModuleType, x: Array, buckets: Array, scales: Array, bits: int, purpose: str, context: Context
-) -> Aggregation:
-    """Rounds elements at random to multiples of a fraction of their bucket's scale, and gathers codes and scales.
-
-    Args:
-        x: what is compressed.
-        buckets: its elements, and zeros that fill up the last bucket, float32 (buckets, length).
-        scales: of the buckets (buckets, 1). What lies beyond plus or minus a scale is clipped to it.
-        bits: of a code.
-        purpose: of the random numbers.
-    """
-    size, steps = number_of_elements(tuple(x.shape)), steps_of(bits)
-    lowest = steps // 2
-    values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, _SMALLEST_SCALE) * (steps / 2)))[:size]
-    values += uniform(xp, rank_key(context, purpose), size, like=values)
-    if steps == 1:
-        values += 0.5
-    # Clipped also where the values are in range: adding a random number below 1 may round up to 1.
-    values = xp.clip(xp.floor(values), -lowest, steps - lowest)
-    values += lowest
-    ranks = yield AllGather((pack(xp, xp.astype(values, "uint8"), bits), scales))
-
-    def decode(packed: Array, scales: Array) -> Array:
-        codes = pad(xp, unpack(xp, packed, bits, size), buckets.shape[1])
-        values = xp.astype(xp.reshape(codes, tuple(buckets.shape)), "float32")
-        values -= steps / 2
-        values *= scales * (2 / steps)
-        return xp.flatten(values)[:size]
-
-    return average_decoded(xp, x, ranks, decode, context)
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:

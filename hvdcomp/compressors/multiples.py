@@ -1,0 +1,126 @@
+"""Elements as multiples of a fraction of a scale, rounded at random: what QSGD and TernGrad have in common.
+
+Both have a form for one tensor, in array functions, and for a bucket of tensors, in kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
+from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
+from hvdcomp.compressors.randomness import rank_key, step_keys, tensor_keys, uniform
+
+SMALLEST_SCALE = 2.0**-110
+"""A scale below this counts as zero, so that dividing by it stays within float32."""
+
+
+def steps_of(bits: int) -> int:
+    """2 s, from the lowest code of `bits` bits to the highest; 1 for one bit."""
+    return max(1, 2**bits - 2)
+
+
+def gather_multiples(
+    xp: ModuleType, x: Array, buckets: Array, scales: Array, bits: int, purpose: str, context: Context
+) -> Aggregation:
+    """Rounds elements at random to multiples of a fraction of their bucket's scale, and gathers codes and scales.
+
+    Args:
+        x: what is compressed.
+        buckets: its elements, and zeros that fill up the last bucket, float32 (buckets, length).
+        scales: of the buckets (buckets, 1). What lies beyond plus or minus a scale is clipped to it.
+        bits: of a code.
+        purpose: of the random numbers.
+    """
+    size, length, steps = number_of_elements(tuple(x.shape)), buckets.shape[1], steps_of(bits)
+    lowest = steps // 2
+    values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * (steps / 2)))[:size]
+    values += uniform(xp, rank_key(context, purpose), size, like=values)
+    if steps == 1:
+        values += 0.5
+    # Clipped also where the values are in range: adding a random number below 1 may round up to 1.
+    values = xp.clip(xp.floor(values), -lowest, steps - lowest)
+    values += lowest
+    ranks = yield AllGather((pack(xp, xp.astype(values, "uint8"), bits), scales))
+
+    def decode(packed: Array, scales: Array) -> Array:
+        return decode_multiples(xp, packed, scales, bits, length, size)
+
+    return average_decoded(xp, x, ranks, decode, context)
+
+
+def decode_multiples(xp: ModuleType, packed: Array, scales: Array, bits: int, length: int, size: int) -> Array:
+    """What packed codes and scales stand for.
+
+    Args:
+        scales: (buckets, 1).
+        length: of a bucket.
+        size: number of codes.
+    """
+    steps = steps_of(bits)
+    codes = pad(xp, unpack(xp, packed, bits, size), length)
+    values = xp.astype(xp.reshape(codes, (-1, length)), "float32")
+    values -= steps / 2
+    values *= scales * (2 / steps)
+    return xp.flatten(values)[:size]
+
+
+class MultiplesLayout:
+    """Where the scales and the codes of a bucket's tensors lie in a payload: all scales, then the codes of each tensor.
+
+    Args:
+        bits: of a code, of each tensor.
+        length: elements that share a scale; None for a tensor's all.
+        purpose: of the random numbers.
+    """
+
+    def __init__(self, bucket: Bucket, bits: Sequence[int], length: int | None, purpose: str) -> None:
+        segments = bucket.segments
+        sizes = segments["size"]
+        self.length = length or int(sizes.max())
+        self.bytes_of_scales = 4 * -(-sizes // self.length)
+        self.bytes_of_codes = packed_bytes(np.array(bits), sizes)
+        segments["count"] = bits
+        begin = self.bytes_of_scales.sum()
+        segments["place"][:, 0] = begin + np.cumsum(self.bytes_of_codes) - self.bytes_of_codes
+        segments["place"][:, 1] = np.cumsum(self.bytes_of_scales) - self.bytes_of_scales
+        self.keys = tensor_keys([tensor.name for tensor in bucket.tensors], bucket.context.seed, purpose)
+        self.payload = Payload(int(begin + self.bytes_of_codes.sum()))
+
+    def sent(self, bucket: Bucket, place: int) -> np.ndarray:
+        """C(x) of a tensor."""
+        segment, payload = bucket.segments[place], self.payload.vector
+        size = int(segment["size"])
+        codes_at, scales_at = segment["place"][:2]
+        codes = payload[codes_at : codes_at + self.bytes_of_codes[place]]
+        scales = payload[scales_at : scales_at + self.bytes_of_scales[place]].view(np.float32)
+        bits, length = int(segment["count"]), min(self.length, size)
+        return decode_multiples(numpy_arrays, codes, scales.reshape(-1, 1), bits, length, size)
+
+
+def aggregate_multiples(
+    bucket: Bucket, bits: Callable[[Any], int], length: int | None, purpose: str, kernel: str, *arguments: float
+) -> BucketAggregation:
+    """A bucket's step.
+
+    Args:
+        bits: of a code, of a compressor.
+        length, purpose: as of `MultiplesLayout`.
+        kernel: that makes the payload, with its arguments between the bucket and the payload.
+    """
+    if bucket.layout is None:
+        bucket.layout = MultiplesLayout(bucket, [bits(one) for one in bucket.compressors], length, purpose)
+    layout, context = bucket.layout, bucket.context
+    payload = layout.payload
+    bucket.segments["key"] = step_keys(layout.keys, context.step, context.rank)
+    bucket.found_inf = bucket.call(kernel, *arguments, payload.vector)
+    ranks = yield AllGather((payload.vector,), payload.with_room)
+    found_inf = bucket.call("multiples_decode", layout.length, *gathered(ranks))
+    return BucketOutcome(found_inf, lambda place: layout.sent(bucket, place))

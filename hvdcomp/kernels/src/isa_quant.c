@@ -1,0 +1,195 @@
+/* Elements as multiples of a fraction of a scale: QSGD, whose scales are norms of `length` neighbouring elements each, and
+ * TernGrad, with one scale for a tensor.
+ *
+ * Of each tensor, codes of `count` bits lie at `place[0]` of a payload, and float scales at `place[1]`, a multiple of 4. */
+#include <math.h>
+
+#include "packing.h"
+#include "quant.h"
+
+struct job {
+    const hvd_bucket *bucket;
+    uint8_t *payload;
+    const uint8_t *payloads;
+    int64_t ranks, row; /* bytes of a rank's payload */
+    int64_t length;     /* elements that share a scale */
+    int64_t first;      /* task */
+    int32_t known;      /* whether x and the scales are made */
+};
+
+/* A code stands for code - half units, which are the scale times `unit`. */
+struct codes {
+    float half, unit, more;
+    int32_t lowest, highest; /* of what is coded as 0, 1, ... */
+};
+
+static struct codes codes_of(int64_t bits) {
+    const int32_t steps = bits > 1 ? (1 << bits) - 2 : 1;
+    return (struct codes){(float)steps / 2, (float)(2.0 / steps), bits > 1 ? 0 : 0.5f, -(steps / 2), steps - steps / 2};
+}
+
+static void find_norms(const float *x, int64_t size, int64_t length, float *norms) {
+    for (int64_t i = 0; i < size; i += length)
+        *norms++ = (float)sqrt(hvd_sum_of_squares(x + i, hvd_shorter(length, size - i)));
+}
+
+/* Elements from `start` on that share a scale. */
+static void quantise(
+    const float *restrict x, int64_t start, int64_t length, float scale, struct codes c, uint64_t key, uint8_t *restrict out
+) {
+    const float factor = hvd_reciprocal(scale) * c.half, lowest = (float)c.lowest, highest = (float)c.highest;
+    uint32_t weyl = hvd_weyl(start, key);
+    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL)
+        out[i] = (uint8_t)(hvd_round(x[i], factor, weyl, key, c.more, lowest, highest) - c.lowest);
+}
+
+static void subtract(float *restrict x, const uint8_t *restrict codes, int64_t length, float half, float unit) {
+    for (int64_t i = 0; i < length; i++) x[i] = hvd_left(x[i], ((float)codes[i] - half) * unit);
+}
+
+static void add_up(float *restrict sum, const uint8_t *restrict codes, int64_t length, float half, float unit, int add) {
+    if (add)
+        for (int64_t i = 0; i < length; i++) sum[i] += ((float)codes[i] - half) * unit;
+    else
+        for (int64_t i = 0; i < length; i++) sum[i] = ((float)codes[i] - half) * unit;
+}
+
+static void encode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + job->first + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const struct codes c = codes_of(s->count);
+    float *scales = (float *)(void *)(job->payload + s->place[1]);
+    uint8_t codes[HVD_GROUP + 8];
+    uint32_t largest = 0;
+    for (int64_t start = task->start; start < task->start + task->length; start += HVD_BLOCK) {
+        const int64_t end = hvd_shorter(start + HVD_BLOCK, task->start + task->length);
+        const float *x = job->known ? hvd_made(s, start) : hvd_x(job->bucket, s, start, end - start, &largest);
+        if (!job->known) find_norms(x, end - start, job->length, scales + start / job->length);
+        for (int64_t group = start; group < end; group += HVD_GROUP) {
+            const int64_t length = hvd_shorter(HVD_GROUP, end - group);
+            for (int64_t from = group, to; from < group + length; from = to) {
+                const int64_t place = from / job->length;
+                to = hvd_shorter((place + 1) * job->length, group + length);
+                uint8_t *mine = codes + (from - group);
+                quantise(x + (from - start), from, to - from, scales[place], c, s->key, mine);
+                if (s->x) subtract(s->x + from, mine, to - from, c.half, scales[place] * c.unit);
+            }
+            memset(codes + length, 0, 8);
+            hvd_pack(codes, job->payload + s->place[0], s->size, group, length, (int)s->count, 0);
+        }
+    }
+    if (!job->known) task->counts[0] = largest >= HVD_INFINITE;
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const struct codes c = codes_of(s->count);
+    const int64_t end = task->start + task->length;
+    uint8_t codes[HVD_GROUP + 8];
+    uint32_t largest = 0;
+    for (int64_t group = task->start; group < end; group += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - group);
+        for (int64_t rank = 0; rank < job->ranks; rank++) {
+            uint8_t *payload = (uint8_t *)job->payloads + rank * job->row;
+            const float *scales = (const float *)(const void *)(payload + s->place[1]);
+            hvd_pack(codes, payload + s->place[0], s->size, group, length, (int)s->count, 1);
+            for (int64_t from = group, to; from < group + length; from = to) {
+                const int64_t place = from / job->length;
+                to = hvd_shorter((place + 1) * job->length, group + length);
+                add_up(s->result + from, codes + (from - group), to - from, c.half, scales[place] * c.unit, rank > 0);
+            }
+        }
+        largest = hvd_mean(s->result + group, length, job->ranks, largest);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+/* Norms of what begins in a piece, where x is made. */
+static void find_norms_of_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    float *norms = (float *)(void *)(job->payload + s->place[1]);
+    const int64_t first = (task->start + job->length - 1) / job->length;
+    const int64_t end = (task->start + task->length + job->length - 1) / job->length;
+    if (first < end) {
+        const int64_t start = first * job->length;
+        find_norms(hvd_made(s, start), hvd_shorter(end * job->length, s->size) - start, job->length, norms + first);
+    }
+}
+
+int32_t HVD_NAME(qsgd_encode)(hvd_bucket *bucket, int64_t length, uint8_t *payload) {
+    struct job job = {.bucket = bucket, .payload = payload, .length = length};
+    if (HVD_BLOCK % length != 0) {
+        HVD_NAME(make_x)(bucket);
+        hvd_parallel(bucket->threads, bucket->task_count, find_norms_of_piece, &job);
+        job.known = 1;
+    }
+    hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
+    return hvd_any_found(bucket);
+}
+
+/* x of a piece, the sum of its squares, and its largest magnitude. */
+static void measure_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + job->first + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    uint32_t largest = 0;
+    task->sums[0] = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t length = hvd_shorter(HVD_BLOCK, task->length - done);
+        const float *x = hvd_x(job->bucket, s, task->start + done, length, &largest);
+        task->sums[0] += hvd_sum_of_squares(x, length);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+    task->counts[1] = largest;
+}
+
+/* The scale of the tensor whose pieces begin at `task`; returns where they end. */
+static int64_t find_scale(const hvd_bucket *bucket, int64_t task, double clip, uint8_t *payload) {
+    const int64_t number = bucket->tasks[task].segment;
+    const hvd_segment *s = bucket->segments + number;
+    double squares = 0;
+    uint32_t largest = 0;
+    for (; task < bucket->task_count && bucket->tasks[task].segment == number; task++) {
+        const uint32_t own = (uint32_t)bucket->tasks[task].counts[1];
+        largest = own > largest ? own : largest;
+        squares += bucket->tasks[task].sums[0];
+    }
+    float scale;
+    memcpy(&scale, &largest, sizeof scale);
+    if (clip > 0 && clip < (double)INFINITY) {
+        const float bound = (float)sqrt(squares) * (float)(clip / sqrt((double)s->size));
+        scale = bound < scale ? bound : scale;
+    }
+    memcpy(payload + s->place[1], &scale, sizeof scale);
+    return task;
+}
+
+#define TOGETHER (1 << 19) /* elements of tensors that are measured, and then encoded while they lie in cache */
+
+int32_t HVD_NAME(terngrad_encode)(hvd_bucket *bucket, double clip, uint8_t *payload) {
+    struct job job = {.bucket = bucket, .payload = payload, .length = INT64_MAX, .known = 1};
+    for (int64_t end; job.first < bucket->task_count; job.first = end) {
+        const hvd_task *tasks = bucket->tasks;
+        int64_t elements = 0;
+        for (end = job.first; end < bucket->task_count; end++) {
+            const int begins = tasks[end].start == 0;
+            if (begins && end > job.first && elements + bucket->segments[tasks[end].segment].size > TOGETHER) break;
+            elements += tasks[end].length;
+        }
+        hvd_parallel(bucket->threads, end - job.first, measure_piece, &job);
+        for (int64_t task = job.first; task < end;) task = find_scale(bucket, task, clip, payload);
+        hvd_parallel(bucket->threads, end - job.first, encode_piece, &job);
+    }
+    return hvd_any_found(bucket);
+}
+
+int32_t HVD_NAME(multiples_decode)(hvd_bucket *bucket, int64_t length, const uint8_t *payloads, int64_t ranks, int64_t row) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .length = length};
+    hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
+    return hvd_any_found(bucket);
+}
