@@ -26,7 +26,7 @@ def device(x: Array) -> str:
 def astype(x: Array, dtype: str) -> Array:
     """`x` with another element type; `x` itself if it has that type already.
 
-    Numbers become integers only if they are whole and fit. What NaN becomes is left open.
+    Numbers become integers by leaving out their fraction; only those that fit do. What NaN becomes is left open.
     """
     with np.errstate(invalid="ignore"):
         return x.astype(dtype, copy=False)

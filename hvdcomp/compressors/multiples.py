@@ -16,10 +16,12 @@ from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
-from hvdcomp.compressors.randomness import rank_key, step_keys, tensor_keys, uniform
+from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, tensor_keys
 
-SMALLEST_SCALE = 2.0**-110
-"""A scale below this counts as zero, so that dividing by it stays within float32."""
+SMALLEST_SCALE = 2.0**-96
+"""A scale that is not above this counts as zero, so that dividing by it stays within float32."""
+
+_ONE = 2.0**23  # a unit as values are rounded: whole numbers of 1 / _ONE of it, and 23 random bits
 
 
 def steps_of(bits: int) -> int:
@@ -39,16 +41,14 @@ def gather_multiples(
         bits: of a code.
         purpose: of the random numbers.
     """
-    size, length, steps = number_of_elements(tuple(x.shape)), buckets.shape[1], steps_of(bits)
-    lowest = steps // 2
-    values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * (steps / 2)))[:size]
-    values += uniform(xp, rank_key(context, purpose), size, like=values)
-    if steps == 1:
-        values += 0.5
-    # Clipped also where the values are in range: adding a random number below 1 may round up to 1.
-    values = xp.clip(xp.floor(values), -lowest, steps - lowest)
-    values += lowest
-    ranks = yield AllGather((pack(xp, xp.astype(values, "uint8"), bits), scales))
+    size, length, half = number_of_elements(tuple(x.shape)), buckets.shape[1], steps_of(bits) / 2
+    highest = half * _ONE
+    values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
+    codes = xp.astype(xp.clip(values, -highest, highest), "int32")
+    codes += int(highest)
+    codes += xp.shift_right(random_words(xp, rank_key(context, purpose), size, like=values), 9) & 0x7FFFFF
+    codes = xp.astype(xp.shift_right(codes, 23), "uint8")
+    ranks = yield AllGather((pack(xp, codes, bits), scales))
 
     def decode(packed: Array, scales: Array) -> Array:
         return decode_multiples(xp, packed, scales, bits, length, size)

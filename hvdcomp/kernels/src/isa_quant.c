@@ -17,15 +17,14 @@ struct job {
     int32_t known;      /* whether x and the scales are made */
 };
 
-/* A code stands for code - half units, which are the scale times `unit`. */
+/* Codes of some bits stand for code - half units, which are the scale times `unit`: from minus to plus the scale. */
 struct codes {
-    float half, unit, more;
-    int32_t lowest, highest; /* of what is coded as 0, 1, ... */
+    float half, unit;
 };
 
 static struct codes codes_of(int64_t bits) {
-    const int32_t steps = bits > 1 ? (1 << bits) - 2 : 1;
-    return (struct codes){(float)steps / 2, (float)(2.0 / steps), bits > 1 ? 0 : 0.5f, -(steps / 2), steps - steps / 2};
+    const float steps = bits > 1 ? (float)((1 << bits) - 2) : 1;
+    return (struct codes){steps / 2, (float)(2 / (double)steps)};
 }
 
 static void find_norms(const float *x, int64_t size, int64_t length, float *norms) {
@@ -33,14 +32,21 @@ static void find_norms(const float *x, int64_t size, int64_t length, float *norm
         *norms++ = (float)sqrt(hvd_sum_of_squares(x + i, hvd_shorter(length, size - i)));
 }
 
-/* Elements from `start` on that share a scale. */
+#define ONE 0x1p23f /* a unit as codes are rounded: whole numbers of 1 / ONE of it, and 23 random bits */
+
+/* Elements from `start` on that share a scale. NaN is taken as the lowest code. */
 static void quantise(
-    const float *restrict x, int64_t start, int64_t length, float scale, struct codes c, uint64_t key, uint8_t *restrict out
+    const float *restrict x, int64_t start, int64_t length, float scale, float half, uint64_t key, uint8_t *restrict out
 ) {
-    const float factor = hvd_reciprocal(scale) * c.half, lowest = (float)c.lowest, highest = (float)c.highest;
+    const float highest = half * ONE, factor = hvd_reciprocal(scale) * highest;
+    const uint32_t zero = (uint32_t)highest;
     uint32_t weyl = hvd_weyl(start, key);
-    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL)
-        out[i] = (uint8_t)(hvd_round(x[i], factor, weyl, key, c.more, lowest, highest) - c.lowest);
+    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
+        float value = x[i] * factor;
+        value = value > -highest ? value : -highest;
+        value = value < highest ? value : highest;
+        out[i] = (uint8_t)(((uint32_t)(int32_t)value + zero + (hvd_word(weyl, key) >> 9)) >> 23);
+    }
 }
 
 static void subtract(float *restrict x, const uint8_t *restrict codes, int64_t length, float half, float unit) {
@@ -72,7 +78,7 @@ static void encode_piece(void *context, int64_t number) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);
                 uint8_t *mine = codes + (from - group);
-                quantise(x + (from - start), from, to - from, scales[place], c, s->key, mine);
+                quantise(x + (from - start), from, to - from, scales[place], c.half, s->key, mine);
                 if (s->x) subtract(s->x + from, mine, to - from, c.half, scales[place] * c.unit);
             }
             memset(codes + length, 0, 8);

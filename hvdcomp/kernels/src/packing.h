@@ -7,29 +7,45 @@
 
 #define HVD_GROUP 512 /* codes */
 
-/* A plane's bytes of `together` codes each: code j + k * bytes goes to byte j, k fields from its lowest bits. `codes` has
- * zeros behind its end, up to whole bytes. */
+/* A plane's bytes of 8 / width codes each: code j + k * bytes goes to byte j, k fields from its lowest bits. `codes` has
+ * zeros behind its end, up to whole bytes. Eight bytes at a time; all that is done to them stays within the bytes. */
 static inline __attribute__((always_inline)) void hvd_pack_plane(
     const uint8_t *restrict codes, int64_t bytes, int shift, int width, uint8_t *restrict out
 ) {
-    const uint8_t mask = (uint8_t)((1 << width) - 1);
-    for (int64_t j = 0; j < bytes; j++) {
-        uint8_t byte = 0;
-        for (int k = 0; k * width < 8; k++)
-            byte = (uint8_t)(byte | (uint8_t)((codes[j + k * bytes] >> shift & mask) << (k * width)));
-        out[j] = byte;
+    const uint64_t mask = 0x0101010101010101u * ((1u << width) - 1);
+    int64_t j = 0;
+    for (; j + 8 <= bytes; j += 8) {
+        uint64_t word = 0;
+        for (int k = 0; k < 8 / width; k++) {
+            uint64_t field;
+            memcpy(&field, codes + j + k * bytes, sizeof field);
+            word |= (field >> shift & mask) << (k * width);
+        }
+        memcpy(out + j, &word, sizeof word);
+    }
+    for (; j < bytes; j++) {
+        out[j] = 0;
+        for (int k = 0; k < 8 / width; k++)
+            out[j] = (uint8_t)(out[j] | (codes[j + k * bytes] >> shift & (uint8_t)mask) << (k * width));
     }
 }
 
 static inline __attribute__((always_inline)) void hvd_unpack_plane(
     const uint8_t *restrict in, int64_t bytes, int shift, int width, uint8_t *restrict codes
 ) {
-    const uint8_t mask = (uint8_t)((1 << width) - 1);
-    for (int k = 0; k * width < 8; k++)
-        for (int64_t j = 0; j < bytes; j++) {
-            const uint8_t code = (uint8_t)((in[j] >> (k * width) & mask) << shift);
-            codes[j + k * bytes] = shift ? (uint8_t)(codes[j + k * bytes] | code) : code;
+    const uint64_t mask = 0x0101010101010101u * ((1u << width) - 1);
+    for (int k = 0; k < 8 / width; k++) {
+        uint8_t *restrict out = codes + k * bytes;
+        int64_t j = 0;
+        for (; j + 8 <= bytes; j += 8) {
+            uint64_t word, before = 0;
+            memcpy(&word, in + j, sizeof word);
+            if (shift) memcpy(&before, out + j, sizeof before);
+            word = before | (word >> (k * width) & mask) << shift;
+            memcpy(out + j, &word, sizeof word);
         }
+        for (; j < bytes; j++) out[j] = (uint8_t)((shift ? out[j] : 0) | (in[j] >> (k * width) & (uint8_t)mask) << shift);
+    }
 }
 
 /* Packs a group, or unpacks it if `unpacking`.

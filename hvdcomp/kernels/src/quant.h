@@ -6,33 +6,16 @@
 #include "isa.h"
 #include "randomness.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 /* A scale that is not above this counts as zero, as in hvdcomp/compressors/quantization.py. */
-#define HVD_SMALLEST_SCALE 0x1p-110f
+#define HVD_SMALLEST_SCALE 0x1p-96f
 
 static inline int64_t hvd_shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline float hvd_reciprocal(float scale) { return scale > HVD_SMALLEST_SCALE ? 1 / scale : 0; }
-
-/* exact + b, where `exact` is a product without rounding: a fused operation gives the same. */
-#ifdef __FMA__
-#define HVD_ADD_PRODUCT(a, factor, b) __builtin_fmaf(a, factor, b)
-#define HVD_ADD_SQUARE(a, b) __builtin_fma(a, a, b)
-#else
-#define HVD_ADD_PRODUCT(a, factor, b) ((a) * (factor) + (b))
-#define HVD_ADD_SQUARE(a, b) ((a) * (a) + (b))
-#endif
-
-/* value * factor rounded at random to one of the whole numbers beside it, between `lowest` and `highest`. NaN becomes
- * `lowest`. `more` is added before numbers are rounded down. */
-static inline int32_t hvd_round(
-    float value, float factor, uint32_t weyl, uint64_t key, float more, float lowest, float highest
-) {
-    float v = HVD_ADD_PRODUCT((float)(int32_t)(hvd_word(weyl, key) >> 8), 0x1p-24f, value * factor) + more;
-    v = v > lowest ? v : lowest;
-    v = v < highest ? v : highest;
-    const int32_t truncated = (int32_t)v;
-    return truncated - ((float)truncated > v);
-}
 
 /* x - sent; where that overflows, zero. */
 static inline float hvd_left(float x, float sent) {
@@ -45,14 +28,35 @@ static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
     return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
 }
 
-static inline double hvd_sum_of_squares(const float *restrict x, int64_t length) {
-    double lanes[16] = {0}, sum = 0;
+/* Squares of floats are exact in double precision, so that a fused operation gives the same. */
+static inline double hvd_sum_of_squares(const float *x, int64_t length) {
+    double lanes[16] = {0};
     int64_t i = 0;
+#if defined __AVX512F__
+    __m512d low = _mm512_setzero_pd(), high = low;
+    for (; i + 16 <= length; i += 16) {
+        const __m512d first = _mm512_cvtps_pd(_mm256_loadu_ps(x + i)), second = _mm512_cvtps_pd(_mm256_loadu_ps(x + i + 8));
+        low = _mm512_fmadd_pd(first, first, low);
+        high = _mm512_fmadd_pd(second, second, high);
+    }
+    _mm512_storeu_pd(lanes, low);
+    _mm512_storeu_pd(lanes + 8, high);
+#elif defined __AVX2__
+    __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
     for (; i + 16 <= length; i += 16)
-        for (int lane = 0; lane < 16; lane++) lanes[lane] = HVD_ADD_SQUARE((double)x[i + lane], lanes[lane]);
-    for (int lane = 0; i < length; i++, lane++) lanes[lane] = HVD_ADD_SQUARE((double)x[i], lanes[lane]);
-    for (int lane = 0; lane < 16; lane++) sum += lanes[lane];
-    return sum;
+        for (int k = 0; k < 4; k++) {
+            const __m256d part = _mm256_cvtps_pd(_mm_loadu_ps(x + i + 4 * k));
+            sums[k] = _mm256_fmadd_pd(part, part, sums[k]);
+        }
+    for (int k = 0; k < 4; k++) _mm256_storeu_pd(lanes + 4 * k, sums[k]);
+#else
+    for (; i + 16 <= length; i += 16)
+        for (int lane = 0; lane < 16; lane++) lanes[lane] += (double)x[i + lane] * (double)x[i + lane];
+#endif
+    for (int lane = 0; i < length; i++, lane++) lanes[lane] += (double)x[i] * (double)x[i];
+    for (int half = 8; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+    return lanes[0];
 }
 
 static inline int32_t hvd_any_found(const hvd_bucket *bucket) {
