@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hvdcomp.bench.encode.peers import PEERS
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.files import replace_files, replace_text
+from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.shapes import MODELS
 from hvdcomp.terminal import make_console, make_table, print_table
 
@@ -97,30 +97,60 @@ def encode(
     equally fast for all of them: the comparison is refused, and --output writes nothing. Rows that other work disturbed
     are marked, in the file of --json too.
     """
-    framework = options["framework"]
-    _check(framework, options["device"], methods, output)
+    _check(options["framework"], options["device"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
-    chosen = [*(methods or EXAMPLES), *(PEERS if peers and _is_there(PEER_FRAMEWORK) else ())]
-    if peers and not _is_there(PEER_FRAMEWORK):
-        click.echo("PyTorch's hooks are left out, as it is not installed.", err=True)
-    requests = [
-        Request(method=method, threads=count, **{**options, "framework": own_framework})
-        for method in chosen
-        for own_framework in [PEER_FRAMEWORK if method in PEERS else framework]
-        for count in threads
-    ]
     said = {**options, "threads": list(threads), "retries": retries}
     known = facts(options["device"])
 
     def keep(measured: Sequence[Measurement], refused: str | None) -> None:
         if json_file is not None:
-            try:
-                replace_text(json_file, shown.as_json(rows(measured, before), said, known, refused))
-            except OSError as error:
-                raise click.ClickException(f"{json_file} cannot be written: {error.strerror or error}") from None
+            _write({json_file: shown.as_json(rows(measured, before), said, known, refused).encode()}, json_file)
 
+    keep([], _UNFINISHED)
+    measured = _measure_all(_requests(methods, peers, threads, options), retries, keep)
+    found = rows(measured, before)
+    headings, lines = shown.table(found)
+    table = make_table(*headings, numbers=headings[1:])
+    for line in lines:
+        table.add_row(*line)
+    print_table(make_console(), table, shown.title(options))
+    try:
+        check_steady(measured)
+    except UnsteadyError as error:
+        keep(measured, str(error))
+        if output is not None:
+            raise click.ClickException(f"{error}. Nothing was written to {output}.") from None
+        if json_file is not None:
+            raise click.ClickException(f"{error}. {json_file} says which rows are unsteady.") from None
+        click.echo(f"Warning: {error}.", err=True)
+        return
+    keep(measured, None)
+    if output is not None:
+        files = {
+            output / "encode.json": shown.as_json(found, said, known, None).encode(),
+            output / "encode.md": shown.markdown(found, options).encode(),
+            output / "encode.png": shown.plot(found, options),
+        }
+        _write(files, output)
+        click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
+
+
+def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], options: Mapping[str, Any]) -> list[Request]:
+    """What is to be measured: each method with each number of threads, then PyTorch's hooks."""
+    requests = [Request(method, threads=count, **options) for method in methods or EXAMPLES for count in threads]
+    if peers and not _is_there(PEER_FRAMEWORK):
+        click.echo("PyTorch's hooks are left out, as it is not installed.", err=True)
+    elif peers:
+        theirs = {**options, "framework": PEER_FRAMEWORK}
+        requests += [Request(method, threads=count, **theirs) for method in PEERS for count in threads]
+    return requests
+
+
+def _measure_all(
+    requests: Sequence[Request], retries: int, keep: Callable[[Sequence[Measurement], str], None]
+) -> list[Measurement]:
+    """Measures everything, and again what was not steady; keeps what there is after each measurement."""
     measured: list[Measurement] = []
-    keep(measured, _UNFINISHED)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=len(requests))
@@ -143,34 +173,14 @@ def encode(
             for place in places:
                 measured[place] = one(measured[place].request)
                 keep(measured, _UNFINISHED)
-    found = rows(measured, before)
-    headings, lines = shown.table(found)
-    table = make_table(*headings, numbers=headings[1:])
-    for line in lines:
-        table.add_row(*line)
-    print_table(make_console(), table, shown.title(options))
+    return measured
+
+
+def _write(files: Mapping[Path, bytes], place: Path) -> None:
     try:
-        check_steady(measured)
-    except UnsteadyError as error:
-        keep(measured, str(error))
-        if output is not None:
-            raise click.ClickException(f"{error}. Nothing was written to {output}.") from None
-        if json_file is not None:
-            raise click.ClickException(f"{error}. {json_file} says which rows are apart.") from None
-        click.echo(f"Warning: {error}.", err=True)
-        return
-    keep(measured, None)
-    if output is not None:
-        files = {
-            output / "encode.json": shown.as_json(found, said, known, None).encode(),
-            output / "encode.md": shown.markdown(found, options).encode(),
-            output / "encode.png": shown.plot(found, options),
-        }
-        try:
-            replace_files(files)
-        except OSError as error:
-            raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
-        click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
+        replace_files(files)
+    except OSError as error:
+        raise click.ClickException(f"{place} cannot be written: {error.strerror or error}") from None
 
 
 def _earlier(file: Path) -> Earlier:
