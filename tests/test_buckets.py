@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, kernels
 from hvdcomp.communicators.in_process import run_ranks
@@ -142,19 +144,20 @@ class Watch:
         self.steps: list[dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
         engine.before_compress = self._before
         engine.after_sent = self._after
-        self._x: dict[str, np.ndarray] = {}
+        self.x: dict[str, np.ndarray] = {}
+        self.sent: dict[str, np.ndarray] = {}
 
     def _before(self, xp: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        self._x = {name: as_numpy(x).copy() for name, x in inputs.items()}
+        self.x = {name: as_numpy(x).copy() for name, x in inputs.items()}
         return {}
 
     def _after(self, xp: Any, sent: Mapping[str, Any]) -> None:
-        self._sent = {name: densify(one, SHAPES[name]).copy() for name, (_, one) in sent.items()}
-        assert {name: bits(x) for name, (x, _) in sent.items()} == {name: bits(x) for name, x in self._x.items()}
+        self.sent = {name: densify(one, SHAPES[name]).copy() for name, (_, one) in sent.items()}
+        assert {name: bits(x) for name, (x, _) in sent.items()} == {name: bits(x) for name, x in self.x.items()}
 
     def end(self) -> None:
         kept = {name: [as_numpy(one).copy() for one in state.memory] for name, state in self.engine.states.items()}
-        self.steps.append({name: (x, self._sent[name], kept[name][-1]) for name, x in self._x.items() if kept[name]})
+        self.steps.append({name: (x, self.sent[name], kept[name][-1]) for name, x in self.x.items() if kept[name]})
 
 
 @needs_kernels
@@ -220,5 +223,56 @@ def test_results_may_take_the_gradients_place(spec: str, observed: bool, backend
             assert {name: bits(x) for name, x in found.items()} == {name: bits(x) for name, x in expected.items()}
             assert all(found[name] is given[name] for name in given)
             assert seen == ([0.0] if observed else [])
+
+    run_ranks(2, work)
+
+
+@needs_kernels
+@settings(max_examples=40)
+@given(
+    plans=st.lists(
+        st.dictionaries(st.sampled_from(list(SHAPES)), st.sampled_from([*BUCKETED, "sidco:ratio=0.1"])),
+        min_size=2,
+        max_size=5,
+    ),
+    backend=st.sampled_from(BACKENDS),
+    failing=st.sets(st.integers(0, 4)),
+)
+def test_residuals_follow_tensors_into_buckets_and_out(
+    plans: list[dict[str, str]], backend: str, failing: set[int]
+) -> None:
+    """Whatever methods tensors get from step to step, in buckets or by themselves: x is the gradient with what the step
+    before kept, and a step that does not count changes nothing. A dense tensor with a residual sends it."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(
+            communicator, infos(SHAPES), parse_compressor("none"), ErrorFeedback(), min_numel=0, min_ndim=0
+        )
+        watch = Watch(engine)
+        kept = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        for step, plan in enumerate(plans):
+            engine.set_plan({name: parse_compressor(plan.get(name, "none")) for name in SHAPES})
+            engine.begin()
+            given = gradients(backend)(communicator.rank, step)
+            if step in failing and communicator.rank == 1:
+                given["odd"][0, 0, 0] = float("inf")
+            before = states_of(engine)
+            engine.step(given)
+            if step in failing:
+                after = states_of(engine)
+                changed = {
+                    name for name in SHAPES if len(before[name]) == len(after[name]) and before[name] != after[name]
+                }
+                assert not changed, f"step {step} does not count, and changed {changed}"
+                continue
+            for name, state in engine.states.items():
+                x, sent = watch.x[name], watch.sent[name]
+                np.testing.assert_array_equal(x, as_numpy(given[name]) + kept[name], err_msg=f"{name} in step {step}")
+                residuals = [as_numpy(one).copy() for one in state.memory]
+                kept[name] = residuals[-1] if residuals else np.zeros(SHAPES[name], np.float32)
+                if residuals:
+                    np.testing.assert_array_equal(kept[name], x - sent, err_msg=f"{name} in step {step}")
+                else:
+                    assert plan.get(name, "none") == "none"
 
     run_ranks(2, work)

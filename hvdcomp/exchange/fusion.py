@@ -73,20 +73,29 @@ def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce]) -> list[An
 
 def _pack(xp: ModuleType, group: Sequence[AllGather]) -> tuple[Array, list[list[int]], int]:
     """The group's parts in one byte vector, the offset of each part of each request, and the padding."""
-    parts = [(number, place, part) for number, gather in enumerate(group) for place, part in enumerate(gather.parts)]
-    parts.sort(key=lambda entry: -DTYPE_BYTES[xp.dtype_name(entry[2])])
     offsets = [[0] * len(gather.parts) for gather in group]
     pieces = []
-    end = 0
+    end = padding = 0
+    parts = []
+    for number, gather in enumerate(group):
+        if gather.with_room is None:
+            parts += [(number, place, part) for place, part in enumerate(gather.parts)]
+            continue
+        # Of whole eight bytes, and read as numbers of any size: in front.
+        offsets[number][0] = end
+        end += gather.with_room.shape[0]
+        padding += gather.with_room.shape[0] - gather.parts[0].shape[0]
+        pieces.append(gather.with_room)
+    parts.sort(key=lambda entry: -DTYPE_BYTES[xp.dtype_name(entry[2])])
     for number, place, part in parts:
         piece = xp.as_bytes(part)
         offsets[number][place] = end
         end += piece.shape[0]
         pieces.append(piece)
-    padding = -end % _ROW_ALIGNMENT
-    if padding:
-        pieces.append(xp.zeros((padding,), like=pieces[0]))
-    return xp.concatenate(pieces), offsets, padding
+    missing = -end % _ROW_ALIGNMENT
+    if missing:
+        pieces.append(xp.zeros((missing,), like=pieces[0]))
+    return xp.concatenate(pieces), offsets, padding + missing
 
 
 def _unpack(
