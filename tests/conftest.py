@@ -14,6 +14,8 @@ import hypothesis
 import numpy as np
 import pytest
 
+from hvdcomp import kernels
+
 # No deadline, because machines differ. Examples are derived from the test's own code, so that a run can be repeated;
 # `make test-all` asks for "fresh" ones, by a seed that it prints.
 hypothesis.settings.register_profile(
@@ -66,3 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
     except ImportError:
         return
     torch.set_num_threads(1)  # the ranks of a test are threads already
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every tensor goes by itself, as where nothing was compiled."""
+    monkeypatch.setenv("HVDCOMP_KERNELS", "off")
+    kernels.reset()
+    yield
+    monkeypatch.undo()
+    kernels.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,6 @@ BUCKETED = sorted(
 )
 BACKENDS = ["numpy"] if torch is None else ["numpy", "torch"]
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
-
-
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that makes every tensor go by itself from now on."""
-
-    def switch_off() -> None:
-        monkeypatch.setenv("HVDCOMP_KERNELS", "off")
-        kernels.reset()
-
-    yield switch_off
-    monkeypatch.undo()
-    kernels.reset()
 
 
 def gradients(backend: str) -> Any:
@@ -107,12 +94,14 @@ def assert_close(runs: list[Run], plain: list[Run]) -> None:
 @needs_kernels
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", BUCKETED)
-def test_a_bucket_does_what_its_tensors_do_by_themselves(backend: str, spec: str, no_kernels: Any) -> None:
+def test_a_bucket_does_what_its_tensors_do_by_themselves(
+    backend: str, spec: str, request: pytest.FixtureRequest
+) -> None:
     recorded = Recorded()
     found = run(backend, spec, before=recorded.keep)
     assert_same_on_all_ranks(found)
     assert found[0].engine.buckets.now, "no tensor went into a bucket"
-    no_kernels()
+    request.getfixturevalue("without_kernels")
     seeded = {"before": recorded.set} if parse_compressor(spec).keeps_state else {}
     assert_close(found, run(backend, spec, **seeded))
 

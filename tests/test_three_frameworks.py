@@ -3,6 +3,8 @@
 `AGREEMENT` says of each method how nearly. What selects, casts and packs does so bit by bit; what adds many numbers up
 (norms, means, matrix products) adds them in another order in each framework, and what follows from the sum differs as
 far as the last bits of it do.
+
+Each tensor goes by itself here, as in TensorFlow: buckets lay out their payloads otherwise (`test_buckets.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from tests.harness import DTYPES, EXAMPLES, INSTALLED, as_numpy, bits, dtype_of, infos, make
 
+pytestmark = pytest.mark.usefixtures("without_kernels")
 SHAPES = {"conv": (8, 3, 3, 3), "linear": (37, 29), "bias": (37,), "scale": ()}
 STEPS = 3
 
