@@ -214,9 +214,9 @@ def test_a_learning_rate_scales_the_residual_alone() -> None:
 
     def before(engine: Engine, step: int) -> None:
         if step == 1:
-            kept.append(engine.states["w"].memory)
+            kept.append(tuple(array.copy() for array in engine.states["w"].memory))
             engine.scale_residuals(0.25, momentum=False)
-            kept.append(engine.states["w"].memory)
+            kept.append(tuple(array.copy() for array in engine.states["w"].memory))
 
     run_engines(1, infos({"w": (20, 30)}), DGC(0.05), lambda rank, step: {"w": gradient}, 2, before=before)
     (velocity, residual), (velocity_after, residual_after) = kept

@@ -27,11 +27,14 @@ class BucketOutcome(NamedTuple):
     found_inf: whether a mean holds an inf or NaN.
     sent: of a tensor's place in the bucket, C(x) as of `Outcome`, in NumPy. It is called only where a policy looks.
     keeps_nothing: whether C(x) is x: the residual is zero, whatever stands at `Bucket.x`.
+    keep: makes the residual of x at `Bucket.x`; None if it stands there. It is called at the end of a step that counts,
+        when all who look at x and C(x) have looked, if the memory keeps anything.
     """
 
     found_inf: bool
     sent: Callable[[int], np.ndarray | SparseVector]
     keeps_nothing: bool = False
+    keep: Callable[[], None] | None = None
 
 
 BucketAggregation = Generator[Request, Any, BucketOutcome]
@@ -51,7 +54,7 @@ class Bucket:
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request.
         x: of a tensor's place in the bucket, x as a vector, once a kernel has made it. If the memory keeps anything,
-            what stands there when the generator ends is the residual, less what the table says by `sent_rule`.
+            what stands there at the end is the residual, less what the table says by `sent_rule`.
         compressed: the same of what is compressed: x, or what stands for it.
     """
 

@@ -73,14 +73,14 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
         (values, indices) or (values, indices in their blocks, counts of the blocks), and the sparse vector.
     """
     size = vector.shape[0]
-    blocks = _in_blocks(indices.shape[0], size)
+    blocks = counted_blocks(indices.shape[0], size)
     if blocks:
         indices = xp.sort(indices)
     carried = round_values(xp, xp.take(vector, indices), values)
     sent = SparseVector(indices, xp.astype(carried, xp.dtype_name(vector)))
     if not blocks:
         return (carried, xp.astype(indices, "int16") if size <= _BLOCK else indices), sent
-    return (carried, xp.astype(indices, "int16"), xp.block_counts(indices, _BLOCK, _blocks(size))), sent
+    return (carried, xp.astype(indices, "int16"), xp.block_counts(indices, _BLOCK, blocks)), sent
 
 
 def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
@@ -110,12 +110,19 @@ def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array
     return total
 
 
+def counted_blocks(count: int, size: int) -> int:
+    """How many blocks of a tensor are counted, of which `count` elements travel; 0 where indices need no blocks."""
+    blocks = _blocks(size)
+    return blocks if size > _BLOCK and 2 * count + 4 * blocks < _whole_bytes(size) * count else 0
+
+
+def index_bytes(count: int, size: int) -> int:
+    """Bytes of an index of a tensor of which `count` elements travel."""
+    return 2 if size <= _BLOCK or counted_blocks(count, size) else _whole_bytes(size)
+
+
 def _blocks(size: int) -> int:
     return -(-size // _BLOCK)
-
-
-def _in_blocks(count: int, size: int) -> bool:
-    return size > _BLOCK and 2 * count + 4 * _blocks(size) < _whole_bytes(size) * count
 
 
 def _whole_bytes(size: int) -> int:

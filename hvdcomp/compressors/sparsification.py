@@ -9,8 +9,10 @@ from typing import ClassVar
 from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, require_ratio
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
 from hvdcomp.compressors.randomness import distinct_indices, shared_generator
+from hvdcomp.compressors.sparse_bucket import LARGEST, aggregate_by_magnitude
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
@@ -102,6 +104,9 @@ class TopK(Sparsifier):
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         return xp.magnitudes(vector, k).top(k)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_by_magnitude(bucket, self.values, LARGEST)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,13 @@ from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import MOST_ROUNDS, require_count
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import Memory, MomentumCorrection
+from hvdcomp.compressors.sparse_bucket import BISECT, SAMPLED, aggregate_by_magnitude
 from hvdcomp.compressors.sparsification import Sparsifier
 
 _ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
+_SAMPLED_ROUNDS = 1 + 10  # the sample's threshold, and what follows it
 
 
 class Bracket:
@@ -119,6 +122,9 @@ class MSTopK(ThresholdSparsifier):
     def search(self, magnitudes: Any, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, self.rounds)
 
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_by_magnitude(bucket, self.values, BISECT, self.room, self.rounds)
+
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
@@ -136,6 +142,9 @@ class RedSync(ThresholdSparsifier):
 
     def search(self, magnitudes: Any, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, _ROUNDS)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_by_magnitude(bucket, self.values, BISECT, self.room, _ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,7 @@ class DGC(ThresholdSparsifier):
 
     def search(self, magnitudes: Any, bracket: Bracket) -> None:
         threshold = magnitudes.sample_threshold(self.ratio)
-        for _ in range(1 + 10):
+        for _ in range(_SAMPLED_ROUNDS):
             too_few, too_many, good = bracket.test(threshold)
             if good:
                 break
@@ -185,6 +194,9 @@ class DGC(ThresholdSparsifier):
             highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
             untried = (following > bracket.low) & (following <= highest)
             threshold = where(untried, following, (bracket.low + highest) / 2)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_by_magnitude(bucket, self.values, SAMPLED, self.room, _SAMPLED_ROUNDS)
 
 
 @dataclass(frozen=True)

@@ -161,9 +161,12 @@ class BucketStep:
                 if self.outcome.keeps_nothing:
                     for number in group.numbers:
                         group.residuals.x(number).fill(0)
+                elif self.outcome.keep is not None:
+                    self.outcome.keep()
                 group.residuals.commit(group.bucket.segments, group.numbers, group.bucket.memory)
             if group.bucket.compressors[0].keeps_state:
                 group.keep_states(xp)
+            group.end_states()
         if self._where is Results.ASIDE:
             group.bucket.call("put_results")
         if not counts:

@@ -114,6 +114,7 @@ class Buckets:
             group = Group(tensors, self._residuals, [self._tensors[name] for name in mine], compressors, memory)
             group = known.get(group.key, group)
             group.places = members
+            group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
             yield group
 
 
@@ -147,6 +148,7 @@ class Group:
         places: of its tensors among those of the step.
         arrays: the gradients of the step, row-major.
         has_states: whether the compressors' arrays of all its tensors lie in the bucket.
+        ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Group:
         period = compressors[0].period
         self._costs = [self._costs_of(step) for step in range(period)]
         self.has_states = False
+        self.ends_states = False
         self._wrap_state: Callable[[np.ndarray], Array]
 
     @cached_property
@@ -226,6 +229,14 @@ class Group:
                 state.method = self.bucket.compressors[place].name
                 state.lie_in_bucket(self, place)
             self.has_states = True
+
+    def end_states(self) -> None:
+        """Forgets the arrays of other methods, if it has not done so."""
+        if self.ends_states:
+            for place, (_, state, _) in enumerate(self.tensors):
+                state.method = self.bucket.compressors[place].name
+                state.compressor = ()
+            self.ends_states = False
 
     def state(self, place: int) -> tuple[Array, ...]:
         """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "bucket.h"
+#include "sparse.h"
 
 #define HVD_EXPORT __attribute__((visibility("default")))
 

@@ -47,6 +47,32 @@ static inline uint64_t hvd_nonzero(const float *x, int64_t length) {
     return mask;
 }
 
+/* Bit i says whether the magnitude's bits of x[i] reach `least`; of 64 floats. `least` is below 2**31. */
+static inline uint64_t hvd_reaching64(const float *x, uint32_t least) {
+    uint64_t mask = 0;
+#if defined(__AVX512F__)
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), bound = _mm512_set1_epi32((int32_t)least);
+    for (int i = 0; i < 4; i++) {
+        const __m512i v = _mm512_and_si512(_mm512_loadu_si512(x + 16 * i), magnitude);
+        mask |= (uint64_t)_mm512_cmpge_epi32_mask(v, bound) << (16 * i);
+    }
+#elif defined(__AVX2__)
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), bound = _mm256_set1_epi32((int32_t)least - 1);
+    for (int i = 0; i < 8; i++) {
+        const __m256i v = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(x + 8 * i)), magnitude);
+        const __m256 part = _mm256_castsi256_ps(_mm256_cmpgt_epi32(v, bound));
+        mask |= (uint64_t)(uint32_t)_mm256_movemask_ps(part) << (8 * i);
+    }
+#else
+    for (int i = 0; i < 64; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        mask |= (uint64_t)((bits & 0x7fffffffu) >= least) << i;
+    }
+#endif
+    return mask;
+}
+
 /* Writes the low `length` bits of a mask as whole bytes; the mask's other bits are 0. */
 static inline void hvd_store_bits(uint8_t *bytes, uint64_t mask, int64_t length) {
     if (length >= 64) memcpy(bytes, &mask, 8);

@@ -1,0 +1,169 @@
+"""The bucket form of the sparsifiers whose ranks choose by magnitude, and send values and indices.
+
+The payload of a bucket holds all tensors' values, the counts of their blocks and their indices: of each tensor what
+`sparse_payload` says, parts of longer elements before those of shorter ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import numpy as np
+
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
+from hvdcomp.compressors import sparse_payload
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.memory import MomentumCorrection
+from hvdcomp.compressors.protocol import AllGather, SparseVector
+
+LARGEST, BISECT, SAMPLED = range(3)
+"""How a threshold is found: the k-th largest magnitude; between mean and largest; from a sample, in steps."""
+
+_CHOICE = np.dtype(
+    [
+        *((name, "i8") for name in ("first_task", "tasks", "most", "need", "sample", "sampled", "reaching", "stride")),
+        ("floor", "u4"),
+        ("whole", "i4"),
+    ],
+    align=True,
+)
+_CANDIDATES = np.dtype(
+    [
+        *((name, "i8") for name in ("place", "room", "stored", "reached")),
+        ("sum", "f8"),
+        ("largest", "u4"),
+        ("unused", "i4"),
+    ],
+    align=True,
+)
+_SLACK = 16  # HVD_SLACK
+_CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; tasks that have more are searched as a whole
+
+
+class _Sparse(ctypes.Structure):
+    """`hvd_sparse` of `src/sparse.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("choices", "candidates", "values", "places", "sample")),
+        *((name, ctypes.c_int32) for name in ("method", "rounds", "half", "unused")),
+    ]
+
+
+class SparsePlaces:
+    """Where the values and indices of each tensor lie in a bucket's payload.
+
+    Args:
+        bucket: its table gets `count` and `place`.
+        values: how they travel, of `sparse_payload`.
+
+    Attributes:
+        payload: for what this rank sends.
+        half: whether values travel in half precision.
+    """
+
+    def __init__(self, bucket: Bucket, values: str) -> None:
+        self.half = values == "fp16"
+        self._sizes = [tensor.size for tensor in bucket.tensors]
+        self._counts = [
+            sparse_payload.elements_kept(one.ratio, size)
+            for one, size in zip(bucket.compressors, self._sizes, strict=True)
+        ]
+        value_bytes = sparse_payload.value_bytes(values)
+        parts = []  # bytes of an element, of the part, and which it is
+        widths = []
+        for number, (size, count) in enumerate(zip(self._sizes, self._counts, strict=True)):
+            width, blocks = sparse_payload.index_bytes(count, size), sparse_payload.counted_blocks(count, size)
+            widths.append(width)
+            parts.append((value_bytes, value_bytes * count, 0, number))
+            parts.append((4, 4 * blocks, 1, number))
+            parts.append((width, width * count, 2, number))
+        parts.sort(key=lambda part: (-part[0], part[2]))
+        places = bucket.segments["place"]
+        end = 0
+        for _, length, part, number in parts:
+            places[number, part] = end if length else -1
+            end += length
+        places[:, 3] = widths
+        bucket.segments["count"] = self._counts
+        self.payload = Payload(end)
+
+    def sent(self, bucket: Bucket, place: int) -> SparseVector:
+        """What this rank's payload says of a tensor."""
+        size, count = self._sizes[place], self._counts[place]
+        values_at, counts_at, indices_at, width = bucket.segments["place"][place].tolist()
+
+        def part(start: int, count: int, dtype: str) -> np.ndarray:
+            return self.payload.vector[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+        values = part(values_at, count, "f2" if self.half else "f4").astype(np.float32)
+        parts = [values, part(indices_at, count, f"i{width}").copy()]
+        if counts_at >= 0:
+            parts.append(part(counts_at, sparse_payload.counted_blocks(count, size), "i4"))
+        return SparseVector(sparse_payload.decode_indices(numpy_arrays, parts, size), values)
+
+    def keep(self, bucket: Bucket) -> None:
+        """Takes what this rank sent off x and, with masking, off the velocity."""
+        memory = bucket.memory
+        masking = isinstance(memory, MomentumCorrection) and memory.masking
+        bucket.call("sparse_keep", self.payload.vector, self.half, masking)
+
+
+class _Layout:
+    """What a bucket's steps share: the places in its payload, and room for candidates."""
+
+    def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
+        self.places = SparsePlaces(bucket, values)
+        segments, tasks = bucket.segments, bucket.table.tasks
+        sizes, counts = segments["size"], segments["count"]
+        self._choices = np.zeros(len(segments), _CHOICE)
+        choices = self._choices
+        choices["first_task"] = np.searchsorted(tasks["segment"], np.arange(len(segments)))
+        choices["tasks"] = np.bincount(tasks["segment"], minlength=len(segments))
+        choices["most"] = np.minimum(room * counts, sizes)
+        choices["need"] = counts if method == LARGEST else np.minimum(choices["most"] + 1, sizes)
+        sample = 0
+        if method == SAMPLED:
+            choices["stride"] = [sample_stride(size) for size in sizes.tolist()]
+            choices["sampled"] = -(-sizes // choices["stride"])
+            choices["sample"] = np.cumsum(choices["sampled"]) - choices["sampled"]
+            choices["reaching"] = [
+                elements_of_sample(one.ratio, count)
+                for one, count in zip(bucket.compressors, choices["sampled"].tolist(), strict=True)
+            ]
+            sample = int(choices["sampled"].sum())
+        self._candidates = np.zeros(len(tasks), _CANDIDATES)
+        shares = (choices["need"] / sizes)[tasks["segment"]] * tasks["length"]
+        rooms = np.minimum(tasks["length"], (_CANDIDATES_PER_NEEDED * shares).astype(np.int64) + 1024)
+        self._candidates["room"] = rooms
+        self._candidates["place"] = np.cumsum(rooms + _SLACK) - (rooms + _SLACK)
+        pool = int((rooms + _SLACK).sum())
+        self._values, self._places = np.empty(pool, np.float32), np.empty(pool, np.uint16)
+        self._sample = np.empty(sample, np.float32)
+        arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
+        addresses = [array.ctypes.data for array in arrays]
+        self._sparse = _Sparse(*addresses, method, rounds, self.places.half, 0)
+        self.address = ctypes.addressof(self._sparse)
+
+
+def aggregate_by_magnitude(
+    bucket: Bucket, values: str, method: int, room: int = 1, rounds: int = 0
+) -> BucketAggregation:
+    """A bucket's step of a sparsifier that sends the k largest elements, or about those.
+
+    Args:
+        values: how they travel, of `sparse_payload`.
+        method: `LARGEST`, `BISECT` or `SAMPLED`.
+        room: a threshold is good if k to `room` k elements reach it.
+        rounds: of the search.
+    """
+    if bucket.layout is None:
+        bucket.layout = _Layout(bucket, values, method, room, rounds)
+    layout = bucket.layout
+    places = layout.places
+    payload = places.payload
+    bucket.found_inf = bucket.call("sparse_encode", layout.address, payload.vector)
+    ranks = yield AllGather((payload.vector,), payload.with_room)
+    found_inf = bucket.call("sparse_decode", *gathered(ranks), places.half)
+    return BucketOutcome(found_inf, partial(places.sent, bucket), keep=partial(places.keep, bucket))

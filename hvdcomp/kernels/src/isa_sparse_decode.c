@@ -1,0 +1,131 @@
+/* The mean of what the ranks sent of their elements: block by block, so that all parts of a block are added while it
+ * lies in cache. And what is left of x. */
+#include "half.h"
+#include "isa.h"
+#include "sparse.h"
+
+#define BLOCK_BITS 16
+
+struct job {
+    const hvd_bucket *bucket;
+    const uint8_t *payloads;
+    int64_t ranks, row;
+    int32_t half, masking;
+};
+
+static int64_t index_at(const uint8_t *indices, int64_t width, int64_t place) {
+    int64_t index = 0;
+    memcpy(&index, indices + width * place, (size_t)width);
+    return index;
+}
+
+/* The number of ascending indices below `bound`. */
+static int64_t below(const uint8_t *indices, int64_t width, int64_t count, int64_t bound) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (index_at(indices, width, middle) < bound) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static int64_t sum_of_counts(const uint8_t *counts, int64_t blocks) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < blocks; i++) {
+        int32_t count;
+        memcpy(&count, counts + 4 * i, sizeof count);
+        sum += count;
+    }
+    return sum;
+}
+
+/* A rank's elements in a task. */
+struct elements {
+    const uint8_t *values, *indices;
+    int64_t from, end; /* of the tensor's elements in the payload */
+    int64_t width, start;
+    int32_t half;
+};
+
+static struct elements elements_of(const struct job *job, const hvd_task *task, int64_t rank) {
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const uint8_t *payload = job->payloads + rank * job->row;
+    struct elements found = {
+        .values = payload + s->place[0], .indices = payload + s->place[2], .width = s->place[3], .half = job->half
+    };
+    found.start = found.width == 2 ? 0 : task->start; /* two bytes say where in the task it is */
+    if (s->place[1] >= 0) {
+        const int64_t block = task->start >> BLOCK_BITS;
+        found.from = sum_of_counts(payload + s->place[1], block);
+        found.end = found.from + sum_of_counts(payload + s->place[1] + 4 * block, 1);
+    } else if (task->length == s->size)
+        found.end = s->count;
+    else {
+        found.from = below(found.indices, found.width, s->count, task->start);
+        found.end = below(found.indices, found.width, s->count, task->start + task->length);
+    }
+    return found;
+}
+
+static inline float value_at(const struct elements *e, int64_t i) {
+    if (e->half) {
+        uint16_t half;
+        memcpy(&half, e->values + 2 * i, sizeof half);
+        return hvd_from_half(half);
+    }
+    float value;
+    memcpy(&value, e->values + 4 * i, sizeof value);
+    return value;
+}
+
+/* Where in its task an element is. */
+static inline int64_t place_at(const struct elements *e, int64_t i) {
+    if (e->width != 2) return index_at(e->indices, e->width, i) - e->start;
+    uint16_t place;
+    memcpy(&place, e->indices + 2 * i, sizeof place);
+    return place;
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const float share = (float)(1.0 / (double)job->ranks);
+    float *result = job->bucket->segments[task->segment].result + task->start;
+    uint32_t largest = 0;
+    memset(result, 0, (size_t)task->length * sizeof *result);
+    for (int64_t rank = 0; rank < job->ranks; rank++) {
+        const struct elements e = elements_of(job, task, rank);
+        for (int64_t i = e.from; i < e.end; i++) {
+            float *sum = result + place_at(&e, i);
+            *sum += value_at(&e, i) * share;
+            largest = hvd_magnitude(*sum) > largest ? hvd_magnitude(*sum) : largest;
+        }
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(sparse_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row, int32_t half) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .half = half};
+    hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
+    int64_t found = 0;
+    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
+    return (int32_t)found;
+}
+
+static void keep_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const struct elements e = elements_of(job, task, 0);
+    float *x = s->x + task->start;
+    for (int64_t i = e.from; i < e.end; i++) x[place_at(&e, i)] -= value_at(&e, i);
+    if (!job->masking || !s->next_velocity) return;
+    float *velocity = s->next_velocity + task->start;
+    for (int64_t i = e.from; i < e.end; i++) velocity[place_at(&e, i)] = 0;
+}
+
+void HVD_NAME(sparse_keep)(hvd_bucket *bucket, const uint8_t *payload, int32_t half, int32_t masking) {
+    struct job job = {.bucket = bucket, .payloads = payload, .ranks = 1, .half = half, .masking = masking};
+    hvd_parallel(bucket->threads, bucket->task_count, keep_piece, &job);
+}

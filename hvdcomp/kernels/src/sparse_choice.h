@@ -1,0 +1,241 @@
+/* Which of a tensor's candidates are sent: exactly k of them, by the search of each method. */
+#ifndef HVD_SPARSE_CHOICE_H
+#define HVD_SPARSE_CHOICE_H
+
+#include <math.h>
+
+#include "sparse.h"
+
+/* A tensor's candidates. */
+struct hvd_view {
+    const hvd_bucket *bucket;
+    const hvd_sparse *sparse;
+    const hvd_segment *s;
+    hvd_choice *choice;
+    int64_t reached;  /* candidates */
+    uint32_t largest; /* bits of the largest magnitude */
+};
+
+/* A task's candidates. */
+struct hvd_run {
+    const float *values;
+    const uint16_t *places; /* in the task; NULL for 0, 1, 2 ... */
+    int64_t length;
+    int64_t start; /* of the task, in the tensor */
+};
+
+/* What is sent: an element whose magnitude's bits reach least[0] if its index is below `first`, least[1] if it is
+ * below `second`, else least[2]. */
+struct hvd_chosen {
+    int64_t first, second;
+    uint32_t least[3];
+};
+
+/* What is compressed of a tensor, once all of it was made. */
+static inline const float *hvd_compressed(const hvd_segment *s) {
+    return s->source ? s->source : s->x ? s->x : s->gradient;
+}
+
+static inline struct hvd_view hvd_view_of(const hvd_bucket *bucket, const hvd_sparse *sparse, int64_t number) {
+    struct hvd_view view = {bucket, sparse, bucket->segments + number, sparse->choices + number, 0, 0};
+    view.choice->whole = 0;
+    for (int64_t i = 0; i < view.choice->tasks; i++) {
+        const hvd_candidates *found = sparse->candidates + view.choice->first_task + i;
+        view.reached += found->reached;
+        view.largest = found->largest > view.largest ? found->largest : view.largest;
+    }
+    return view;
+}
+
+static inline struct hvd_run hvd_run_of(const struct hvd_view *view, int64_t number) {
+    const int64_t task_number = view->choice->first_task + number;
+    const hvd_task *task = view->bucket->tasks + task_number;
+    const hvd_candidates *found = view->sparse->candidates + task_number;
+    if (view->choice->whole || found->stored < 0) {
+        struct hvd_run all = {hvd_compressed(view->s) + task->start, NULL, task->length, task->start};
+        return all;
+    }
+    struct hvd_run some = {
+        view->sparse->values + found->place, view->sparse->places + found->place, found->stored, task->start
+    };
+    return some;
+}
+
+/* How many of a run's candidates have an index below `end`. */
+static inline int64_t hvd_before(const struct hvd_run *run, int64_t end) {
+    const int64_t place = end - run->start;
+    if (place <= 0) return 0;
+    if (!run->places) return place < run->length ? place : run->length;
+    int64_t low = 0, high = run->length;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (run->places[middle] < place) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* How many candidates with an index below `end` reach `least`, which is the floor or above it. */
+static inline int64_t hvd_count_before(const struct hvd_view *view, uint32_t least, int64_t end) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < view->choice->tasks; i++) {
+        const struct hvd_run run = hvd_run_of(view, i);
+        count += hvd_count(run.values, end < view->s->size ? hvd_before(&run, end) : run.length, least);
+    }
+    return count;
+}
+
+/* The index behind element number `number`, counted from 1, of those that reach `low` and not `high`; the tensor's size
+ * if there are less. */
+static inline int64_t hvd_end_of(const struct hvd_view *view, int64_t number, uint32_t low, uint32_t high) {
+    for (int64_t i = 0; number > 0 && i < view->choice->tasks; i++) {
+        const struct hvd_run run = hvd_run_of(view, i);
+        const int64_t between = hvd_count(run.values, run.length, low) - hvd_count(run.values, run.length, high);
+        if (between < number) {
+            number -= between;
+            continue;
+        }
+        for (int64_t j = 0; j < run.length; j++) {
+            const uint32_t bits = hvd_magnitude(run.values[j]);
+            if (bits >= low && bits < high && --number == 0) return run.start + (run.places ? run.places[j] : j) + 1;
+        }
+    }
+    return number > 0 ? view->s->size : 0;
+}
+
+/* The k largest of the elements with an index below `end`, of equal ones the first, and all that reach `high`.
+ *
+ * At least k of the former reach `low`, and less than k, or k, reach `high`. */
+static inline struct hvd_chosen hvd_largest_before(
+    const struct hvd_view *view, int64_t k, uint32_t low, uint32_t high, int64_t end
+) {
+    struct hvd_chosen chosen = {end, end, {low, low, high}};
+    int64_t above = -1; /* that reach `upper`, once that has changed */
+    uint32_t upper = high;
+    while (upper - low > 1) {
+        const uint32_t middle = low + (upper - low) / 2;
+        const int64_t count = hvd_count_before(view, middle, end);
+        if (count >= k) low = middle;
+        else {
+            upper = middle;
+            above = count;
+        }
+        chosen.least[0] = low;
+        if (count == k) return chosen;
+    }
+    if (above < 0) above = upper > view->largest ? 0 : hvd_count_before(view, upper, end);
+    chosen.first = hvd_end_of(view, k - above, low, upper);
+    chosen.least[1] = upper;
+    return chosen;
+}
+
+/* Takes all elements for candidates. */
+static inline void hvd_take_all(struct hvd_view *view) {
+    view->choice->whole = 1;
+    view->choice->floor = 0;
+    view->reached = view->s->size;
+}
+
+static inline struct hvd_chosen hvd_choose_largest(struct hvd_view *view) {
+    const hvd_choice *choice = view->choice;
+    const uint32_t floor = choice->floor;
+    const uint32_t above_all = view->largest + 1;
+    if (view->reached >= view->s->count) return hvd_largest_before(view, view->s->count, floor, above_all, view->s->size);
+    hvd_take_all(view);
+    return hvd_largest_before(view, view->s->count, 0, floor, view->s->size);
+}
+
+/* Thresholds. `hvdcomp/compressors/thresholds.py` is the plain statement of what follows. */
+
+struct hvd_bracket {
+    double low, high;
+    int too_few, too_many;
+};
+
+/* The bits of a threshold, which magnitudes are compared with as float32. */
+static inline uint32_t hvd_threshold_bits(double threshold) { return hvd_bits((float)threshold); }
+
+static inline void hvd_test(const struct hvd_view *view, struct hvd_bracket *bracket, double threshold) {
+    const uint32_t bits = hvd_threshold_bits(threshold);
+    const int64_t count = bits < view->choice->floor ? view->reached : hvd_count_before(view, bits, view->s->size);
+    bracket->too_few = count < view->s->count;
+    bracket->too_many = count > view->choice->most;
+    if (bracket->too_many && threshold > bracket->low) bracket->low = threshold;
+    if (!bracket->too_many && threshold < bracket->high) bracket->high = threshold;
+}
+
+static inline void hvd_bisect(const struct hvd_view *view, struct hvd_bracket *bracket) {
+    double mean = 0, left = 0, right = 1;
+    for (int64_t i = 0; i < view->choice->tasks; i++)
+        mean += view->sparse->candidates[view->choice->first_task + i].sum;
+    mean /= (double)view->s->size;
+    const double width = hvd_float(view->largest) - mean;
+    for (int32_t round = 0; round < view->sparse->rounds; round++) {
+        const double middle = (left + right) / 2;
+        hvd_test(view, bracket, mean + middle * width);
+        if (!bracket->too_few && !bracket->too_many) return;
+        if (bracket->too_few) right = middle;
+        else left = middle;
+    }
+}
+
+/* The magnitude that `reaching` of a sample reach. */
+static inline double hvd_sample_threshold(const float *sample, int64_t sampled, int64_t reaching) {
+    uint32_t low = 0, high = hvd_largest_bits(sample, sampled, 0) + 1;
+    while (high - low > 1) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (hvd_count(sample, sampled, middle) >= reaching) low = middle;
+        else high = middle;
+    }
+    return hvd_float(low);
+}
+
+static inline void hvd_step_by_step(const struct hvd_view *view, struct hvd_bracket *bracket) {
+    const hvd_choice *choice = view->choice;
+    const float *sample = view->sparse->sample + choice->sample;
+    const double largest = hvd_float(view->largest);
+    double threshold = hvd_sample_threshold(sample, choice->sampled, choice->reaching);
+    for (int32_t round = 0; round < view->sparse->rounds; round++) {
+        hvd_test(view, bracket, threshold);
+        if (!bracket->too_few && !bracket->too_many) return;
+        const double following = threshold * (bracket->too_few ? 0.8 : 1.3);
+        const double highest = bracket->high < largest ? bracket->high : largest;
+        const int untried = following > bracket->low && following <= highest;
+        threshold = untried ? following : (bracket->low + highest) / 2;
+    }
+}
+
+/* The k largest among the first `most` elements, counted in index order from those that reach the upper threshold, and
+ * going on to those that reach the lower. */
+static inline struct hvd_chosen hvd_pick(struct hvd_view *view, const struct hvd_bracket *bracket) {
+    const int64_t k = view->s->count, most = view->choice->most, size = view->s->size;
+    const uint32_t low = hvd_threshold_bits(bracket->low), high = hvd_threshold_bits(bracket->high);
+    const int64_t in_front = high > view->largest ? 0 : hvd_count_before(view, high, size);
+    if (in_front == k) {
+        struct hvd_chosen front = {size, size, {high, high, high}};
+        return front;
+    }
+    if (in_front > k) return hvd_largest_before(view, k, high, view->largest + 1, size);
+    if (low < view->choice->floor) hvd_take_all(view);
+    const int64_t end = hvd_end_of(view, most - in_front, low, high);
+    struct hvd_chosen all = {end, end, {low, low, high}};
+    if (most == k) return all;
+    const int64_t in_front_of_end = high > view->largest ? 0 : hvd_count_before(view, high, end);
+    return hvd_largest_before(view, k - in_front + in_front_of_end, low, high, end);
+}
+
+static inline struct hvd_chosen hvd_choose(struct hvd_view *view) {
+    if (view->largest >= HVD_INFINITE) { /* nothing of this step counts */
+        struct hvd_chosen any = {view->s->size, view->s->size, {0, 0, 0}};
+        hvd_take_all(view);
+        return any;
+    }
+    if (view->sparse->method == HVD_LARGEST) return hvd_choose_largest(view);
+    if (view->reached < view->choice->need) hvd_take_all(view);
+    struct hvd_bracket bracket = {0, INFINITY, 0, 0};
+    if (view->sparse->method == HVD_BISECT) hvd_bisect(view, &bracket);
+    else hvd_step_by_step(view, &bracket);
+    return hvd_pick(view, &bracket);
+}
+
+#endif

@@ -1,0 +1,269 @@
+"""The kernels of the sparsifiers, against a few lines of NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdcomp import DGC, ErrorFeedback, MomentumCorrection, MSTopK, NoMemory, RedSync, TopK, kernels
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.compressors.bucket import Bucket, BucketOutcome
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.protocol import AllGather, Context, SparseVector, TensorInfo
+from hvdcomp.compressors.sparse_payload import elements_kept
+from hvdcomp.compressors.sparsification import Sparsifier
+from tests.kernel_calls import instruction_set  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
+
+GUARD = np.float32(-12345.0)
+
+
+@dataclass
+class Rank:
+    """One rank's step of a bucket, with a guard around everything that kernels write to."""
+
+    compressor: Sparsifier
+    gradients: list[np.ndarray]
+    memory: Memory = field(default_factory=ErrorFeedback)
+    threads: int = 1
+    start: int = 0  # elements by which everything is out of line
+
+    def __post_init__(self) -> None:
+        sizes = [len(one) for one in self.gradients]
+        self.bucket = Bucket(
+            [TensorInfo(str(i), (size,)) for i, size in enumerate(sizes)], [self.compressor] * len(sizes), self.memory
+        )
+        self.storage = {name: self._room(sizes) for name in ("gradient", "result", "x", "velocity", "next_velocity")}
+        for own, gradient in zip(self.parts("gradient"), self.gradients, strict=True):
+            own[:] = gradient
+        self.bucket.table.bucket.threads = self.threads
+        self.bucket.context = Context("", 0, 0, 0, 1)
+        names = ["gradient", "result"]
+        names += [] if isinstance(self.memory, NoMemory) else ["x"]
+        names += ["next_velocity"] if self.memory.is_momentum else []
+        for name in names:
+            self.bucket.segments[name] = [part.ctypes.data for part in self.parts(name)]
+
+    def _room(self, sizes: list[int]) -> list[np.ndarray]:
+        return [np.full(self.start + size + 3, GUARD, np.float32) for size in sizes]
+
+    def parts(self, name: str) -> list[np.ndarray]:
+        return [room[self.start : -3] for room in self.storage[name]]
+
+    def encode(self) -> AllGather:
+        self.generator = self.compressor.aggregate_bucket(self.bucket)
+        request = next(self.generator)
+        assert isinstance(request, AllGather)
+        self.check_guards()
+        return request
+
+    def decode(self, payloads: np.ndarray) -> BucketOutcome:
+        with pytest.raises(StopIteration) as stop:
+            self.generator.send([(payload,) for payload in payloads])
+        self.check_guards()
+        outcome: BucketOutcome = stop.value.value
+        if not isinstance(self.memory, NoMemory):
+            assert outcome.keep is not None
+            outcome.keep()
+            self.check_guards()
+        return outcome
+
+    def check_guards(self) -> None:
+        for rooms in self.storage.values():
+            for room in rooms:
+                assert (room[: self.start] == GUARD).all()
+                assert (room[-3:] == GUARD).all()
+
+
+def step(ranks: list[Rank]) -> list[BucketOutcome]:
+    payloads = np.stack([rank.encode().parts[0].copy() for rank in ranks])
+    return [rank.decode(payloads) for rank in ranks]
+
+
+KINDS = ["normal", "heavy", "ties", "signs", "zeros", "few", "denormal", "constant", "block", "sorted"]
+
+
+def vector(kind: str, size: int, seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=size)
+    values = {
+        "normal": lambda: x,
+        "heavy": lambda: random.standard_t(1.5, size),
+        "ties": lambda: np.round(4 * x) / 4,
+        "signs": lambda: np.sign(x),
+        "zeros": lambda: np.zeros(size) * np.sign(x),
+        "few": lambda: x * (random.random(size) < 0.003),
+        "denormal": lambda: x * 1e-42,
+        "constant": lambda: np.full(size, -0.5),
+        "block": lambda: x * np.where(np.arange(size) // 1000 == size // 2000, 1e6, 1e-6),  # not seen by a sample
+        "sorted": lambda: np.sort(np.abs(x)),
+    }
+    return values[kind]().astype(np.float32)
+
+
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """The places of the k largest magnitudes, of equal ones the first, in ascending order."""
+    return np.sort(np.argsort(-np.abs(x), kind="stable")[:k])
+
+
+def rounded(values: np.ndarray, how: str) -> np.ndarray:
+    return values if how == "same" else np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
+
+
+def check(rank: Rank, outcome: BucketOutcome, place: int, expected: np.ndarray) -> SparseVector:
+    """What was sent of a tensor, and what is left of it."""
+    x = rank.gradients[place]
+    sent = outcome.sent(place)
+    assert isinstance(sent, SparseVector)
+    np.testing.assert_array_equal(sent.indices, expected)
+    np.testing.assert_array_equal(sent.values, rounded(x[expected], rank.compressor.values))
+    if not isinstance(rank.memory, NoMemory):
+        left = x.copy()
+        left[expected] -= sent.values
+        np.testing.assert_array_equal(rank.parts("x")[place], left)
+    return sent
+
+
+SIZES = st.sampled_from([1, 2, 15, 64, 65, 511, 513, 1000, 4096, 4097, 20_000, 65_535, 65_536, 65_537, 200_003])
+
+
+@settings(max_examples=150)
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=4),
+    kinds=st.lists(st.sampled_from(KINDS), min_size=4, max_size=4),
+    ratio=st.sampled_from([1e-6, 1e-4, 1e-3, 0.01, 0.03, 0.2, 0.9, 1.0]),
+    values=st.sampled_from(["same", "fp16"]),
+    memory=st.sampled_from([NoMemory(), ErrorFeedback()]),
+    ranks=st.sampled_from([1, 2, 3]),
+    threads=st.sampled_from([1, 3]),
+    start=st.integers(0, 3),
+    isa=st.sampled_from(kernels.instruction_sets()),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_topk_sends_the_k_largest_and_adds_up_what_the_ranks_sent(
+    sizes: list[int], kinds: list[str], ratio: float, values: str, memory: Memory, ranks: int, threads: int,
+    start: int, isa: str, seed: int,
+) -> None:  # fmt: skip
+    before = kernels.instruction_set()
+    kernels.use(isa)
+    try:
+        all_ranks = [
+            Rank(
+                TopK(ratio, values=values),
+                [vector(kinds[i], size, seed + 7 * rank + i) for i, size in enumerate(sizes)],
+                memory, threads, start,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        outcomes = step(all_ranks)
+    finally:
+        kernels.use(before or "plain")
+    assert not any(rank.bucket.found_inf for rank in all_ranks)
+    assert not any(outcome.found_inf for outcome in outcomes)
+    for place, size in enumerate(sizes):
+        mean = np.zeros(size, np.float32)
+        for rank, outcome in zip(all_ranks, outcomes, strict=True):
+            expected = largest(rank.gradients[place], elements_kept(ratio, size))
+            sent = check(rank, outcome, place, expected)
+            mean[sent.indices] += sent.values * np.float32(1 / ranks)
+        for rank in all_ranks:
+            np.testing.assert_array_equal(rank.parts("result")[place], mean)
+
+
+@settings(max_examples=100)
+@given(
+    size=SIZES,
+    kind=st.sampled_from(KINDS),
+    ratio=st.sampled_from([1e-4, 1e-3, 0.01, 0.03, 0.2, 0.9, 1.0]),
+    method=st.sampled_from([MSTopK, RedSync, DGC]),
+    rounds=st.sampled_from([1, 3, 25]),
+    threads=st.sampled_from([1, 3]),
+    isa=st.sampled_from(kernels.instruction_sets()),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_threshold_sparsifiers_choose_what_they_choose_by_themselves(
+    size: int, kind: str, ratio: float, method: type[Sparsifier], rounds: int, threads: int, isa: str, seed: int
+) -> None:
+    compressor = MSTopK(ratio, rounds=rounds) if method is MSTopK else method(ratio)
+    # Whole eighths have the same sum in any order.
+    x = vector(kind, size, seed)
+    x = np.round(x * 8) / 8 if kind not in ("heavy", "denormal", "block") else x
+    before = kernels.instruction_set()
+    kernels.use(isa)
+    try:
+        rank = Rank(compressor, [x], threads=threads)
+        (outcome,) = step([rank])
+    finally:
+        kernels.use(before or "plain")
+    k = elements_kept(ratio, size)
+    expected = np.sort(compressor.choose(numpy_arrays, x, k))
+    sent = outcome.sent(0)
+    assert isinstance(sent, SparseVector)
+    check(rank, outcome, 0, sent.indices)
+    assert len(np.unique(sent.indices)) == k
+    if kind in ("heavy", "denormal", "block"):  # where the mean's last bit may differ, and with it a threshold
+        assert np.abs(np.sort(np.abs(sent.values)) - np.sort(np.abs(x[expected]))).max() <= np.abs(x).max() * 2**-20
+    else:
+        np.testing.assert_array_equal(np.sort(np.abs(sent.values)), np.sort(np.abs(x[expected])))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("compressor", [TopK(0.01), TopK(0.3, values="fp16"), MSTopK(0.01), RedSync(0.02), DGC(0.01)])
+@pytest.mark.parametrize("bad", [[np.inf], [-np.inf], [np.nan], [-np.nan] * 900 + [np.inf, 3e38]])
+def test_what_is_not_finite_is_found_and_does_no_harm(compressor: Sparsifier, bad: list[float]) -> None:
+    for size in (1000, 4096, 70_000):
+        for place in (0, (size - len(bad)) // 2, size - len(bad)):
+            x = vector("normal", size, 1)
+            x[place : place + len(bad)] = bad
+            rank = Rank(compressor, [vector("normal", 300, 2), x, np.ones(1, np.float32)])
+            (outcome,) = step([rank])
+            assert rank.bucket.found_inf
+            sent = outcome.sent(1)
+            assert isinstance(sent, SparseVector)
+            assert len(sent.indices) == elements_kept(compressor.ratio, size)
+            assert 0 <= sent.indices.min() <= sent.indices.max() < size
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_a_mean_that_overflows_is_found() -> None:
+    """Three thirds of the largest float are above it where each is rounded up."""
+    x = np.full(10, np.finfo(np.float32).max)
+    ranks = [Rank(TopK(1.0), [x]) for _ in range(3)]
+    outcomes = step(ranks)
+    found = not np.isfinite(ranks[0].parts("result")[0]).all()
+    assert [outcome.found_inf for outcome in outcomes] == [found] * 3
+    payload = ranks[0].encode().parts[0].copy()
+    payload[:40].view(np.float32)[3] = np.inf
+    assert ranks[0].decode(payload[None]).found_inf
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_ends_where_an_element_was_sent(masking: bool, nesterov: bool) -> None:
+    memory = MomentumCorrection(0.9, nesterov, masking=masking)
+    gradient = vector("normal", 70_000, 3)
+    rank = Rank(TopK(0.01), [gradient], memory)
+    rank.bucket.table.bucket.momentum = 0.9
+    rank.bucket.table.bucket.nesterov = nesterov
+    (outcome,) = step([rank])
+    x, state = memory.compensate(numpy_arrays, gradient, memory.prepare(numpy_arrays, gradient, ()))
+    sent = outcome.sent(0)
+    np.testing.assert_array_equal(sent.indices, largest(x, 700))
+    velocity, residual = memory.update(numpy_arrays, x, sent, state)
+    np.testing.assert_array_equal(rank.parts("x")[0], residual)
+    np.testing.assert_array_equal(rank.parts("next_velocity")[0], velocity)
+
+
+def test_values_in_half_precision_are_those_of_numpy() -> None:
+    """All that lies between two numbers of half precision, and each of them, is rounded as NumPy does it."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    middles = (halves[1:] + halves[:-1]) / 2
+    x = np.concatenate([halves, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(9e9))])
+    x = np.concatenate([x, -x, np.float32([65519, 65520, 7e4, 3e38, 1e-45])])
+    (outcome,) = step([rank := Rank(TopK(1.0, values="fp16"), [x])])
+    check(rank, outcome, 0, np.arange(len(x)))
