@@ -41,22 +41,23 @@ static void orthogonalize_q(void *context, int64_t number) {
 }
 
 HVD_INLINE void multiply_rows(
-    int rows, const float *x, int64_t columns, const float *q, int64_t length, float *p, int64_t p_stride, int64_t rank
+    int rows, const float *x, int64_t columns, const float *q, int64_t length, float *p, int64_t p_stride, int64_t rank,
+    const float *const *ahead
 ) {
     float sums[2 * 4];
     int64_t k = 0;
     for (; k + 4 <= rank; k += 4) {
-        hvd_dots(rows, 4, x, columns, q + k * columns, columns, length, sums);
+        hvd_dots(rows, 4, x, columns, q + k * columns, columns, length, sums, ahead);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 4; i++) p[(k + i) * p_stride + r] += sums[r * 4 + i];
     }
     for (; k + 2 <= rank; k += 2) {
-        hvd_dots(rows, 2, x, columns, q + k * columns, columns, length, sums);
+        hvd_dots(rows, 2, x, columns, q + k * columns, columns, length, sums, ahead);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 2; i++) p[(k + i) * p_stride + r] += sums[r * 4 + i];
     }
     for (; k < rank; k++) {
-        hvd_dots(rows, 1, x, columns, q + k * columns, columns, length, sums);
+        hvd_dots(rows, 1, x, columns, q + k * columns, columns, length, sums, ahead);
         for (int r = 0; r < rows; r++) p[k * p_stride + r] += sums[r * 4];
     }
 }
@@ -78,11 +79,22 @@ static void rows_of_p(void *context, int64_t number) {
             if (length == columns) visit(job, s, row * columns, (last - row) * columns, &largest);
             else
                 for (int64_t i = row; i < last; i++) visit(job, s, i * columns + start, length, &largest);
-            const float *x = matrix + row * columns + start;
+            const int64_t here = row * columns + start;
+            const int64_t next = row + group < end         ? here + group * columns
+                                 : start + CHUNK < columns ? first * columns + start + CHUNK
+                                                           : here;
+            const float *x = matrix + here, *ahead[3] = {matrix + next, matrix + next, matrix + next};
+            if (job->makes_x) {
+                ahead[0] = s->gradient + next;
+                if (s->kept) ahead[1] = s->kept + next;
+            }
             int64_t i = row;
-            for (; i + 2 <= last; i += 2, x += 2 * columns)
-                multiply_rows(2, x, columns, unit + start, length, p + i, rows, rank);
-            for (; i < last; i++, x += columns) multiply_rows(1, x, columns, unit + start, length, p + i, rows, rank);
+            for (; i + 2 <= last; i += 2) {
+                multiply_rows(2, x, columns, unit + start, length, p + i, rows, rank, ahead);
+                x += 2 * columns;
+                for (int k = 0; k < 3; k++) ahead[k] += 2 * columns;
+            }
+            if (i < last) multiply_rows(1, x, columns, unit + start, length, p + i, rows, rank, ahead);
         }
     }
     for (int64_t k = 0; k < rank; k++) largest = hvd_largest_bits(p + k * rows + first, task->length, largest);
@@ -119,6 +131,7 @@ HVD_INLINE void add_rows(
         for (int k = 0; k < rank; k++) sums[k] = hvd_load(q + k * columns + j);
         for (int r = 0; r < rows; r++) {
             const hvd_vector one = hvd_load(x + r * columns + j);
+            __builtin_prefetch(x + (r + rows) * columns + j);
             for (int k = 0; k < rank; k++) sums[k] += one * factors[r][k];
         }
         for (int k = 0; k < rank; k++) hvd_store(q + k * columns + j, sums[k]);

@@ -21,7 +21,7 @@ static float wide_norm(const float *column, int64_t length) {
 /* Takes the part along `unit` off some columns. */
 HVD_INLINE void take_off(int columns, const float *unit, int64_t length, float *rest) {
     float along[4];
-    hvd_dots(1, columns, unit, 0, rest, length, length, along);
+    hvd_dots(1, columns, unit, 0, rest, length, length, along, NULL);
     for (int k = 0; k < columns; k++) {
         float *restrict column = rest + k * length;
         for (int64_t i = 0; i < length; i++) column[i] -= unit[i] * along[k];
@@ -38,7 +38,7 @@ void HVD_NAME(orthogonalize)(const float *columns, int64_t count, int64_t length
         int64_t next = k;
         for (; next + 4 <= count; next += 4) take_off(4, column - length, length, unit + next * length);
         for (; next < count; next++) take_off(1, column - length, length, unit + next * length);
-        hvd_dots(1, 1, column, 0, column, 0, length, &square);
+        hvd_dots(1, 1, column, 0, column, 0, length, &square, NULL);
         const float norm = sqrtf(square), scale = norm > DEPENDENT ? 1 / norm : 0;
         for (int64_t i = 0; i < length; i++) column[i] *= scale;
     }

@@ -22,6 +22,8 @@
 /* May lie at any address, as the floats that it is read from. */
 typedef float hvd_vector __attribute__((vector_size(4 * HVD_WIDTH), aligned(4), may_alias));
 
+typedef float hvd_four __attribute__((vector_size(16)));
+
 HVD_INLINE hvd_vector hvd_load(const float *from) { return *(const hvd_vector *)from; }
 
 HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = vector; }
@@ -29,10 +31,9 @@ HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = ve
 HVD_INLINE hvd_vector hvd_all(float value) { return value - (hvd_vector){0}; }
 
 HVD_INLINE float hvd_sum(const hvd_vector lanes[HVD_PARTS]) {
-    float sums[HVD_LANES];
-    memcpy(sums, lanes, sizeof sums);
-    for (int i = 0; i < 8; i++) sums[i] += sums[i + 8];
-    for (int i = 0; i < 4; i++) sums[i] += sums[i + 4];
+    hvd_four fours[HVD_LANES / 4];
+    memcpy(fours, lanes, sizeof fours);
+    const hvd_four sums = (fours[0] + fours[2]) + (fours[1] + fours[3]);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 

@@ -7,9 +7,11 @@
 
 /* The products of some rows with some columns, both of `length` elements, to out[row * 4 + column].
  *
- * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline. */
+ * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline.
+ * ahead: where what the next rows are made of lies, three arrays, to be fetched meanwhile; NULL for nothing. */
 HVD_INLINE void hvd_dots(
-    int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length, float *out
+    int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length, float *out,
+    const float *const *ahead
 ) {
     hvd_vector sums[2][4][HVD_PARTS];
     float rest[2][4];
@@ -19,7 +21,13 @@ HVD_INLINE void hvd_dots(
             for (int part = 0; part < HVD_PARTS; part++) sums[r][k][part] = (hvd_vector){0};
         }
     int64_t j = 0;
-    for (; j + HVD_LANES <= length; j += HVD_LANES)
+    for (; j + HVD_LANES <= length; j += HVD_LANES) {
+        if (ahead)
+            for (int r = 0; r < rows; r++) {
+                __builtin_prefetch(ahead[0] + r * x_stride + j);
+                __builtin_prefetch(ahead[1] + r * x_stride + j);
+                __builtin_prefetch(ahead[2] + r * x_stride + j, 1);
+            }
         for (int part = 0; part < HVD_PARTS; part++) {
             const int64_t at = j + part * HVD_WIDTH;
             for (int k = 0; k < columns; k++) {
@@ -27,6 +35,7 @@ HVD_INLINE void hvd_dots(
                 for (int r = 0; r < rows; r++) sums[r][k][part] += hvd_load(x + r * x_stride + at) * one;
             }
         }
+    }
     for (; j < length; j++)
         for (int r = 0; r < rows; r++)
             for (int k = 0; k < columns; k++) rest[r][k] += x[r * x_stride + j] * y[k * y_stride + j];
