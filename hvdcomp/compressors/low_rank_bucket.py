@@ -37,8 +37,8 @@ class LowRankBucket:
         self._bucket = bucket
         self._p, self._q = (Payload(int(end), "float32") for end in ends[-1])
         self._unit_p, self._unit_q = np.empty_like(self._p.vector), np.empty_like(self._q.vector)
-        self._rows = _tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
-        self._columns = _tasks([(columns, _width(rows)) for rows, columns in shapes])
+        self._rows = Tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
+        self._columns = Tasks([(columns, _width(rows)) for rows, columns in shapes])
 
     def iterate(self, iterations: int) -> BucketAggregation:
         """Whole power iterations."""
@@ -70,19 +70,19 @@ class LowRankBucket:
     def _send_p(self, q: np.ndarray, first: bool) -> AllReduce:
         """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
         sent = self._p
-        found = self._bucket.call("lowrank_p", self._rows, len(self._rows), q, self._unit_q, sent.vector, first)
+        found = self._bucket.call("lowrank_p", *self._rows.passed, q, self._unit_q, sent.vector, first)
         self._bucket.found_inf |= first and found
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _send_q(self, p: np.ndarray, first: bool) -> AllReduce:
         """Q = M' P, P orthogonalised."""
         sent = self._q
-        found = self._bucket.call("lowrank_q", self._columns, len(self._columns), p, self._unit_p, sent.vector, first)
+        found = self._bucket.call("lowrank_q", *self._columns.passed, p, self._unit_p, sent.vector, first)
         self._bucket.found_inf |= first and found
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _decode(self, p: np.ndarray, q: np.ndarray) -> bool:
-        return self._bucket.call("lowrank_decode", self._rows, len(self._rows), p, q)
+        return self._bucket.call("lowrank_decode", *self._rows.passed, p, q)
 
     def _keep(self, kind: int, new: np.ndarray) -> None:
         states = self._bucket.states
@@ -100,14 +100,23 @@ def _width(rows: int) -> int:
     return min(most, max(least, _COLUMN_PIECE // rows // 16 * 16))
 
 
-def _tasks(pieces: list[tuple[int, int]]) -> np.ndarray:
-    """Tasks, in `TASK`, from each tensor's number of rows or columns and the number of them that make a task."""
-    found = [
-        (number, start, min(step, length - start))
-        for number, (length, step) in enumerate(pieces)
-        for start in range(0, length, step)
-    ]
-    tasks = np.zeros(len(found), TASK)
-    for field, values in zip(("segment", "start", "length"), np.array(found, np.int64).T, strict=True):
-        tasks[field] = values
-    return tasks
+class Tasks:
+    """Rows or columns of a bucket's matrices, shared out.
+
+    Args:
+        pieces: of each tensor, how many there are, and how many of them make a task.
+
+    Attributes:
+        passed: what kernels take of them: the address of a `TASK` vector, and the number of its tasks.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
+        tasks = [
+            (number, start, min(step, length - start))
+            for number, (length, step) in enumerate(pieces)
+            for start in range(0, length, step)
+        ]
+        self._vector = np.zeros(len(tasks), TASK)
+        for field, values in zip(("segment", "start", "length"), np.array(tasks, np.int64).T, strict=True):
+            self._vector[field] = values
+        self.passed = self._vector.ctypes.data, len(tasks)

@@ -6,6 +6,8 @@
 
 #define CHUNK 1024 /* columns of a row that are worked on at once: those of Q stay in a core's first cache */
 
+#define STREAMED (1 << 22) /* elements of a bucket that are more than caches hold until its results are read */
+
 struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
@@ -14,6 +16,7 @@ struct job {
     float *out;
     const float *p, *q;
     int32_t makes_x;
+    int streams; /* whether results are written past the caches */
 };
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -188,29 +191,47 @@ int32_t HVD_NAME(lowrank_q)(
 
 /* P Q'. */
 
-/* A piece of a row of P Q'; where there is x, it is taken off. `rank` may be known when this is compiled. */
-HVD_INLINE void decode_row(
-    int64_t rank, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t length, float *result,
-    float *x
+/* A piece of a row of P Q'; where there is x, it is taken off. Returns whether any number is not finite.
+ *
+ * rank, streams: may be known when this is compiled; streams: whether the result is written past the caches. */
+HVD_INLINE int decode_row(
+    int64_t rank, int streams, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t length,
+    float *result, float *x
 ) {
+    hvd_bits_vector found[HVD_PARTS] = {0}; /* a number less itself is 0, unless it is not finite */
     int64_t j = 0;
-    for (; j + HVD_LANES <= length; j += HVD_LANES) {
-        hvd_vector sums[HVD_PARTS];
-        for (int part = 0; part < HVD_PARTS; part++) sums[part] = p[0] * hvd_load(q + j + part * HVD_WIDTH);
-        for (int64_t k = 1; k < rank; k++)
-            for (int part = 0; part < HVD_PARTS; part++)
-                sums[part] += p[k * p_stride] * hvd_load(q + k * columns + j + part * HVD_WIDTH);
+    for (; j + HVD_LANES <= length; j += HVD_LANES)
         for (int part = 0; part < HVD_PARTS; part++) {
             const int64_t at = j + part * HVD_WIDTH;
-            hvd_store(result + at, sums[part]);
-            if (x) hvd_store(x + at, hvd_load(x + at) - sums[part]);
+            hvd_vector sum = p[0] * hvd_load(q + at);
+            for (int64_t k = 1; k < rank; k++) sum += p[k * p_stride] * hvd_load(q + k * columns + at);
+            found[part] |= (hvd_bits_vector)(sum - sum);
+            if (streams) hvd_stream(result + at, sum);
+            else hvd_store(result + at, sum);
+            if (x) hvd_store(x + at, hvd_load(x + at) - sum);
         }
-    }
+    int32_t all = 0;
+    for (int part = 0; part < HVD_PARTS; part++)
+        for (int lane = 0; lane < HVD_WIDTH; lane++) all |= found[part][lane];
     for (; j < length; j++) {
         float sum = p[0] * q[j];
         for (int64_t k = 1; k < rank; k++) sum += p[k * p_stride] * q[k * columns + j];
+        all |= (hvd_bits(sum) & HVD_INFINITE) == HVD_INFINITE;
         result[j] = sum;
         if (x) x[j] -= sum;
+    }
+    return all != 0;
+}
+
+HVD_INLINE int decode_row_of_any_rank(
+    int streams, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t rank, int64_t length,
+    float *result, float *x
+) {
+    switch (rank) {
+    case 1: return decode_row(1, streams, p, p_stride, q, columns, length, result, x);
+    case 2: return decode_row(2, streams, p, p_stride, q, columns, length, result, x);
+    case 4: return decode_row(4, streams, p, p_stride, q, columns, length, result, x);
+    default: return decode_row(rank, streams, p, p_stride, q, columns, length, result, x);
     }
 }
 
@@ -220,27 +241,26 @@ static void decode_rows(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t columns = s->place[2], rows = s->size / columns;
     const float *q = job->q + s->place[1];
-    uint32_t largest = 0;
+    int found = 0;
     for (int64_t start = 0; start < columns; start += CHUNK) {
         const int64_t length = smaller(columns - start, CHUNK);
         for (int64_t row = task->start; row < task->start + task->length; row++) {
             const int64_t at = row * columns + start;
             const float *p = job->p + s->place[0] + row;
             float *result = s->result + at, *x = s->x ? s->x + at : NULL;
-            switch (s->count) {
-            case 1: decode_row(1, p, rows, q + start, columns, length, result, x); break;
-            case 2: decode_row(2, p, rows, q + start, columns, length, result, x); break;
-            case 4: decode_row(4, p, rows, q + start, columns, length, result, x); break;
-            default: decode_row(s->count, p, rows, q + start, columns, length, result, x);
-            }
-            largest = hvd_largest_bits(result, length, largest);
+            if (job->streams && (uintptr_t)result % sizeof(hvd_vector) == 0)
+                found |= decode_row_of_any_rank(1, p, rows, q + start, columns, s->count, length, result, x);
+            else found |= decode_row_of_any_rank(0, p, rows, q + start, columns, s->count, length, result, x);
         }
     }
-    task->counts[0] = largest >= HVD_INFINITE;
+    hvd_end_streams();
+    task->counts[0] = found;
 }
 
 int32_t HVD_NAME(lowrank_decode)(hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *p, const float *q) {
-    struct job job = {.bucket = bucket, .tasks = tasks, .p = p, .q = q};
+    int64_t elements = 0;
+    for (int64_t i = 0; i < bucket->segment_count; i++) elements += bucket->segments[i].size;
+    struct job job = {.bucket = bucket, .tasks = tasks, .p = p, .q = q, .streams = elements > STREAMED};
     hvd_parallel(bucket->threads, count, decode_rows, &job);
     return any_found(tasks, count);
 }

@@ -7,6 +7,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #if defined(__AVX512F__)
 #define HVD_WIDTH 16 /* floats of a vector */
 #elif defined(__AVX2__)
@@ -22,11 +26,32 @@
 /* May lie at any address, as the floats that it is read from. */
 typedef float hvd_vector __attribute__((vector_size(4 * HVD_WIDTH), aligned(4), may_alias));
 
+typedef int32_t hvd_bits_vector __attribute__((vector_size(4 * HVD_WIDTH)));
 typedef float hvd_four __attribute__((vector_size(16)));
 
 HVD_INLINE hvd_vector hvd_load(const float *from) { return *(const hvd_vector *)from; }
 
 HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = vector; }
+
+/* Past the caches, for what is not read again soon; `to` is aligned to a vector's size. hvd_end_streams comes after. */
+HVD_INLINE void hvd_stream(float *to, hvd_vector vector) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(to, (__m512)vector);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(to, (__m256)vector);
+#elif defined(__SSE2__)
+    _mm_stream_ps(to, (__m128)vector);
+#else
+    hvd_store(to, vector);
+#endif
+}
+
+/* Other threads see what was streamed only after this. */
+HVD_INLINE void hvd_end_streams(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
 
 HVD_INLINE hvd_vector hvd_all(float value) { return value - (hvd_vector){0}; }
 
