@@ -11,6 +11,7 @@ from hvdcomp import PowerSGD, kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.low_rank import matrix_shape, nonzero_columns, orthogonalize
+from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from tests.kernel_calls import instruction_set
@@ -199,3 +200,30 @@ def test_a_product_that_overflows_is_found(columns_of_one: int) -> None:
     assert not step.bucket.found_inf
     assert not step.outcome.found_inf
     np.testing.assert_allclose(step.results[0], 1e30, rtol=1e-5)
+
+
+@pytest.mark.parametrize("columns_of_one", [2100, 2101])
+def test_large_buckets(columns_of_one: int) -> None:
+    """Whose results are written past the caches where a row begins at a vector's boundary."""
+    (matrix,), ((start, _),) = case([(1024, columns_of_one)], 4, 0)
+    step = Step([matrix], [(start,)], PowerSGD(4))
+    p, q = (vector.reshape(4, -1).T for vector in step.sent)
+    unit = orthogonalize(numpy_arrays, p.copy())
+    np.testing.assert_allclose(step.results[0].reshape(matrix.shape), unit @ q.T, rtol=0, atol=1e-4)
+    assert np.array_equal(step.x[0], matrix.reshape(-1) - step.results[0])
+    assert not step.outcome.found_inf
+
+
+@pytest.mark.parametrize("columns_of_one", [5, 16, 40, 2049])
+def test_a_result_that_is_not_finite_is_found(columns_of_one: int) -> None:
+    """Another rank may send what makes it so: one factor of one column, at each end."""
+    for place in (0, columns_of_one - 1):
+        bucket = Bucket([TensorInfo("w", (3, columns_of_one))], [PowerSGD(1)], NoMemory())
+        bucket.segments["count"], bucket.segments["place"][:, :3] = 1, (0, 0, columns_of_one)
+        result, p, q = np.zeros((3, columns_of_one), np.float32), np.ones(3, np.float32), np.ones(columns_of_one, "f4")
+        bucket.segments["result"] = result.ctypes.data
+        rows = Tasks([(3, 2)])
+        assert not bucket.call("lowrank_decode", *rows.passed, p, q)
+        assert (result == 1).all()
+        q[place] = np.inf
+        assert bucket.call("lowrank_decode", *rows.passed, p, q)

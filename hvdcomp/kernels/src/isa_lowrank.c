@@ -6,8 +6,6 @@
 
 #define CHUNK 1024 /* columns of a row that are worked on at once: those of Q stay in a core's first cache */
 
-#define STREAMED (1 << 22) /* elements of a bucket that are more than caches hold until its results are read */
-
 struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
@@ -253,14 +251,12 @@ static void decode_rows(void *context, int64_t number) {
             else found |= decode_row_of_any_rank(0, p, rows, q + start, columns, s->count, length, result, x);
         }
     }
-    hvd_end_streams();
+    hvd_fence();
     task->counts[0] = found;
 }
 
 int32_t HVD_NAME(lowrank_decode)(hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *p, const float *q) {
-    int64_t elements = 0;
-    for (int64_t i = 0; i < bucket->segment_count; i++) elements += bucket->segments[i].size;
-    struct job job = {.bucket = bucket, .tasks = tasks, .p = p, .q = q, .streams = elements > STREAMED};
+    struct job job = {.bucket = bucket, .tasks = tasks, .p = p, .q = q, .streams = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, count, decode_rows, &job);
     return any_found(tasks, count);
 }

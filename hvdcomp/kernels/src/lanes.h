@@ -7,9 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
+#include "stream.h"
 
 #if defined(__AVX512F__)
 #define HVD_WIDTH 16 /* floats of a vector */
@@ -33,23 +31,14 @@ HVD_INLINE hvd_vector hvd_load(const float *from) { return *(const hvd_vector *)
 
 HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = vector; }
 
-/* Past the caches, for what is not read again soon; `to` is aligned to a vector's size. hvd_end_streams comes after. */
+/* The same past the caches, to a multiple of a vector's bytes; to be followed by `hvd_fence`. */
 HVD_INLINE void hvd_stream(float *to, hvd_vector vector) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(to, (__m512)vector);
 #elif defined(__AVX2__)
     _mm256_stream_ps(to, (__m256)vector);
-#elif defined(__SSE2__)
-    _mm_stream_ps(to, (__m128)vector);
 #else
     hvd_store(to, vector);
-#endif
-}
-
-/* Other threads see what was streamed only after this. */
-HVD_INLINE void hvd_end_streams(void) {
-#if defined(__SSE2__)
-    _mm_sfence();
 #endif
 }
 
