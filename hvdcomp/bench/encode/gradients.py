@@ -31,9 +31,10 @@ class Gradients(ABC):
 
     @abstractmethod
     def copy(self) -> None:
-        """Copies the original gradients, tensor by tensor, into memory that is there from the beginning.
+        """Copies all original gradients at once into memory that is there from the beginning.
 
-        What other memory costs depends on what a method has freed before, so that it would differ between methods.
+        Fresh memory would cost more or less by what a method has freed before. A copy of each tensor by itself would
+        depend on how a framework's threads wait for each other, which PyTorch's hooks change.
         """
 
     def synchronize(self) -> None:
@@ -49,18 +50,9 @@ class Gradients(ABC):
         return None
 
 
-_ALIGNED = 16  # floats: what frameworks align tensors to
-_PAGE = 1024  # floats
-
-
 def _values(tensors: Sequence[TensorInfo]) -> np.ndarray:
-    """Two vectors, (2, length): the first holds all gradients, the second is what they are copied into.
-
-    Both begin at the same place of a memory page. Where processors take an address for another with the same last bits,
-    the time of a copy depends on that, by up to a half.
-    """
-    length = sum(_room(tensor) for tensor in tensors)
-    values = np.zeros((2, length + -length % _PAGE), np.float32)
+    """Two vectors, (2, elements): the first holds all gradients, the second is what they are copied into."""
+    values = np.zeros((2, sum(tensor.size for tensor in tensors)), np.float32)
     np.random.default_rng(0).standard_normal(dtype=np.float32, out=values[0])
     values[0] *= 1e-3
     return values
@@ -71,19 +63,16 @@ def _parts(flat: Any, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
     parts, start = {}, 0
     for tensor in tensors:
         parts[tensor.name] = flat[start : start + tensor.size].reshape(tensor.shape)
-        start += _room(tensor)
+        start += tensor.size
     return parts
-
-
-def _room(tensor: TensorInfo) -> int:
-    return tensor.size + -tensor.size % _ALIGNED
 
 
 class NumpyGradients(Gradients):
     """NumPy's operations are not counted: arithmetic on arrays leaves no trace that would show them all."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
-        self._originals, self._targets = (_parts(flat, tensors) for flat in _values(tensors))
+        self._flat, self._target = _values(tensors)
+        self._originals = _parts(self._flat, tensors)
         self.arrays = {name: original.copy() for name, original in self._originals.items()}
 
     def restore(self) -> None:
@@ -91,8 +80,7 @@ class NumpyGradients(Gradients):
             np.copyto(self.arrays[name], original)
 
     def copy(self) -> None:
-        for name, original in self._originals.items():
-            np.copyto(self._targets[name], original)
+        np.copyto(self._target, self._flat)
 
 
 class TorchGradients(Gradients):
@@ -103,9 +91,8 @@ class TorchGradients(Gradients):
 
         torch.set_num_threads(threads)
         self._device = device
-        self._originals, self._targets = (
-            _parts(flat, tensors) for flat in torch.from_numpy(_values(tensors)).to(device)
-        )
+        self._flat, self._target = torch.from_numpy(_values(tensors)).to(device)
+        self._originals = _parts(self._flat, tensors)
         self.arrays = {name: original.clone() for name, original in self._originals.items()}
 
     def join(self) -> Any:
@@ -124,8 +111,7 @@ class TorchGradients(Gradients):
             self.arrays[name].copy_(original)
 
     def copy(self) -> None:
-        for name, original in self._originals.items():
-            self._targets[name].copy_(original)
+        self._target.copy_(self._flat)
 
     def synchronize(self) -> None:
         if self._device == "cuda":
