@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import QSGD, Compressor, TernGrad, kernels
+from hvdcomp import QSGD, Compressor, GlobalQSGD, Natural, TernGrad, kernels
 from tests.kernel_buckets import assert_as_by_themselves, run_buckets
 from tests.kernel_calls import instruction_set  # noqa: F401
 
@@ -48,6 +48,10 @@ MAKERS: dict[str, Callable[[int, int], list[Compressor]]] = {
     },
     "terngrad": lambda seed, count: [TernGrad()] * count,
     "terngrad without clipping": lambda seed, count: [TernGrad(clip=0)] * count,
+    "natural": lambda seed, count: [Natural()] * count,
+    "globalqsgd": lambda seed, count: [
+        GlobalQSGD(bits=int(bits)) for bits in np.random.default_rng(seed).integers(3, 17, count)
+    ],
 }
 
 

@@ -72,6 +72,11 @@ def decode_multiples(xp: ModuleType, packed: Array, scales: Array, bits: int, le
     return xp.flatten(values)[:size]
 
 
+def keys_of(bucket: Bucket, purpose: str) -> np.ndarray:
+    """The keys of the tensors' random words, for `step_keys`."""
+    return tensor_keys([tensor.name for tensor in bucket.tensors], bucket.context.seed, purpose)
+
+
 class MultiplesLayout:
     """Where the scales and the codes of a bucket's tensors lie in a payload: all scales, then the codes of each tensor.
 
@@ -91,7 +96,7 @@ class MultiplesLayout:
         begin = self.bytes_of_scales.sum()
         segments["place"][:, 0] = begin + np.cumsum(self.bytes_of_codes) - self.bytes_of_codes
         segments["place"][:, 1] = np.cumsum(self.bytes_of_scales) - self.bytes_of_scales
-        self.keys = tensor_keys([tensor.name for tensor in bucket.tensors], bucket.context.seed, purpose)
+        self.keys = keys_of(bucket, purpose)
         self.payload = Payload(int(begin + self.bytes_of_codes.sum()))
 
     def sent(self, bucket: Bucket, place: int) -> np.ndarray:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import ClassVar
 
+import numpy as np
+
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, require_count
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, pad, unpack
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, keys_of, steps_of
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
-from hvdcomp.compressors.randomness import random_words, rank_key, uniform
+from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, uniform
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.levels import Level
 
@@ -133,12 +137,32 @@ class Natural(Compressor):
         signs = pack(xp, xp.astype(vector < 0, "uint8"), 1)
         ranks = yield AllGather((exponents, signs))
 
-        def decode(exponents: Array, signs: Array) -> Array:
-            upper_half = xp.shift_left(xp.astype(exponents, "int16"), 7)
-            upper_half |= xp.shift_left(xp.astype(unpack(xp, signs, 1, size), "int16"), 15)
-            return xp.from_bfloat16_bits(upper_half)
+        return average_decoded(xp, x, ranks, partial(self._decode, xp), context)
 
-        return average_decoded(xp, x, ranks, decode, context)
+    @staticmethod
+    def _decode(xp: ModuleType, exponents: Array, signs: Array) -> Array:
+        upper_half = xp.shift_left(xp.astype(exponents, "int16"), 7)
+        upper_half |= xp.shift_left(xp.astype(unpack(xp, signs, 1, exponents.shape[0]), "int16"), 15)
+        return xp.from_bfloat16_bits(upper_half)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        segments, context = bucket.segments, bucket.context
+        sizes = segments["size"]
+        if bucket.layout is None:
+            of_signs = packed_bytes(1, sizes)
+            segments["place"][:, 0] = np.cumsum(sizes) - sizes
+            segments["place"][:, 1] = sizes.sum() + np.cumsum(of_signs) - of_signs
+            bucket.layout = Payload(int(sizes.sum() + of_signs.sum())), keys_of(bucket, self.name)
+        payload, keys = bucket.layout
+        segments["key"] = step_keys(keys, context.step, context.rank)
+        bucket.found_inf = bucket.call("natural_encode", payload.vector)
+        ranks = yield AllGather((payload.vector,), payload.with_room)
+
+        def sent(place: int) -> np.ndarray:
+            exponents, signs = (payload.vector[begin:] for begin in segments["place"][place, :2])
+            return self._decode(numpy_arrays, exponents[: sizes[place]], signs[: packed_bytes(1, sizes[place])])
+
+        return BucketOutcome(bucket.call("natural_decode", *gathered(ranks)), sent)
 
 
 @dataclass(frozen=True)
@@ -192,10 +216,26 @@ class GlobalQSGD(Compressor):
         values += uniform(xp, rank_key(context, self.name), size, like=values)
         values = xp.clip(xp.floor(values), -levels, levels)
         total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
-        mean = xp.astype(self._unpack(xp, total, levels * context.world_size), "float32")[:size]
+        mean = xp.astype(self.unpack_words(xp, total, levels * context.world_size), "float32")[:size]
         mean *= scale * (1 / (levels * context.world_size))
         values *= scale * (1 / levels)
         return outcome_like(xp, x, mean, values)
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        segments, context = bucket.segments, bucket.context
+        if bucket.layout is None:
+            bucket.layout = _GlobalLayout(bucket, self.name)
+        layout = bucket.layout
+        segments["key"] = step_keys(layout.keys, context.step, context.rank)
+        bucket.found_inf = bucket.call("globalqsgd_measure", layout.maxima)
+        scales = yield AllReduce(layout.maxima, op="max")
+        bucket.call("globalqsgd_encode", scales, context.world_size, layout.words)
+        total = yield AllReduce(layout.words, op="sum")
+
+        def sent(place: int) -> np.ndarray:
+            return layout.sent(bucket, place, scales[place])
+
+        return BucketOutcome(bucket.call("globalqsgd_decode", scales, context.world_size, total), sent)
 
     def _pack(self, xp: ModuleType, codes: Array) -> Array:
         """Codes below 2**(bits - 1) in magnitude, int32, as the digits of int32 numbers to the base 2**bits.
@@ -211,7 +251,7 @@ class GlobalQSGD(Compressor):
             words += codes[field * length : (field + 1) * length]
         return words
 
-    def _unpack(self, xp: ModuleType, words: Array, largest: int) -> Array:
+    def unpack_words(self, xp: ModuleType, words: Array, largest: int) -> Array:
         """The digits, int32, of words whose digits are at most `largest` in magnitude."""
         fields = 32 // self.bits
         # With `largest` added to each digit, all are positive and lie in bits of their own.
@@ -224,6 +264,35 @@ class GlobalQSGD(Compressor):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         return bits_for(self, compression_factor, shape, range(2, 17))
+
+
+class _GlobalLayout:
+    """What a bucket of Global-QSGD sends.
+
+    Attributes:
+        maxima: largest magnitudes, float32 (tensors,).
+        words: of all tensors, int32.
+        keys: of the tensors' random numbers.
+    """
+
+    def __init__(self, bucket: Bucket, purpose: str) -> None:
+        for one in set(bucket.compressors):
+            one.levels(bucket.context.world_size)  # refuses too many ranks
+        segments = bucket.segments
+        segments["count"] = [one.bits for one in bucket.compressors]
+        words = -(-segments["size"] // (32 // segments["count"]))
+        segments["place"][:, 0] = np.cumsum(words) - words
+        self.maxima = np.zeros(len(words), np.float32)
+        self.words = np.zeros(words.sum(), np.int32)
+        self.keys = keys_of(bucket, purpose)
+
+    def sent(self, bucket: Bucket, place: int, scale: np.float32) -> np.ndarray:
+        """C(x) of a tensor."""
+        segment, compressor = bucket.segments[place], bucket.compressors[place]
+        size, begin, levels = segment["size"], segment["place"][0], compressor.levels(bucket.context.world_size)
+        words = self.words[begin : begin - (-size // (32 // compressor.bits))]
+        digits = compressor.unpack_words(numpy_arrays, words, levels)[:size].astype(np.float32)
+        return digits * (scale * np.float32(1 / levels))
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:

@@ -15,6 +15,7 @@ struct job {
     int64_t length;     /* elements that share a scale */
     int64_t first;      /* task */
     int32_t known;      /* whether x and the scales are made */
+    int32_t large;      /* whether results are written past the caches */
 };
 
 /* Codes of some bits stand for code - half units, which are the scale times `unit`: from minus to plus the scale. */
@@ -95,6 +96,7 @@ static void decode_piece(void *context, int64_t number) {
     const struct codes c = codes_of(s->count);
     const int64_t end = task->start + task->length;
     uint8_t codes[HVD_GROUP + 8];
+    float sum[HVD_GROUP];
     uint32_t largest = 0;
     for (int64_t group = task->start; group < end; group += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - group);
@@ -105,11 +107,13 @@ static void decode_piece(void *context, int64_t number) {
             for (int64_t from = group, to; from < group + length; from = to) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);
-                add_up(s->result + from, codes + (from - group), to - from, c.half, scales[place] * c.unit, rank > 0);
+                add_up(sum + (from - group), codes + (from - group), to - from, c.half, scales[place] * c.unit, rank > 0);
             }
         }
-        largest = hvd_mean(s->result + group, length, job->ranks, largest);
+        largest = hvd_mean(sum, length, job->ranks, largest);
+        hvd_copy(s->result + group, sum, length, job->large);
     }
+    hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
@@ -196,6 +200,7 @@ int32_t HVD_NAME(terngrad_encode)(hvd_bucket *bucket, double clip, uint8_t *payl
 
 int32_t HVD_NAME(multiples_decode)(hvd_bucket *bucket, int64_t length, const uint8_t *payloads, int64_t ranks, int64_t row) {
     struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .length = length};
+    job.large = hvd_is_large(bucket);
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
     return hvd_any_found(bucket);
 }

@@ -5,6 +5,7 @@
 #include "bucket.h"
 #include "isa.h"
 #include "randomness.h"
+#include "stream.h"
 
 #ifdef __AVX2__
 #include <immintrin.h>

@@ -1,0 +1,95 @@
+/* Natural compression: elements rounded at random to a power of two, as sign and exponent.
+ *
+ * Of each tensor, a byte for each exponent lies at `place[0]` of a payload, and packed sign bits at `place[1]`. */
+#include "packing.h"
+#include "quant.h"
+
+struct job {
+    const hvd_bucket *bucket;
+    uint8_t *payload;
+    const uint8_t *payloads;
+    int64_t ranks, row; /* bytes of a rank's payload */
+    int large;
+};
+
+static float power(uint8_t exponent, uint8_t sign) {
+    const uint32_t bits = (uint32_t)sign << 31 | (uint32_t)exponent << 23;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* Random bits below the exponent, of which no more than the carry stays. */
+static void round_to_powers(
+    const float *restrict x, int64_t start, int64_t length, uint64_t key, uint8_t *restrict exponents, uint8_t *restrict signs
+) {
+    uint32_t weyl = hvd_weyl(start, key);
+    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
+        const uint32_t rounded = ((hvd_bits(x[i]) & 0x7fffffffu) + (hvd_word(weyl, key) >> 9)) >> 23;
+        exponents[i] = (uint8_t)(rounded < 254 ? rounded : 254);
+        signs[i] = x[i] < 0;
+    }
+}
+
+static void encode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t end = task->start + task->length;
+    uint8_t signs[HVD_GROUP + 8];
+    uint32_t largest = 0;
+    for (int64_t start = task->start; start < end; start += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        uint8_t *exponents = job->payload + s->place[0] + start;
+        round_to_powers(x, start, length, s->key, exponents, signs);
+        if (s->x)
+            for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], power(exponents[i], signs[i]));
+        memset(signs + length, 0, 8);
+        hvd_pack(signs, job->payload + s->place[1], s->size, start, length, 1, 0);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(natural_encode)(hvd_bucket *bucket, uint8_t *payload) {
+    struct job job = {.bucket = bucket, .payload = payload};
+    hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
+    return hvd_any_found(bucket);
+}
+
+static void add_powers(
+    float *restrict sum, const uint8_t *restrict exponents, const uint8_t *restrict signs, int64_t length, int add
+) {
+    if (add)
+        for (int64_t i = 0; i < length; i++) sum[i] += power(exponents[i], signs[i]);
+    else
+        for (int64_t i = 0; i < length; i++) sum[i] = power(exponents[i], signs[i]);
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t end = task->start + task->length;
+    uint8_t signs[HVD_GROUP + 8];
+    float sum[HVD_GROUP];
+    uint32_t largest = 0;
+    for (int64_t start = task->start; start < end; start += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        for (int64_t rank = 0; rank < job->ranks; rank++) {
+            const uint8_t *payload = job->payloads + rank * job->row;
+            hvd_pack(signs, (uint8_t *)payload + s->place[1], s->size, start, length, 1, 1);
+            add_powers(sum, payload + s->place[0] + start, signs, length, rank > 0);
+        }
+        largest = hvd_mean(sum, length, job->ranks, largest);
+        hvd_copy(s->result + start, sum, length, job->large);
+    }
+    hvd_fence();
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(natural_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
+    struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket)};
+    hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
+    return hvd_any_found(bucket);
+}
