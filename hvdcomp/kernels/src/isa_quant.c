@@ -75,6 +75,7 @@ static void encode_piece(void *context, int64_t number) {
         if (!job->known) find_norms(x, end - start, job->length, scales + start / job->length);
         for (int64_t group = start; group < end; group += HVD_GROUP) {
             const int64_t length = hvd_shorter(HVD_GROUP, end - group);
+            hvd_ask_ahead(s, group);
             for (int64_t from = group, to; from < group + length; from = to) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);

@@ -40,6 +40,7 @@ static void encode_piece(void *context, int64_t number) {
     uint32_t largest = 0;
     for (int64_t start = task->start; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        hvd_ask_ahead(s, start);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         uint8_t *exponents = job->payload + s->place[0] + start;
         round_to_powers(x, start, length, s->key, exponents, signs);

@@ -4,6 +4,7 @@
 
 #include "bucket.h"
 #include "isa.h"
+#include "packing.h"
 #include "randomness.h"
 #include "stream.h"
 
@@ -58,6 +59,13 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     for (int half = 8; half; half /= 2)
         for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
     return lanes[0];
+}
+
+/* Asks for a group of gradients that will be read a block later: while numbers are rounded, memory has time. */
+static inline void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
+    const float *next = (s->source ? s->source : s->gradient) + start + HVD_BLOCK;
+    const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK);
+    for (int64_t i = 0; i < length; i += 16) __builtin_prefetch(next + i);
 }
 
 static inline int32_t hvd_any_found(const hvd_bucket *bucket) {
