@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +71,10 @@ def _answer(asked: list[Any]) -> Any:
         return [request.parts for request in asked]
     stacked = np.stack([as_numpy(request.array) for request in asked])
     wide = np.int64 if stacked.dtype.kind == "i" else np.float64
-    assert asked[0].op in ("sum", "max")
+    assert asked[0].op in ("sum", "max", "mean")
+    if asked[0].op == "mean":  # in the element type, in rank order
+        mean = functools.reduce(np.add, stacked) * stacked.dtype.type(1 / len(stacked))
+        return make(framework_of(asked[0].array), mean, str(stacked.dtype))
     combined = stacked.astype(wide).sum(0) if asked[0].op == "sum" else stacked.max(0)
     narrow = combined.astype(stacked.dtype)
     if wide is np.int64:

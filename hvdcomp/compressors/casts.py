@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
 
@@ -29,11 +30,7 @@ class NoCompression(Compressor):
         return Outcome(mean, x)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        if bucket.layout is None:
-            ends = np.cumsum(bucket.segments["size"])
-            bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
-            bucket.layout = Payload(int(ends[-1]), "float32")
-        wire = bucket.layout
+        wire = _wire(bucket, "float32")
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
         mean = yield AllReduce(wire.vector, with_room=wire.with_room)
         found_inf = bucket.call("dense_decode", mean)
@@ -59,6 +56,19 @@ class FP16(Compressor):
         mean = yield AllReduce(half)
         return Outcome(xp.astype(mean, xp.dtype_name(x)), xp.astype(half, xp.dtype_name(x)))
 
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        wire = _wire(bucket, "float16")
+        bucket.found_inf = bucket.call("half_encode", wire.with_room)
+        # Without room it travels as a copy: what was sent cannot be told from x where only x less that is left.
+        mean = yield AllReduce(wire.vector, with_room=None if bucket.keeps else wire.with_room)
+
+        def sent(place: int) -> np.ndarray:
+            if not bucket.keeps:
+                return bucket.compressed(place).astype(np.float16).astype(np.float32)
+            return _of_tensor(bucket, wire.vector, place).astype(np.float32)
+
+        return BucketOutcome(bucket.call("half_decode", mean), sent)
+
     def wire_dtype(self, dtype: str) -> str:
         return "float16"
 
@@ -76,3 +86,28 @@ class BF16(Compressor):
         ranks = yield AllGather((bits,))
         outcome = average_decoded(xp, x, ranks, xp.from_bfloat16_bits, context)
         return outcome._replace(mean=xp.astype(outcome.mean, xp.dtype_name(x)))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        wire = _wire(bucket, "int16")
+        bucket.found_inf = bucket.call("bfloat16_encode", wire.with_room)
+        ranks = yield AllGather((wire.vector.view(np.uint8),), wire.with_room.view(np.uint8))
+
+        def sent(place: int) -> np.ndarray:
+            return numpy_arrays.from_bfloat16_bits(_of_tensor(bucket, wire.vector, place))
+
+        return BucketOutcome(bucket.call("bfloat16_decode", *gathered(ranks)), sent)
+
+
+def _wire(bucket: Bucket, dtype: str) -> Payload:
+    """One element for each of a bucket's, tensor behind tensor, where `place[0]` of the table says."""
+    if bucket.layout is None:
+        ends = np.cumsum(bucket.segments["size"])
+        bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
+        bucket.layout = Payload(int(ends[-1]), dtype)
+    wire: Payload = bucket.layout
+    return wire
+
+
+def _of_tensor(bucket: Bucket, vector: np.ndarray, place: int) -> np.ndarray:
+    segment = bucket.segments[place]
+    return vector[segment["place"][0] :][: segment["size"]]

@@ -1,0 +1,130 @@
+/* Half precision and bfloat16. Of each tensor, 16-bit numbers begin at `place[0]` (numbers) of what travels. */
+#include "half.h"
+#include "quant.h"
+
+struct job {
+    const hvd_bucket *bucket;
+    uint16_t *wire;
+    const uint8_t *payloads;
+    int64_t ranks, row; /* bytes of a rank's payload */
+    int large;
+};
+
+/* Each number of a group with what it becomes. */
+static void to_halves(const float *restrict x, int64_t length, uint16_t *restrict out) {
+    int64_t i = 0;
+#if defined __AVX512F__
+    for (; i + 16 <= length; i += 16)
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined __F16C__
+    for (; i + 8 <= length; i += 8)
+        _mm_storeu_si128((__m128i *)(void *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < length; i++) out[i] = hvd_to_half(x[i]);
+}
+
+static void from_halves(const uint16_t *restrict in, int64_t length, float *restrict x) {
+    int64_t i = 0;
+#if defined __AVX512F__
+    for (; i + 16 <= length; i += 16)
+        _mm512_storeu_ps(x + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(in + i))));
+#elif defined __F16C__
+    for (; i + 8 <= length; i += 8)
+        _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(in + i))));
+#endif
+    for (; i < length; i++) x[i] = hvd_from_half(in[i]);
+}
+
+/* To nearest, ties to even. */
+static void to_bfloat16s(const float *restrict x, int64_t length, uint16_t *restrict out) {
+    for (int64_t i = 0; i < length; i++) {
+        const uint32_t bits = hvd_bits(x[i]), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        out[i] = (uint16_t)((bits & 0x7fffffffu) > HVD_INFINITE ? bits >> 16 | 0x40u : rounded);
+    }
+}
+
+static void from_bfloat16s(const uint16_t *restrict in, int64_t length, float *restrict x) {
+    for (int64_t i = 0; i < length; i++) {
+        const uint32_t bits = (uint32_t)in[i] << 16;
+        memcpy(x + i, &bits, sizeof bits);
+    }
+}
+
+static inline __attribute__((always_inline)) void encode_piece(
+    const struct job *job, int64_t number, void (*to)(const float *, int64_t, uint16_t *),
+    void (*from)(const uint16_t *, int64_t, float *), uint16_t infinite
+) {
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t end = task->start + task->length;
+    float sent[HVD_GROUP];
+    uint32_t largest = 0;
+    uint16_t highest = 0;
+    for (int64_t start = task->start; start < end; start += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        uint16_t *out = job->wire + s->place[0] + start;
+        to(hvd_x(job->bucket, s, start, length, &largest), length, out);
+        for (int64_t i = 0; i < length; i++) {
+            const uint16_t magnitude = out[i] & 0x7fffu;
+            highest = magnitude > highest ? magnitude : highest;
+        }
+        if (!s->x) continue;
+        from(out, length, sent);
+        for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], sent[i]);
+    }
+    task->counts[0] = largest >= HVD_INFINITE || highest >= infinite;
+}
+
+static inline __attribute__((always_inline)) void decode_piece(
+    const struct job *job, int64_t number, void (*from)(const uint16_t *, int64_t, float *)
+) {
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t end = task->start + task->length;
+    float sum[HVD_GROUP], other[HVD_GROUP];
+    uint32_t largest = 0;
+    for (int64_t start = task->start; start < end; start += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        for (int64_t rank = 0; rank < job->ranks; rank++) {
+            const uint8_t *payload = job->payloads + rank * job->row;
+            from((const uint16_t *)(const void *)payload + s->place[0] + start, length, rank ? other : sum);
+            for (int64_t i = 0; rank && i < length; i++) sum[i] += other[i];
+        }
+        largest = hvd_mean(sum, length, job->ranks, largest);
+        hvd_copy(s->result + start, sum, length, job->large);
+    }
+    hvd_fence();
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+static void encode_halves(void *job, int64_t task) { encode_piece(job, task, to_halves, from_halves, 0x7c00); }
+
+static void decode_halves(void *job, int64_t task) { decode_piece(job, task, from_halves); }
+
+static void encode_bfloat16s(void *job, int64_t task) { encode_piece(job, task, to_bfloat16s, from_bfloat16s, 0x7f80); }
+
+static void decode_bfloat16s(void *job, int64_t task) { decode_piece(job, task, from_bfloat16s); }
+
+int32_t HVD_NAME(half_encode)(hvd_bucket *bucket, uint16_t *wire) {
+    struct job job = {.bucket = bucket, .wire = wire};
+    hvd_parallel(bucket->threads, bucket->task_count, encode_halves, &job);
+    return hvd_any_found(bucket);
+}
+
+int32_t HVD_NAME(half_decode)(hvd_bucket *bucket, const uint16_t *mean) {
+    struct job job = {bucket, NULL, (const uint8_t *)mean, 1, 0, hvd_is_large(bucket)};
+    hvd_parallel(bucket->threads, bucket->task_count, decode_halves, &job);
+    return hvd_any_found(bucket);
+}
+
+int32_t HVD_NAME(bfloat16_encode)(hvd_bucket *bucket, uint16_t *wire) {
+    struct job job = {.bucket = bucket, .wire = wire};
+    hvd_parallel(bucket->threads, bucket->task_count, encode_bfloat16s, &job);
+    return hvd_any_found(bucket);
+}
+
+int32_t HVD_NAME(bfloat16_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
+    struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket)};
+    hvd_parallel(bucket->threads, bucket->task_count, decode_bfloat16s, &job);
+    return hvd_any_found(bucket);
+}
