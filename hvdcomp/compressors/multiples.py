@@ -107,7 +107,8 @@ class MultiplesLayout:
         codes = payload[codes_at : codes_at + self.bytes_of_codes[place]]
         scales = payload[scales_at : scales_at + self.bytes_of_scales[place]].view(np.float32)
         bits, length = int(segment["count"]), min(self.length, size)
-        return decode_multiples(numpy_arrays, codes, scales.reshape(-1, 1), bits, length, size)
+        with np.errstate(invalid="ignore"):  # of a step that is not finite
+            return decode_multiples(numpy_arrays, codes, scales.reshape(-1, 1), bits, length, size)
 
 
 def aggregate_multiples(

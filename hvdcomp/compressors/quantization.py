@@ -292,7 +292,8 @@ class _GlobalLayout:
         size, begin, levels = segment["size"], segment["place"][0], compressor.levels(bucket.context.world_size)
         words = self.words[begin : begin - (-size // (32 // compressor.bits))]
         digits = compressor.unpack_words(numpy_arrays, words, levels)[:size].astype(np.float32)
-        return digits * (scale * np.float32(1 / levels))
+        with np.errstate(invalid="ignore"):  # of a step that is not finite
+            return digits * (scale * np.float32(1 / levels))
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
