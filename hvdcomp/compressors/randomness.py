@@ -20,6 +20,9 @@ from hvdcomp.arrays.shapes import ShapeArray
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
+_ROUNDS = 6  # of the bijection
+_LEAST_BITS = 6  # that it works on: with fewer, not all choices are equally likely
+
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:
     """A generator that is the same on every rank for this tensor, step and purpose."""
@@ -40,8 +43,16 @@ def drawn(
     return ShapeArray(shape, dtype) if isinstance(like, ShapeArray) else xp.from_numpy(draw(), like=like)
 
 
-def distinct_indices(xp: ModuleType, generator: np.random.Generator, count: int, size: int, like: Array) -> Array:
-    """`count` different indices in [0, size), in ascending order, each set equally likely, on the device of `like`.
+def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Array) -> Array:
+    """`count` different indices in [0, size), in ascending order, on the device of `like`.
+
+    They are what 0, 1, 2 ... become under a bijection that the key chooses: a Feistel network of six rounds on the
+    numbers of as many bits as `size` needs, and no less than six, applied again to what is not below `size` ("cycle
+    walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Its halves have at most 32 bits, so that sizes up
+    to 2**63 have their bijection too. `kernels/src/isa_sparse_random.c` has the same in C.
+
+    Args:
+        key: 64 bits.
 
     Returns:
         int32 where the indices fit (size < 2**31), else int64; shape (count,).
@@ -49,11 +60,29 @@ def distinct_indices(xp: ModuleType, generator: np.random.Generator, count: int,
     dtype = "int32" if size < 2**31 else "int64"
 
     def draw() -> np.ndarray:
-        indices = generator.choice(size, count, replace=False, shuffle=False)
+        bits = max(_LEAST_BITS, (size - 1).bit_length())
+        indices = _permuted(np.arange(count, dtype=np.uint64), bits, key)
+        while (beyond := indices >= size).any():
+            indices[beyond] = _permuted(indices[beyond], bits, key)
         indices.sort()
         return indices.astype(dtype)
 
     return drawn(xp, draw, (count,), dtype, like)
+
+
+def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:
+    """Numbers below 2**bits, uint64, become others, one to one."""
+    low = bits // 2
+    halves = [(numbers >> np.uint64(low)).astype(np.uint32), (numbers & np.uint64(2**low - 1)).astype(np.uint32)]
+    widths = [bits - low, low]
+    for number in range(_ROUNDS):
+        key = (key + 0x9E3779B97F4A7C15) % 2**64
+        changed = number % 2
+        word = halves[1 - changed] * np.uint32(0x9E3779B9) + np.uint32(key % 2**32)
+        word = (word ^ word >> np.uint32(16)) * np.uint32(0x21F0AAAD)
+        word = (word ^ word >> np.uint32(15) ^ np.uint32(key >> 32)) * np.uint32(0xD35A2D97)
+        halves[changed] = halves[changed] ^ word >> np.uint32(32 - widths[changed])
+    return halves[0].astype(np.uint64) << np.uint64(low) | halves[1]
 
 
 def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
@@ -74,6 +103,11 @@ def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
         keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
         keys = keys ^ keys >> np.uint64(31)
     return keys
+
+
+def shared_key(context: Context, purpose: str) -> int:
+    """The key that all ranks have for this tensor, step and purpose."""
+    return int(step_keys(_name_key(context.name, context.seed, purpose), context.step, None)[0])
 
 
 def rank_key(context: Context, purpose: str) -> int:

@@ -11,9 +11,10 @@ from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, require_ratio
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
-from hvdcomp.compressors.randomness import distinct_indices, shared_generator
+from hvdcomp.compressors.randomness import distinct_indices, shared_key
 from hvdcomp.compressors.sparse_bucket import LARGEST, aggregate_by_magnitude
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
+from hvdcomp.compressors.sparse_random import aggregate_at_random
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
 
@@ -151,7 +152,7 @@ class RandomK(ByRatio):
         size = vector.shape[0]
         count = elements_kept(self.ratio, size)
         dtype = xp.dtype_name(x)
-        indices = distinct_indices(xp, shared_generator(context, "randomk"), count, size, like=x)
+        indices = distinct_indices(xp, shared_key(context, "randomk"), count, size, like=x)
         values = xp.take(vector, indices)
         if self.unbiased:
             values *= size / count
@@ -160,6 +161,9 @@ class RandomK(ByRatio):
         mean = yield AllReduce(xp.astype(values, carried))
         dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_at_random(bucket, self.values, self.unbiased)
 
     def most_elements(self, budget: float, size: int) -> int:
         return min(size, max(1, int(budget / sparse_payload.value_bytes(self.values))))

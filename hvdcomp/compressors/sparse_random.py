@@ -1,0 +1,86 @@
+"""The bucket form of random-k: the places are drawn in compiled code, and the values of all tensors are one vector."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
+from hvdcomp.compressors.memory import MomentumCorrection
+from hvdcomp.compressors.protocol import AllReduce, SparseVector
+from hvdcomp.compressors.randomness import step_keys, tensor_keys
+from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
+
+_BLOCK_BITS = 16  # of an element's place in its task
+
+
+class _Layout:
+    """Where each tensor's values lie, and room for what was drawn.
+
+    Args:
+        bucket: its table gets `count` and `place`.
+        values: how they travel, of `sparse_payload`.
+
+    Attributes:
+        payload: values, tensor by tensor, and in a tensor task by task.
+        sent: (values,), what receivers make of them.
+        places: (values,), where each is in its task.
+        ends: (tasks,), of the values of each task among those of its tensor.
+    """
+
+    def __init__(self, bucket: Bucket, values: str) -> None:
+        segments = bucket.segments
+        sizes = segments["size"].tolist()
+        counts = [elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)]
+        segments["count"] = counts
+        self._ends = np.cumsum(counts)
+        segments["place"][:, 0] = self._ends - counts
+        tasks = np.bincount(bucket.table.tasks["segment"], minlength=len(segments))
+        self._tasks = np.cumsum(tasks)
+        segments["place"][:, 1] = self._tasks - tasks
+        total = int(self._ends[-1])
+        self.payload = Payload(total, "float16" if values == "fp16" else "float32")
+        self.sent = np.zeros(total, np.float32)
+        self.drawn = np.zeros(total, np.uint64)
+        self.places = np.zeros(total, np.uint16)
+        self.ends = np.zeros(int(self._tasks[-1]), np.int64)
+        names = [tensor.name for tensor in bucket.tensors]
+        self.keys = tensor_keys(names, bucket.context.seed, "randomk")
+
+    def sparse(self, bucket: Bucket, place: int) -> SparseVector:
+        """What this rank has sent of a tensor."""
+        (start, first_task), end = bucket.segments["place"][place, :2].tolist(), int(self._ends[place])
+        counts = np.diff(self.ends[first_task : int(self._tasks[place])], prepend=0)
+        starts = np.repeat(np.arange(len(counts)) << _BLOCK_BITS, counts)
+        indices = starts + self.places[start:end]
+        dtype = np.int32 if bucket.tensors[place].size < 2**31 else np.int64
+        return SparseVector(indices.astype(dtype), self.sent[start:end].copy())
+
+    def keep(self, bucket: Bucket) -> None:
+        """Takes what this rank sent off x and, with masking, off the velocity."""
+        memory = bucket.memory
+        masking = isinstance(memory, MomentumCorrection) and memory.masking
+        bucket.call("random_keep", self.sent, self.places, self.ends, masking)
+
+
+def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAggregation:
+    """A bucket's step of random-k.
+
+    Args:
+        values: how they travel, of `sparse_payload`.
+        unbiased: whether they are scaled by d / k.
+    """
+    if bucket.layout is None:
+        bucket.layout = _Layout(bucket, values)
+    layout, context = bucket.layout, bucket.context
+    half = values == "fp16"
+    bound = LARGEST_HALF / (2 * context.world_size) if half else 0.0
+    bucket.segments["key"] = step_keys(layout.keys, context.step, None)
+    payload, places, ends = layout.payload, layout.places, layout.ends
+    bucket.found_inf = bucket.call(
+        "random_encode", payload.vector, layout.sent, layout.drawn, places, ends, bound, unbiased
+    )
+    mean = yield AllReduce(payload.vector, with_room=payload.with_room)
+    found_inf = bucket.call("random_decode", mean, places, ends, half)
+    return BucketOutcome(found_inf, partial(layout.sparse, bucket), keep=partial(layout.keep, bucket))
