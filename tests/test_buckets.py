@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdcomp import ErrorFeedback, kernels
+from hvdcomp import ErrorFeedback, TopK, kernels
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.parsing import parse_compressor
@@ -265,3 +266,19 @@ def test_residuals_follow_tensors_into_buckets_and_out(
                     assert plan.get(name, "none") == "none"
 
     run_ranks(2, work)
+
+
+def test_a_method_that_is_derived_from_another_does_not_get_its_form() -> None:
+    """It may have changed what the form does."""
+
+    @dataclasses.dataclass(frozen=True)
+    class FirstK(TopK):
+        def choose(self, xp: Any, vector: Any, k: int) -> Any:
+            return xp.from_numpy(np.arange(k, dtype=np.int32), like=vector)
+
+    try:
+        (run,) = run_engines(1, infos(SHAPES), FirstK(0.1), gradients("numpy"))
+        assert not run.engine.buckets.now
+        assert as_numpy(run.results[0]["vector"]).nonzero()[0].tolist() == list(range(8))
+    finally:
+        COMPRESSORS["topk"] = TopK

@@ -106,8 +106,11 @@ class Compressor(Described):
 
     @property
     def bucket_family(self) -> Hashable | None:
-        """What is the same for all compressors whose tensors can share a bucket; None without `aggregate_bucket`."""
-        if type(self).aggregate_bucket is Compressor.aggregate_bucket:
+        """What is the same for all compressors whose tensors can share a bucket; None without `aggregate_bucket`.
+
+        The form must be the class's own: a subclass that changes the method would else be passed over.
+        """
+        if "aggregate_bucket" not in vars(type(self)):
             return None
         fields = {name: value for name, value in vars(self).items() if name != self.level_name}
         return type(self), tuple(fields.items())
