@@ -6,6 +6,7 @@ The docstrings of `numpy_arrays` hold for the functions of the same name.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 import time
 from collections.abc import Sequence
@@ -56,9 +57,12 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
+    addresses = [x.data_ptr() for x in arrays if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()]
+    if len(addresses) == len(arrays):
+        return list(arrays), addresses
     if any(x.dtype is not torch.float32 or not x.is_cpu for x in arrays):
         return None
-    dense = [x if x.is_contiguous() else x.contiguous() for x in arrays]
+    dense = [x.contiguous() for x in arrays]
     return dense, [x.data_ptr() for x in dense]
 
 
@@ -285,6 +289,8 @@ def like_original(x: Array, original: Array) -> Array:
 
 
 def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[Array]:
+    if all(map(operator.is_, arrays, originals)):
+        return list(arrays)
     return [
         x if x is original or (original.is_contiguous() and x.dtype is original.dtype) else like_original(x, original)
         for x, original in zip(arrays, originals, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import ModuleType
@@ -58,6 +59,9 @@ class Buckets:
         self.now: list[Group] = []
         self._able: list[str] = []  # of the latest step, the float32 tensors on the host
         self._made_for: tuple[Plan, Sequence[str]] | None = None
+        self._grouped: list[str] = []
+        self._grouped_states: list[TensorState] = []
+        self._released = 0
 
     def groups(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
@@ -71,14 +75,17 @@ class Buckets:
             able = [name for name in names if self._tensors[name].dtype == "float32"] if kernels.available() else []
             self._able = able if able and xp.hosted([gradients[name] for name in able]) else []
             self.now = list(self._group(xp, self._able, gradients, plan))
+            self._grouped = [name for group in self.now for name in group.names]
+            self._grouped_states = [self._states[name] for name in self._grouped]
+            self._released = self._residuals.released
             self._made_for = (plan, names)
         hosted = xp.hosted([gradients[name] for name in self._able]) if self._able else None
         if hosted is None:
             return []
         arrays, addresses = hosted
         for group in self.now:
-            group.arrays = [arrays[place] for place in group.places]
-            group.bucket.segments["gradient"] = [addresses[place] for place in group.places]
+            group.arrays = group.pick(arrays)
+            group.bucket.segments["gradient"] = group.pick(addresses)
         return self.now
 
     def drop(self, group: Group) -> None:
@@ -89,9 +96,9 @@ class Buckets:
     def _still_right(self, names: Sequence[str], plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan or self._made_for[1] != names:
             return False
-        return all(
-            self._states[name] is state and state.is_flat for group in self.now for name, state, _ in group.tensors
-        )
+        # Somebody may have put others in their place, or taken what they keep out of flat storage.
+        same = all(map(operator.is_, map(self._states.__getitem__, self._grouped), self._grouped_states))
+        return same and self._residuals.released == self._released
 
     def _group(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
@@ -113,9 +120,13 @@ class Buckets:
                 tensors.append((name, state, number))
             group = Group(tensors, self._residuals, [self._tensors[name] for name in mine], compressors, memory)
             group = known.get(group.key, group)
-            group.places = members
+            group.pick = operator.itemgetter(*members) if len(members) > 1 else _one_of(members[0])
             group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
             yield group
+
+
+def _one_of(place: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    return lambda values: (values[place],)
 
 
 def _bridges(
@@ -145,7 +156,7 @@ class Group:
         key: two groups of the same key are the same bucket.
         bucket: what its compressors see.
         keeps: whether anything is added to the gradients.
-        places: of its tensors among those of the step.
+        pick: takes what belongs to its tensors from a sequence over those of the step.
         arrays: the gradients of the step, row-major.
         has_states: whether the compressors' arrays of all its tensors lie in the bucket.
         ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
@@ -166,7 +177,7 @@ class Group:
         self.key = (tuple(tensors), tuple(compressors), memory)
         self.bucket = Bucket(described, compressors, memory)
         self.keeps = not isinstance(memory, NoMemory)
-        self.places: Sequence[int] = ()
+        self.pick: Callable[[Sequence[Any]], Sequence[Any]]
         self.arrays: Sequence[Array] = ()
         period = compressors[0].period
         self._costs = [self._costs_of(step) for step in range(period)]

@@ -29,6 +29,7 @@ class Residuals:
     Attributes:
         keepers: (tensors,), the memory whose arrays are kept of each tensor.
         holds: (tensors,), whether anything is kept.
+        released: how often what is kept of a tensor was taken to lie elsewhere.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -40,6 +41,7 @@ class Residuals:
         self._turn = np.zeros(len(sizes), np.int64)  # which buffer holds what is kept
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.holds = np.zeros(len(sizes), bool)
+        self.released = 0
         self._rule = np.zeros(len(sizes), np.int32)
         self._above = np.zeros(len(sizes), np.float32)
         self._below = np.zeros(len(sizes), np.float32)

@@ -85,7 +85,9 @@ class TensorState:
     def memory(self, arrays: tuple[Array, ...]) -> None:
         self._keeper = self.keeper
         self._arrays = arrays
-        self._residuals = None
+        if self._residuals is not None:
+            self._residuals.released += 1
+            self._residuals = None
 
     @property
     def keeper(self) -> Memory:
