@@ -55,6 +55,15 @@ typedef struct {
 
 #define HVD_INFINITE 0x7f800000u /* the magnitude bits of inf; those of NaN are higher */
 
+static inline int64_t hvd_shorter(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Whether any of the tasks has found an inf or NaN, which it says by its first count. */
+static inline int32_t hvd_any_found(const hvd_task *tasks, int64_t count) {
+    int64_t found = 0;
+    for (int64_t i = 0; i < count; i++) found |= tasks[i].counts[0];
+    return (int32_t)found;
+}
+
 static inline uint32_t hvd_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -108,23 +108,23 @@ static void decode_bfloat16s(void *job, int64_t task) { decode_piece(job, task, 
 int32_t HVD_NAME(half_encode)(hvd_bucket *bucket, uint16_t *wire) {
     struct job job = {.bucket = bucket, .wire = wire};
     hvd_parallel(bucket->threads, bucket->task_count, encode_halves, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 int32_t HVD_NAME(half_decode)(hvd_bucket *bucket, const uint16_t *mean) {
     struct job job = {bucket, NULL, (const uint8_t *)mean, 1, 0, hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, decode_halves, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 int32_t HVD_NAME(bfloat16_encode)(hvd_bucket *bucket, uint16_t *wire) {
     struct job job = {.bucket = bucket, .wire = wire};
     hvd_parallel(bucket->threads, bucket->task_count, encode_bfloat16s, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 int32_t HVD_NAME(bfloat16_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
     struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, decode_bfloat16s, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }

@@ -24,22 +24,16 @@ static void make_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-static int32_t any_found(const hvd_bucket *bucket) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
-    return (int32_t)found;
-}
-
 int32_t HVD_NAME(make_x)(hvd_bucket *bucket) {
     struct job job = {.bucket = bucket};
     hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 int32_t HVD_NAME(dense_encode)(hvd_bucket *bucket, float *wire) {
     struct job job = {.bucket = bucket, .wire = wire, .large = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void copy_piece(void *context, int64_t number) {
@@ -61,7 +55,7 @@ static void copy_piece(void *context, int64_t number) {
 int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
     struct job job = {.bucket = bucket, .mean = mean, .large = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, copy_piece, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void put_piece(void *context, int64_t number) {

@@ -27,12 +27,6 @@ static inline void visit(const struct job *job, const hvd_segment *s, int64_t st
     if (job->makes_x) hvd_x(job->bucket, s, start, length, largest);
 }
 
-static int32_t any_found(const hvd_task *tasks, int64_t count) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < count; i++) found |= tasks[i].counts[0];
-    return (int32_t)found;
-}
-
 /* P = M Q. */
 
 static void orthogonalize_q(void *context, int64_t number) {
@@ -108,7 +102,7 @@ int32_t HVD_NAME(lowrank_p)(
     struct job job = {.bucket = bucket, .tasks = tasks, .factors = q, .unit = unit, .out = p, .makes_x = makes_x};
     hvd_parallel(bucket->threads, bucket->segment_count, orthogonalize_q, &job);
     hvd_parallel(bucket->threads, count, rows_of_p, &job);
-    return any_found(tasks, count);
+    return hvd_any_found(tasks, count);
 }
 
 /* Q = M' P. */
@@ -184,7 +178,7 @@ int32_t HVD_NAME(lowrank_q)(
     struct job job = {.bucket = bucket, .tasks = tasks, .factors = p, .unit = unit, .out = q, .makes_x = makes_x};
     hvd_parallel(bucket->threads, bucket->segment_count, orthogonalize_p, &job);
     hvd_parallel(bucket->threads, count, columns_of_q, &job);
-    return any_found(tasks, count);
+    return hvd_any_found(tasks, count);
 }
 
 /* P Q'. */
@@ -258,5 +252,5 @@ static void decode_rows(void *context, int64_t number) {
 int32_t HVD_NAME(lowrank_decode)(hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *p, const float *q) {
     struct job job = {.bucket = bucket, .tasks = tasks, .p = p, .q = q, .streams = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, count, decode_rows, &job);
-    return any_found(tasks, count);
+    return hvd_any_found(tasks, count);
 }

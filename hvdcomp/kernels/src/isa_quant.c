@@ -140,7 +140,7 @@ int32_t HVD_NAME(qsgd_encode)(hvd_bucket *bucket, int64_t length, uint8_t *paylo
         job.known = 1;
     }
     hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 /* x of a piece, the sum of its squares, and its largest magnitude. */
@@ -196,12 +196,12 @@ int32_t HVD_NAME(terngrad_encode)(hvd_bucket *bucket, double clip, uint8_t *payl
         for (int64_t task = job.first; task < end;) task = find_scale(bucket, task, clip, payload);
         hvd_parallel(bucket->threads, end - job.first, encode_piece, &job);
     }
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 int32_t HVD_NAME(multiples_decode)(hvd_bucket *bucket, int64_t length, const uint8_t *payloads, int64_t ranks, int64_t row) {
     struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .length = length};
     job.large = hvd_is_large(bucket);
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }

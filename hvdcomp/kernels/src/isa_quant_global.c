@@ -49,7 +49,7 @@ int32_t HVD_NAME(globalqsgd_measure)(hvd_bucket *bucket, float *maxima) {
         const uint32_t own = (uint32_t)task->counts[1];
         if (own > hvd_bits(maxima[task->segment])) memcpy(maxima + task->segment, &own, sizeof own);
     }
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 /* Adds one digit to each word. NaN is taken as the lowest. */
@@ -122,5 +122,5 @@ static void decode_piece(void *context, int64_t number) {
 int32_t HVD_NAME(globalqsgd_decode)(hvd_bucket *bucket, const float *scales, int64_t ranks, const int32_t *words) {
     struct job job = {.bucket = bucket, .scales = scales, .ranks = ranks, .words = (uint32_t *)words};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }

@@ -55,7 +55,7 @@ static void encode_piece(void *context, int64_t number) {
 int32_t HVD_NAME(natural_encode)(hvd_bucket *bucket, uint8_t *payload) {
     struct job job = {.bucket = bucket, .payload = payload};
     hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void add_powers(
@@ -92,5 +92,5 @@ static void decode_piece(void *context, int64_t number) {
 int32_t HVD_NAME(natural_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
     struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    return hvd_any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }

@@ -24,14 +24,6 @@ struct job {
     int large;
 };
 
-static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static int32_t any_found(const hvd_bucket *bucket) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
-    return (int32_t)found;
-}
-
 /* Two values. */
 
 /* The sum of the magnitudes' shares (1 / size each) of the elements that are above, and of the others: divided before
@@ -76,14 +68,14 @@ static void encode_piece(void *context, int64_t number) {
     int64_t above = 0;
     task->sums[0] = task->sums[1] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK);
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         if (strictly) add_shares(x, length, share, strictly, task->sums);
         else add_magnitudes(x, length, share, task->sums);
         for (int64_t i = 0; i < length; i += 64) {
-            const uint64_t mask = hvd_positive(x + i, shorter(length - i, 64), strictly);
+            const uint64_t mask = hvd_positive(x + i, hvd_shorter(length - i, 64), strictly);
             above += __builtin_popcountll(mask);
-            hvd_store_bits(bits + (start + i) / 8, mask, shorter(length - i, 64));
+            hvd_store_bits(bits + (start + i) / 8, mask, hvd_shorter(length - i, 64));
         }
     }
     task->counts[0] = largest >= HVD_INFINITE;
@@ -115,7 +107,7 @@ int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *p
         }
         s->sent_rule = (int32_t)rule;
     }
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void choose(float *restrict out, uint32_t bits, int64_t length, float above, float below, int add) {
@@ -132,7 +124,7 @@ static void decode_piece(void *context, int64_t number) {
     float block[HVD_BLOCK];
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK);
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         float *result = job->large ? block : s->result + start;
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *payload = job->payloads + rank * job->row, *bits = payload + s->place[0] + start / 8;
@@ -163,7 +155,7 @@ static void decode_piece(void *context, int64_t number) {
 int32_t HVD_NAME(two_values_decode)(hvd_bucket *bucket, int64_t rule, const uint8_t *payloads, int64_t ranks, int64_t row) {
     struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .rule = rule, .large = hvd_is_large(bucket)};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 /* Votes. A tensor is a matrix of `count` columns; `place[1]` is where the bits of its rows' votes begin in a payload, and
@@ -177,10 +169,10 @@ static void vote_piece(void *context, int64_t number) {
     const int strictly = !job->zero_is_positive;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK), end = start + length;
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK), end = start + length;
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         for (int64_t i = 0; i < length; i += 64) {
-            const int64_t rest = shorter(length - i, 64);
+            const int64_t rest = hvd_shorter(length - i, 64);
             uint64_t mask = hvd_positive(x + i, rest, strictly);
             if (s->count == 1) {
                 const uint64_t nonzero = hvd_nonzero(x + i, rest);
@@ -191,7 +183,7 @@ static void vote_piece(void *context, int64_t number) {
         }
         if (s->count > 1)
             for (int64_t row = start / s->count, from = start; from < end; row++) {
-                const int64_t to = shorter((row + 1) * s->count, end);
+                const int64_t to = hvd_shorter((row + 1) * s->count, end);
                 /* A row may lie in two pieces, whose threads both write the same. */
                 if (hvd_largest_bits(x + (from - start), to - from, 0)) __atomic_store_n(votes + row, 1, __ATOMIC_RELAXED);
                 from = to;
@@ -223,7 +215,7 @@ int32_t HVD_NAME(votes_encode)(
     memset(votes, 0, (size_t)rows);
     hvd_parallel(bucket->threads, bucket->task_count, vote_piece, &job);
     hvd_parallel(bucket->threads, bucket->segment_count, close_votes, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 /* How many of the ranks have bit `place` set. */
@@ -240,12 +232,12 @@ static void elect_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     int32_t positive[HVD_BLOCK];
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK), end = start + length;
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK), end = start + length;
         memset(positive, 0, sizeof positive);
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *bits = job->payloads + rank * job->row + s->place[0] + start / 8;
             for (int64_t i = 0; i < length; i += 32) {
-                const uint32_t word = (uint32_t)hvd_load_bits(bits + i / 8, shorter(length - i, 32));
+                const uint32_t word = (uint32_t)hvd_load_bits(bits + i / 8, hvd_shorter(length - i, 32));
                 for (int j = 0; j < 32; j++) positive[i + j] += word >> j & 1; /* a block is of whole words */
             }
         }
@@ -257,7 +249,7 @@ static void elect_piece(void *context, int64_t number) {
             }
         else
             for (int64_t row = start / s->count, from = start; from < end; row++) {
-                const int64_t to = shorter((row + 1) * s->count, end);
+                const int64_t to = hvd_shorter((row + 1) * s->count, end);
                 const int32_t votes = count_bits(job, s->place[1], row);
                 for (int64_t i = from - start; i < to - start; i++) {
                     const int32_t balance = 2 * positive[i] - votes;

@@ -23,15 +23,13 @@ struct job {
     uint8_t *wire;
 };
 
-static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* The floor. */
 
 /* Elements to sample of a tensor; 0 if all are to be candidates. */
 static int64_t sample_size(int64_t size, int64_t need, int64_t share) {
     if (size <= SMALL) return 0;
     const double wanted = (double)EXPECTED * (double)size / (double)need;
-    const int64_t most = shorter(size / share, MOST_SAMPLED);
+    const int64_t most = hvd_shorter(size / share, MOST_SAMPLED);
     return (wanted < (double)most ? (int64_t)wanted : most) / LINE * LINE;
 }
 
@@ -143,7 +141,7 @@ static void make_piece(void *context, int64_t number) {
     found->reached = choice->floor ? 0 : task->length;
     found->sum = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = shorter(task->length - done, HVD_BLOCK);
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         if (sparse->method == HVD_BISECT) found->sum += sum_of_magnitudes(x, length);
         if (sparse->method == HVD_SAMPLED)
@@ -177,7 +175,7 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     const hvd_segment *s = to->s;
     const int64_t first = to->packed, width = s->place[3];
     uint8_t *wire = to->job->wire;
-    count = shorter(count, s->count - first); /* what cannot be unless x holds NaN */
+    count = hvd_shorter(count, s->count - first); /* what cannot be unless x holds NaN */
     if (to->job->sparse->half)
         for (int64_t i = 0; i < count; i++) {
             const float bounded = values[i] > HVD_LARGEST_HALF    ? HVD_LARGEST_HALF
@@ -201,7 +199,7 @@ static void pack_range(struct packer *to, const struct hvd_run *run, int64_t fro
     float values[CHUNK + HVD_SLACK];
     uint16_t places[CHUNK + HVD_SLACK];
     for (; from < end; from += CHUNK) {
-        const int64_t length = shorter(end - from, CHUNK);
+        const int64_t length = hvd_shorter(end - from, CHUNK);
         const int64_t count = hvd_collect(run->values + from, length, least, run->places ? 0 : from, values, places);
         if (run->places)
             for (int64_t i = 0; i < count; i++) places[i] = run->places[from + places[i]];

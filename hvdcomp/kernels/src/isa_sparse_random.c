@@ -20,8 +20,6 @@ struct job {
     int32_t unbiased, masking;
 };
 
-static int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Numbers below 2**bits become others, one to one. */
 static void permute(uint64_t *numbers, int64_t count, int bits, uint64_t key) {
     uint32_t left[BATCH], right[BATCH];
@@ -47,7 +45,7 @@ static void draw(uint64_t *drawn, int64_t count, uint64_t size, uint64_t key) {
     uint64_t numbers[BATCH];
     uint16_t slots[BATCH];
     for (int64_t start = 0; start < count; start += BATCH) {
-        int64_t left = shorter(count - start, BATCH);
+        int64_t left = hvd_shorter(count - start, BATCH);
         for (int64_t i = 0; i < left; i++) {
             numbers[i] = (uint64_t)(start + i);
             slots[i] = (uint16_t)i;
@@ -100,7 +98,7 @@ static void encode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK)
-        hvd_x(job->bucket, s, task->start + done, shorter(task->length - done, HVD_BLOCK), &largest);
+        hvd_x(job->bucket, s, task->start + done, hvd_shorter(task->length - done, HVD_BLOCK), &largest);
     const float *x = (s->source ? s->source : s->x ? s->x : s->gradient) + task->start;
     const float scale = job->unbiased ? (float)((double)s->size / (double)s->count) : 1.0f, bound = job->bound;
     int64_t end;
@@ -118,12 +116,6 @@ static void encode_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-static int32_t any_found(const hvd_bucket *bucket) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
-    return (int32_t)found;
-}
-
 int32_t HVD_NAME(random_encode)(
     hvd_bucket *bucket, void *wire, float *sent, uint64_t *drawn, uint16_t *places, int64_t *ends, float bound,
     int32_t unbiased
@@ -131,7 +123,7 @@ int32_t HVD_NAME(random_encode)(
     struct job job = {bucket, wire, sent, drawn, places, ends, bound, unbiased, 0};
     hvd_parallel(bucket->threads, bucket->segment_count, draw_places, &job);
     hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void decode_piece(void *context, int64_t number) {
@@ -153,7 +145,7 @@ static void decode_piece(void *context, int64_t number) {
 int32_t HVD_NAME(random_decode)(hvd_bucket *bucket, void *mean, uint16_t *places, int64_t *ends, int32_t half) {
     struct job job = {.bucket = bucket, .wire = mean, .places = places, .ends = ends, .bound = (float)half};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    return any_found(bucket);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void keep_piece(void *context, int64_t number) {

@@ -15,8 +15,6 @@
 /* A scale that is not above this counts as zero, as in hvdcomp/compressors/quantization.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
-static inline int64_t hvd_shorter(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static inline float hvd_reciprocal(float scale) { return scale > HVD_SMALLEST_SCALE ? 1 / scale : 0; }
 
 /* x - sent; where that overflows, zero. */
@@ -66,12 +64,6 @@ static inline void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
     const float *next = (s->source ? s->source : s->gradient) + start + HVD_BLOCK;
     const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK);
     for (int64_t i = 0; i < length; i += 16) __builtin_prefetch(next + i);
-}
-
-static inline int32_t hvd_any_found(const hvd_bucket *bucket) {
-    int64_t found = 0;
-    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
-    return (int32_t)found;
 }
 
 /* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */
