@@ -12,6 +12,10 @@ DEMO_TENSORFLOW := topk:ratio=0.01
 DEMO_TRAINING := --model cnn --data digits --batch-size 16 --epochs 5 --seed 1
 DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --no-auto --quiet
 DEMO_OUTPUT := runs/demo
+# What `make bench` times a step of: the methods with a form for buckets, in their usual setting.
+BENCH := --retries 2 $(addprefix --method ,none topk:ratio=0.01 mstopk:ratio=0.01 redsync:ratio=0.01 dgc:ratio=0.01 \
+  randomk:ratio=0.01 efsignsgd onebit qsgd:bits=4 terngrad natural powersgd:rank=4)
+
 # horovodrun would put [1,0]<stdout>: before each line, which no option of it leaves out, and import TensorFlow twice.
 DEMO_RANKS := mpirun -np 2 -H localhost:2 --bind-to none --mca mpi_yield_when_idle 1
 # In a container there may be no other user than root, which mpirun else refuses.
@@ -102,7 +106,11 @@ test-all: setup  ## lint, then all tests; PARTS="lint in-process ranks clusters"
 	@STARTED=$(STARTED) SEED=$(SEED) scripts/run-tests all $(PARTS)
 
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
-	@hvdcomp bench encode --model resnet50 --repeats 9 --output docs/encode
+	@hvdcomp bench encode --model resnet50 --threads 1,2 $(BENCH) --before docs/encode/resnet50/before.json --output docs/encode/resnet50
+	@for model in resnet20 small-tensors; do \
+	  hvdcomp bench encode --model $$model --threads 1 $(BENCH) --before docs/encode/$$model/before.json \
+	    --output docs/encode/$$model || exit 1; \
+	done
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
 
 image:  ## build the container image for CPU with docker, podman or buildah

@@ -59,8 +59,11 @@ def case_both_frameworks_train_alike() -> None:
         assert_same_everywhere(in_torch)
         assert np.abs(training.weights - start).max() > 0.01
         np.testing.assert_allclose(training.weights, in_torch, rtol=1e-3, atol=2e-5, err_msg=spec)
-        ours, theirs = training.compression.ledger.totals, of_torch.ledger.totals
-        assert ours.bytes_sent == theirs.bytes_sent, spec
+        ours, theirs = training.compression.ledger, of_torch.ledger
+        sent = [{name: cost.bytes_sent for name, cost in one.tensors.items()} for one in (ours, theirs)]
+        assert sent[0] == sent[1], spec
+        # Buckets, which TensorFlow has none of, pad their payloads in another way.
+        assert abs(ours.totals.bytes_sent - theirs.totals.bytes_sent) < 16 * 20, spec
         for name, state in binding_of(training.compression).engine.states.items():
             other = of_torch._binding.engine.states[name].memory
             assert len(state.memory) == len(other)
