@@ -16,6 +16,7 @@ import numpy as np
 from hvdcomp import kernels
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, SparseVector, TensorInfo
+from hvdcomp.compressors.randomness import tensor_keys
 from hvdcomp.kernels.tables import Table
 
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
@@ -26,14 +27,12 @@ class BucketOutcome(NamedTuple):
 
     found_inf: whether a mean holds an inf or NaN.
     sent: of a tensor's place in the bucket, C(x) as of `Outcome`, in NumPy. It is called only where a policy looks.
-    keeps_nothing: whether C(x) is x: the residual is zero, whatever stands at `Bucket.x`.
     keep: makes the residual of x at `Bucket.x`; None if it stands there. It is called at the end of a step that counts,
         when all who look at x and C(x) have looked, if the memory keeps anything.
     """
 
     found_inf: bool
     sent: Callable[[int], np.ndarray | SparseVector]
-    keeps_nothing: bool = False
     keep: Callable[[], None] | None = None
 
 
@@ -82,6 +81,10 @@ class Bucket:
     def keeps(self) -> bool:
         """Whether what is not sent is kept."""
         return not isinstance(self.memory, NoMemory)
+
+    def keys(self, purpose: str) -> np.ndarray:
+        """The keys of the tensors' random numbers, for `step_keys`."""
+        return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
 
     def call(self, kernel: str, *arguments: Any) -> bool:
         """Calls a kernel with the table.

@@ -16,7 +16,7 @@ from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
-from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, tensor_keys
+from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
 
 SMALLEST_SCALE = 2.0**-96
 """A scale that is not above this counts as zero, so that dividing by it stays within float32."""
@@ -72,11 +72,6 @@ def decode_multiples(xp: ModuleType, packed: Array, scales: Array, bits: int, le
     return xp.flatten(values)[:size]
 
 
-def keys_of(bucket: Bucket, purpose: str) -> np.ndarray:
-    """The keys of the tensors' random words, for `step_keys`."""
-    return tensor_keys([tensor.name for tensor in bucket.tensors], bucket.context.seed, purpose)
-
-
 class MultiplesLayout:
     """Where the scales and the codes of a bucket's tensors lie in a payload: all scales, then the codes of each tensor.
 
@@ -96,7 +91,7 @@ class MultiplesLayout:
         begin = self.bytes_of_scales.sum()
         segments["place"][:, 0] = begin + np.cumsum(self.bytes_of_codes) - self.bytes_of_codes
         segments["place"][:, 1] = np.cumsum(self.bytes_of_scales) - self.bytes_of_scales
-        self.keys = keys_of(bucket, purpose)
+        self.keys = bucket.keys(purpose)
         self.payload = Payload(int(begin + self.bytes_of_codes.sum()))
 
     def sent(self, bucket: Bucket, place: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, require_count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
-from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, keys_of, steps_of
+from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, uniform
@@ -152,7 +152,7 @@ class Natural(Compressor):
             of_signs = packed_bytes(1, sizes)
             segments["place"][:, 0] = np.cumsum(sizes) - sizes
             segments["place"][:, 1] = sizes.sum() + np.cumsum(of_signs) - of_signs
-            bucket.layout = Payload(int(sizes.sum() + of_signs.sum())), keys_of(bucket, self.name)
+            bucket.layout = Payload(int(sizes.sum() + of_signs.sum())), bucket.keys(self.name)
         payload, keys = bucket.layout
         segments["key"] = step_keys(keys, context.step, context.rank)
         bucket.found_inf = bucket.call("natural_encode", payload.vector)
@@ -284,7 +284,7 @@ class _GlobalLayout:
         segments["place"][:, 0] = np.cumsum(words) - words
         self.maxima = np.zeros(len(words), np.float32)
         self.words = np.zeros(words.sum(), np.int32)
-        self.keys = keys_of(bucket, purpose)
+        self.keys = bucket.keys(purpose)
 
     def sent(self, bucket: Bucket, place: int, scale: np.float32) -> np.ndarray:
         """C(x) of a tensor."""

@@ -18,7 +18,7 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, unpack
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
@@ -220,7 +220,7 @@ class _BitsLayout:
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
         sizes = bucket.segments["size"]
         of_values = bytes_of_values * len(sizes)
-        of_bits = (sizes + 7) // 8
+        of_bits = packed_bytes(1, sizes)
         bucket.segments["place"][:, 0] = of_values + np.cumsum(of_bits) - of_bits
         bucket.segments["place"][:, 1] = bytes_of_values * np.arange(len(sizes))
         self.payload = Payload(int(of_values + of_bits.sum()))
@@ -237,7 +237,7 @@ class _VotesLayout:
     def __init__(self, bucket: Bucket, by_rows: bool) -> None:
         sizes = bucket.segments["size"]
         rows = np.array([matrix_shape(one.shape)[0] if by_rows else one.size for one in bucket.tensors], np.int64)
-        bytes_of = np.stack([(sizes + 7) // 8, (rows + 7) // 8])
+        bytes_of = packed_bytes(1, np.stack([sizes, rows]))
         ends = np.cumsum(bytes_of, axis=1)
         bucket.segments["count"] = sizes // rows
         bucket.segments["place"][:, 0] = ends[0] - bytes_of[0]

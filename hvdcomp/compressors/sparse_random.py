@@ -9,7 +9,7 @@ import numpy as np
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.protocol import AllReduce, SparseVector
-from hvdcomp.compressors.randomness import step_keys, tensor_keys
+from hvdcomp.compressors.randomness import step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 
 _BLOCK_BITS = 16  # of an element's place in its task
@@ -45,8 +45,7 @@ class _Layout:
         self.drawn = np.zeros(total, np.uint64)
         self.places = np.zeros(total, np.uint16)
         self.ends = np.zeros(int(self._tasks[-1]), np.int64)
-        names = [tensor.name for tensor in bucket.tensors]
-        self.keys = tensor_keys(names, bucket.context.seed, "randomk")
+        self.keys = bucket.keys("randomk")
 
     def sparse(self, bucket: Bucket, place: int) -> SparseVector:
         """What this rank has sent of a tensor."""

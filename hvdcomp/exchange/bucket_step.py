@@ -58,7 +58,7 @@ class BucketStep:
         settings.decay = memory.keeps
         if isinstance(memory, MomentumCorrection):
             settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
-        if group.keeps:
+        if group.bucket.keeps:
             group.residuals.enter(bucket.segments, group.numbers, memory)
         self._generator: BucketAggregation
         self._given: Sequence[Array] = ()
@@ -73,7 +73,7 @@ class BucketStep:
         """x by name, made now rather than while it is compressed, for those who look at it; it stays as it is until
         the step ends."""
         group = self.group
-        if not group.keeps:
+        if not group.bucket.keeps:
             return dict(zip(group.names, group.arrays, strict=True))
         start = self._xp.mark(self.like)
         group.bucket.call("make_x")
@@ -157,11 +157,8 @@ class BucketStep:
         start = xp.mark(self.like)
         self.had_residual = group.had_residuals
         if counts:
-            if group.keeps:
-                if self.outcome.keeps_nothing:
-                    for number in group.numbers:
-                        group.residuals.x(number).fill(0)
-                elif self.outcome.keep is not None:
+            if group.bucket.keeps:
+                if self.outcome.keep is not None:
                     self.outcome.keep()
                 group.residuals.commit(group.bucket.segments, group.numbers, group.bucket.memory)
             if group.bucket.compressors[0].keeps_state:
@@ -178,7 +175,7 @@ class BucketStep:
 
     def _x(self, place: int) -> np.ndarray:
         group = self.group
-        if group.keeps:
+        if group.bucket.keeps:
             return group.residuals.x(group.numbers[place])
         return self._xp.to_numpy(self._xp.flatten(group.arrays[place]))
 

@@ -111,15 +111,15 @@ class Buckets:
         known = {group.key: group for group in self.now}
         for (_, memory), members in places.items():
             mine = [names[place] for place in members]
-            compressors = [plan[name] for name in mine]
+            compressors = tuple(plan[name] for name in mine)
             tensors = []
             for name in mine:
                 state, number = self._states[name], self._numbers[name]
                 wrap, unwrap = _bridges(xp, gradients[name], self._tensors[name].shape)
                 state.lie_in(self._residuals, number, unwrap, wrap)
                 tensors.append((name, state, number))
-            group = Group(tensors, self._residuals, [self._tensors[name] for name in mine], compressors, memory)
-            group = known.get(group.key, group)
+            key = (tuple(tensors), compressors, memory)
+            group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals)
             group.pick = operator.itemgetter(*members) if len(members) > 1 else _one_of(members[0])
             group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
             yield group
@@ -149,13 +149,12 @@ class Group:
 
     Args:
         tensors: name, state, and number in flat storage of each tensor.
+        compressors, memory, described: as of `Bucket`.
         residuals: the flat storage.
-        described, compressors, memory: as of `Bucket`.
 
     Attributes:
         key: two groups of the same key are the same bucket.
         bucket: what its compressors see.
-        keeps: whether anything is added to the gradients.
         pick: takes what belongs to its tensors from a sequence over those of the step.
         arrays: the gradients of the step, row-major.
         has_states: whether the compressors' arrays of all its tensors lie in the bucket.
@@ -164,19 +163,18 @@ class Group:
 
     def __init__(
         self,
-        tensors: Sequence[tuple[str, TensorState, int]],
-        residuals: Residuals,
-        described: Sequence[TensorInfo],
-        compressors: Sequence[Compressor],
+        tensors: tuple[tuple[str, TensorState, int], ...],
+        compressors: tuple[Compressor, ...],
         memory: Memory,
+        described: Sequence[TensorInfo],
+        residuals: Residuals,
     ) -> None:
         self.tensors = tensors
         self.residuals = residuals
         self.names = [name for name, _, _ in tensors]
         self.numbers = np.array([number for _, _, number in tensors])
-        self.key = (tuple(tensors), tuple(compressors), memory)
+        self.key = (tensors, compressors, memory)
         self.bucket = Bucket(described, compressors, memory)
-        self.keeps = not isinstance(memory, NoMemory)
         self.pick: Callable[[Sequence[Any]], Sequence[Any]]
         self.arrays: Sequence[Array] = ()
         period = compressors[0].period
@@ -203,7 +201,8 @@ class Group:
     @property
     def had_residuals(self) -> bool:
         """Whether a memory has kept something of these tensors that a step sends."""
-        return self.keeps and not self.bucket.memory.is_momentum and bool(self.residuals.holds[self.numbers].any())
+        sends = self.bucket.keeps and not self.bucket.memory.is_momentum
+        return sends and bool(self.residuals.holds[self.numbers].any())
 
     def costs(self, step: int) -> dict[str, Cost]:
         """What its tensors cost in a step, by name; nothing may change it."""

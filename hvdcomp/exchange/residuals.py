@@ -116,10 +116,6 @@ class Residuals:
         """x of the step under way, a vector."""
         return self._part(self._x, number, 1 - self._turn[number])
 
-    def next_velocity(self, number: int) -> np.ndarray:
-        """The velocity of the step under way, a vector."""
-        return self._part(self._velocity, number, 1 - self._turn[number])
-
     def _part(self, buffers: list[np.ndarray], number: int, turn: int) -> np.ndarray:
         start = self._starts[number]
         return buffers[turn][start : start + self._sizes[number]]

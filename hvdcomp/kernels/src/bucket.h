@@ -141,4 +141,18 @@ static inline const float *hvd_x(
     return x;
 }
 
+/* What is compressed of a tensor, from `start` on, once `hvd_x` has made it. */
+static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
+    return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
+}
+
+/* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */
+static inline uint32_t hvd_mean(float *restrict sum, int64_t length, int64_t ranks, uint32_t largest) {
+    if (ranks > 1) {
+        const float share = (float)(1.0 / (double)ranks);
+        for (int64_t i = 0; i < length; i++) sum[i] *= share;
+    }
+    return hvd_largest_bits(sum, length, largest);
+}
+
 #endif

@@ -16,7 +16,7 @@ static void make_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, left = task->length - done, length = left < HVD_BLOCK ? left : HVD_BLOCK;
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         if (job->wire) hvd_copy(job->wire + s->place[0] + start, x, length, job->large);
     }
@@ -44,7 +44,7 @@ static void copy_piece(void *context, int64_t number) {
     float *result = s->result + task->start;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t left = task->length - done, length = left < HVD_BLOCK ? left : HVD_BLOCK;
+        const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
         largest = hvd_largest_bits(mean + done, length, largest);
         hvd_copy(result + done, mean + done, length, job->large);
     }

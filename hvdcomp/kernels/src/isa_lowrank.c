@@ -17,11 +17,6 @@ struct job {
     int streams; /* whether results are written past the caches */
 };
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Where what is to be compressed lies, once it has been made. */
-static inline const float *matrix_of(const hvd_segment *s) { return s->source ? s->source : s->x ? s->x : s->gradient; }
-
 /* Makes a piece of x, if that is asked for. */
 static inline void visit(const struct job *job, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest) {
     if (job->makes_x) hvd_x(job->bucket, s, start, length, largest);
@@ -64,13 +59,13 @@ static void rows_of_p(void *context, int64_t number) {
     const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
     const int64_t first = task->start, end = task->start + task->length;
     float *p = job->out + s->place[0];
-    const float *unit = job->unit + s->place[1], *matrix = matrix_of(s);
+    const float *unit = job->unit + s->place[1], *matrix = hvd_made(s, 0);
     uint32_t largest = 0;
     for (int64_t k = 0; k < rank; k++) memset(p + k * rows + first, 0, (size_t)task->length * sizeof *p);
     for (int64_t start = 0; start < columns; start += CHUNK) {
-        const int64_t length = smaller(columns - start, CHUNK), group = columns <= CHUNK ? HVD_BLOCK / columns : 2;
+        const int64_t length = hvd_shorter(columns - start, CHUNK), group = columns <= CHUNK ? HVD_BLOCK / columns : 2;
         for (int64_t row = first; row < end; row += group) {
-            const int64_t last = smaller(row + group, end);
+            const int64_t last = hvd_shorter(row + group, end);
             if (length == columns) visit(job, s, row * columns, (last - row) * columns, &largest);
             else
                 for (int64_t i = row; i < last; i++) visit(job, s, i * columns + start, length, &largest);
@@ -154,11 +149,11 @@ static void columns_of_q(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
     float *q = job->out + s->place[1] + task->start;
-    const float *unit = job->unit + s->place[0], *matrix = matrix_of(s) + task->start;
+    const float *unit = job->unit + s->place[0], *matrix = hvd_made(s, task->start);
     uint32_t largest = 0;
     for (int64_t k = 0; k < rank; k++) memset(q + k * columns, 0, (size_t)task->length * sizeof *q);
     for (int64_t row = 0; row < rows; row += 4) {
-        const int64_t last = smaller(row + 4, rows);
+        const int64_t last = hvd_shorter(row + 4, rows);
         if (task->length == columns) visit(job, s, row * columns, (last - row) * columns, &largest);
         else
             for (int64_t i = row; i < last; i++) visit(job, s, i * columns + task->start, task->length, &largest);
@@ -235,7 +230,7 @@ static void decode_rows(void *context, int64_t number) {
     const float *q = job->q + s->place[1];
     int found = 0;
     for (int64_t start = 0; start < columns; start += CHUNK) {
-        const int64_t length = smaller(columns - start, CHUNK);
+        const int64_t length = hvd_shorter(columns - start, CHUNK);
         for (int64_t row = task->start; row < task->start + task->length; row++) {
             const int64_t at = row * columns + start;
             const float *p = job->p + s->place[0] + row;

@@ -141,11 +141,7 @@ static void decode_piece(void *context, int64_t number) {
             if (i < length)
                 choose(result + i, (uint32_t)hvd_load_bits(bits + i / 8, length - i), length - i, above, below, rank > 0);
         }
-        if (job->ranks > 1) {
-            const float share = (float)(1.0 / (double)job->ranks);
-            for (int64_t i = 0; i < length; i++) result[i] *= share;
-        }
-        largest = hvd_largest_bits(result, length, largest);
+        largest = hvd_mean(result, length, job->ranks, largest);
         if (job->large) hvd_copy(s->result + start, block, length, 1);
     }
     hvd_fence();

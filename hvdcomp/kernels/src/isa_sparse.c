@@ -150,7 +150,7 @@ static void make_piece(void *context, int64_t number) {
     }
     found->largest = largest;
     if (!alone) return;
-    const float *x = hvd_compressed(s);
+    const float *x = hvd_made(s, 0);
     choice->floor = floor_of_x(x, s->size, choice->need);
     if (choice->floor) {
         found->reached = 0;

@@ -108,9 +108,7 @@ static void decode_piece(void *context, int64_t number) {
 int32_t HVD_NAME(sparse_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row, int32_t half) {
     struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .half = half};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    int64_t found = 0;
-    for (int64_t i = 0; i < bucket->task_count; i++) found |= bucket->tasks[i].counts[0];
-    return (int32_t)found;
+    return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 static void keep_piece(void *context, int64_t number) {

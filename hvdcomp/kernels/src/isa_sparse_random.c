@@ -99,7 +99,7 @@ static void encode_piece(void *context, int64_t number) {
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK)
         hvd_x(job->bucket, s, task->start + done, hvd_shorter(task->length - done, HVD_BLOCK), &largest);
-    const float *x = (s->source ? s->source : s->x ? s->x : s->gradient) + task->start;
+    const float *x = hvd_made(s, task->start);
     const float scale = job->unbiased ? (float)((double)s->size / (double)s->count) : 1.0f, bound = job->bound;
     int64_t end;
     for (int64_t i = first_of(job, s, task, &end); i < end; i++) {

@@ -23,11 +23,6 @@ static inline float hvd_left(float x, float sent) {
     return (hvd_bits(left) & 0x7fffffffu) < HVD_INFINITE ? left : 0;
 }
 
-/* What was made of a tensor's elements from `start` on. */
-static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
-    return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
-}
-
 /* Squares of floats are exact in double precision, so that a fused operation gives the same. */
 static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     double lanes[16] = {0};
@@ -64,15 +59,6 @@ static inline void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
     const float *next = (s->source ? s->source : s->gradient) + start + HVD_BLOCK;
     const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK);
     for (int64_t i = 0; i < length; i += 16) __builtin_prefetch(next + i);
-}
-
-/* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */
-static inline uint32_t hvd_mean(float *restrict sum, int64_t length, int64_t ranks, uint32_t largest) {
-    if (ranks > 1) {
-        const float share = (float)(1.0 / (double)ranks);
-        for (int64_t i = 0; i < length; i++) sum[i] *= share;
-    }
-    return hvd_largest_bits(sum, length, largest);
 }
 
 #endif

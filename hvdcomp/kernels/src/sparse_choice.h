@@ -31,11 +31,6 @@ struct hvd_chosen {
     uint32_t least[3];
 };
 
-/* What is compressed of a tensor, once all of it was made. */
-static inline const float *hvd_compressed(const hvd_segment *s) {
-    return s->source ? s->source : s->x ? s->x : s->gradient;
-}
-
 static inline struct hvd_view hvd_view_of(const hvd_bucket *bucket, const hvd_sparse *sparse, int64_t number) {
     struct hvd_view view = {bucket, sparse, bucket->segments + number, sparse->choices + number, 0, 0};
     view.choice->whole = 0;
@@ -52,7 +47,7 @@ static inline struct hvd_run hvd_run_of(const struct hvd_view *view, int64_t num
     const hvd_task *task = view->bucket->tasks + task_number;
     const hvd_candidates *found = view->sparse->candidates + task_number;
     if (view->choice->whole || found->stored < 0) {
-        struct hvd_run all = {hvd_compressed(view->s) + task->start, NULL, task->length, task->start};
+        struct hvd_run all = {hvd_made(view->s, 0) + task->start, NULL, task->length, task->start};
         return all;
     }
     struct hvd_run some = {
