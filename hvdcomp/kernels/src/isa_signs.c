@@ -4,14 +4,13 @@
  * Bytes are in the order of a little-endian machine. */
 #include "bucket.h"
 #include "isa.h"
+#include "lanes.h"
 #include "masks.h"
 #include "stream.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "bits are packed for a little-endian machine"
 #endif
-
-#define LANES 16
 
 struct job {
     const hvd_bucket *bucket;
@@ -26,35 +25,26 @@ struct job {
 
 /* Two values. */
 
-/* The sum of the magnitudes' shares (1 / size each) of the elements that are above, and of the others: divided before
- * they are added, so that no sum overflows. */
-static void add_shares(const float *restrict x, int64_t length, float share, int strictly, double sums[2]) {
-    float upper[LANES] = {0}, all[LANES] = {0};
+/* Adds the magnitudes' shares (1 / size each) of the elements > 0 to `sums[1]` if they are to be `apart`, all others to
+ * `sums[0]`: divided before they are added, so that no sum overflows. */
+HVD_INLINE void add_shares(const float *x, int64_t length, float share, int apart, double sums[2]) {
+    hvd_vector vectors[2][HVD_PARTS] = {{{0}}};
+    float lanes[2][HVD_LANES];
     int64_t i = 0;
-    for (; i + LANES <= length; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) {
-            const float value = x[i + lane], part = __builtin_fabsf(value) * share;
-            all[lane] += part;
-            upper[lane] += (strictly ? value > 0 : value >= 0) ? part : 0;
+    for (; i + HVD_LANES <= length; i += HVD_LANES)
+        for (int part = 0; part < HVD_PARTS; part++) {
+            const hvd_vector value = hvd_load(x + i + part * HVD_WIDTH);
+            const hvd_vector addend = (hvd_vector)((hvd_bits_vector)value & 0x7fffffff) * share;
+            const hvd_bits_vector upper = apart ? value > 0 : (hvd_bits_vector){0};
+            vectors[0][part] += (hvd_vector)((hvd_bits_vector)addend & ~upper);
+            vectors[1][part] += (hvd_vector)((hvd_bits_vector)addend & upper);
         }
-    for (; i < length; i++) {
-        const float part = __builtin_fabsf(x[i]) * share;
-        all[i % LANES] += part;
-        upper[i % LANES] += (strictly ? x[i] > 0 : x[i] >= 0) ? part : 0;
+    memcpy(lanes, vectors, sizeof lanes);
+    for (; i < length; i++) lanes[apart && x[i] > 0][i % HVD_LANES] += __builtin_fabsf(x[i]) * share;
+    for (int lane = 0; lane < HVD_LANES; lane++) {
+        sums[0] += lanes[0][lane];
+        sums[1] += lanes[1][lane];
     }
-    for (int lane = 0; lane < LANES; lane++) {
-        sums[0] += upper[lane];
-        sums[1] += (double)all[lane] - upper[lane];
-    }
-}
-
-static void add_magnitudes(const float *restrict x, int64_t length, float share, double *sum) {
-    float lanes[LANES] = {0};
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] += __builtin_fabsf(x[i + lane]) * share;
-    for (; i < length; i++) lanes[i % LANES] += __builtin_fabsf(x[i]) * share;
-    for (int lane = 0; lane < LANES; lane++) *sum += lanes[lane];
 }
 
 static void encode_piece(void *context, int64_t number) {
@@ -70,8 +60,8 @@ static void encode_piece(void *context, int64_t number) {
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
-        if (strictly) add_shares(x, length, share, strictly, task->sums);
-        else add_magnitudes(x, length, share, task->sums);
+        if (strictly) add_shares(x, length, share, 1, task->sums);
+        else add_shares(x, length, share, 0, task->sums);
         for (int64_t i = 0; i < length; i += 64) {
             const uint64_t mask = hvd_positive(x + i, hvd_shorter(length - i, 64), strictly);
             above += __builtin_popcountll(mask);
@@ -88,21 +78,21 @@ int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *p
     const hvd_task *task = bucket->tasks, *end = bucket->tasks + bucket->task_count;
     for (int64_t i = 0; i < bucket->segment_count; i++) {
         hvd_segment *s = bucket->segments + i;
-        double upper = 0, lower = 0;
+        double rest = 0, upper = 0;
         int64_t above = 0;
         for (; task < end && task->segment == i; task++) {
-            upper += task->sums[0];
-            lower += task->sums[1];
+            rest += task->sums[0];
+            upper += task->sums[1];
             above += task->counts[1];
         }
         if (rule == HVD_POSITIVE) {
             const double size = (double)s->size;
             s->sent_above = above ? (float)(upper * (size / (double)above)) : 0;
-            s->sent_below = above < s->size ? (float)(-lower * (size / (double)(s->size - above))) : 0;
+            s->sent_below = above < s->size ? (float)(-rest * (size / (double)(s->size - above))) : 0;
             values[2 * i] = s->sent_above;
             values[2 * i + 1] = s->sent_below;
         } else {
-            values[i] = s->sent_above = (float)upper;
+            values[i] = s->sent_above = (float)rest;
             s->sent_below = -s->sent_above;
         }
         s->sent_rule = (int32_t)rule;
