@@ -167,9 +167,10 @@ def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], 
             AllGather(tuple(make(backend, part, part.dtype.name) for part in gather))
             for gather in of(communicator.rank)
         ]
-        xp = arrays_for(requests[0].parts[0])
+        like = requests[0].parts[0]
+        xp = arrays_for(like)
         counting = CountingCommunicator(communicator)
-        answers, padding = communicate(xp, counting, requests, "test")
+        answers, padding = communicate(xp, counting, requests, "test", like)
         ((_, _, _, length),) = counting.started
         assert length % 8 == 0
         assert 0 <= padding < 8
@@ -195,7 +196,7 @@ def test_operations_and_types_are_not_mixed_up(backend: str) -> None:
             for number, (op, dtype) in enumerate(requests)
         ]
         counting = CountingCommunicator(communicator)
-        answers, padding = communicate(arrays_for(values[0].array), counting, values, "test")
+        answers, padding = communicate(arrays_for(values[0].array), counting, values, "test", values[0].array)
         assert padding == 0
         return [as_numpy(answer).tolist() for answer in answers], counting.started
 
@@ -207,7 +208,7 @@ def test_operations_and_types_are_not_mixed_up(backend: str) -> None:
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     def work(communicator: Any) -> None:
         x = np.zeros(3 + communicator.rank, np.float32)
-        communicate(arrays_for(x), communicator, [AllReduce(x)], "test")
+        communicate(arrays_for(x), communicator, [AllReduce(x)], "test", x)
 
     with pytest.raises(RuntimeError, match="the ranks started different collectives"):
         run_ranks(2, work)
@@ -216,8 +217,9 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
 @pytest.mark.parametrize("backend", INSTALLED)
 def test_parts_without_elements_come_back(backend: str) -> None:
     def work(communicator: Any) -> list:
-        gather = AllGather((make(backend, np.zeros(0, np.int16), "int16"),))
-        ((parts, *_), *_), _ = communicate(arrays_for(gather.parts[0]), communicator, [gather], "test")
+        part = make(backend, np.zeros(0, np.int16), "int16")
+        gather = AllGather((part,))
+        ((parts, *_), *_), _ = communicate(arrays_for(part), communicator, [gather], "test", part)
         return [tuple(part.shape) for part in parts]
 
     assert run_ranks(2, work) == [[(0,)], [(0,)]]

@@ -18,9 +18,9 @@ class AllReduce:
     """Asks for the elementwise mean (or "sum", "max") over all ranks; answered with an array of the same shape.
 
     Attributes:
-        with_room: for a vector alone: its storage, with four bytes or more behind its end (`bucket.Payload`). What is
-            said then is that nobody else uses that storage, so that it may travel as it is, with the engine's flag
-            behind it.
+        with_room: for a vector of NumPy alone: its storage, with four bytes or more behind its end (`bucket.Payload`).
+            What is said then is that nobody else uses that storage, so that it may travel as it is, with the engine's
+            flag behind it.
     """
 
     array: Array

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import ModuleType
@@ -10,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import BucketAggregation, BucketOutcome
 from hvdcomp.compressors.memory import MomentumCorrection
-from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Request, SparseVector
+from hvdcomp.compressors.protocol import Context, Request, SparseVector
 from hvdcomp.exchange.buckets import Group
 
 
@@ -36,7 +34,7 @@ class BucketStep:
         factor: what the memory multiplies gradients with; None for 1.
 
     Attributes:
-        like: an array of no elements, where the gradients are.
+        like: an array where the gradients are.
         outcome: what the generator came to; None while it waits for a collective.
         had_residual: whether a memory had kept something back that this step sends; known after `finish`.
         marks: start and end of each turn: the first, each of the generator's, the end.
@@ -45,7 +43,7 @@ class BucketStep:
     def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None) -> None:
         self._xp = xp
         self.group = group
-        self.like = group.arrays[0][:0] if group.arrays[0].ndim else group.arrays[0]
+        self.like = group.arrays[0]
         start = xp.mark(self.like)
         bucket, memory = group.bucket, group.bucket.memory
         bucket.context = context
@@ -53,7 +51,6 @@ class BucketStep:
         bucket.segments["source"] = 0
         bucket.segments["sent_rule"] = 0
         settings = bucket.table.bucket
-        settings.threads = kernels.threads()
         settings.factor = 1.0 if factor is None else float(factor)
         settings.decay = memory.keeps
         if isinstance(memory, MomentumCorrection):
@@ -112,11 +109,12 @@ class BucketStep:
         self.marks.append((start, xp.mark(self.like)))
 
     def advance(self, answer: Any) -> Request | None:
-        """Gives the generator the answer to its last request, at first None; its next request, or None at its end."""
+        """Gives the generator the answer to its last request, at first None; its next request, or None at its end. Both
+        are in NumPy."""
         xp = self._xp
         start = xp.mark(self.like)
         try:
-            request: Request | None = self._of_framework(self._generator.send(self._in_numpy(answer)))
+            request: Request | None = self._generator.send(answer)
         except StopIteration as stop:
             self.outcome = stop.value
             request = None
@@ -181,18 +179,3 @@ class BucketStep:
 
     def _source(self, place: int) -> np.ndarray:
         return self._xp.to_numpy(self._xp.flatten(self._sources[place]))
-
-    def _of_framework(self, request: Request) -> Request:
-        def brought(array: np.ndarray | None) -> Array | None:
-            return None if array is None else self._xp.from_numpy(array, like=self.like)
-
-        if isinstance(request, AllReduce):
-            return dataclasses.replace(request, array=brought(request.array), with_room=brought(request.with_room))
-        return AllGather(tuple(brought(part) for part in request.parts), brought(request.with_room))
-
-    def _in_numpy(self, answer: Any) -> Any:
-        if answer is None:
-            return None
-        if isinstance(answer, list):
-            return [tuple(self._xp.to_numpy(part) for part in parts) for parts in answer]
-        return self._xp.to_numpy(answer)

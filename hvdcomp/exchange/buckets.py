@@ -83,7 +83,9 @@ class Buckets:
         if hosted is None:
             return []
         arrays, addresses = hosted
+        threads = kernels.threads()
         for group in self.now:
+            group.bucket.table.bucket.threads = threads
             group.arrays = group.pick(arrays)
             group.bucket.segments["gradient"] = group.pick(addresses)
         return self.now

@@ -17,14 +17,13 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
-def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], found: bool, like: Array) -> Array:
-    """This rank's flag, float32 (1,).
+def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], found: bool) -> Array:
+    """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
 
     Args:
         waiting: of each tensor that is in no bucket x, its gradient with what was kept back, and its first request, if
             it has one. Not the gradient itself: the sum may overflow, and an infinity must not be kept.
         found: whether a bucket has found an inf or NaN.
-        like: where the flag is to be.
     """
     casts = [
         request.array
@@ -33,44 +32,44 @@ def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], fou
         and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
         and xp.dtype_name(x) != "float16"
     ]
-    return _flag(xp, [x for x, _ in waiting] + casts, found, like)
+    if waiting and not found:
+        return xp.found_inf([x for x, _ in waiting] + casts)
+    return np.array([np.nan if found else 0.0], np.float32)
 
 
-def flag_of_outcomes(
-    xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]], found: bool, like: Array
-) -> Array:
+def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]]) -> Array:
     """The same flag on all ranks, float32 (1,): whether what a compressor made of the exchange is not finite.
 
     Sums overflow within a method, or over the ranks, although all that was put in is finite.
 
     Args:
         outcomes: of each tensor that is in no bucket the result, and the compressor's state for the next step.
-        found, like: as of `flag_of`.
     """
-    return _flag(xp, [array for result, state in outcomes for array in (result, *state)], found, like)
+    return xp.found_inf([array for result, state in outcomes for array in (result, *state)])
 
 
-def _flag(xp: ModuleType, arrays: Sequence[Array], found: bool, like: Array) -> Array:
-    if arrays and not found:
-        return xp.found_inf(arrays)
-    return xp.from_numpy(np.array([np.nan if found else 0.0], np.float32), like=like)
+def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:
+    """A flag that may be of NumPy, where `like` is."""
+    return xp.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
 
 
 def with_flag(
-    xp: ModuleType, requests: Sequence[Request], flag: Array
+    xp: ModuleType, requests: Sequence[Request], flag: Array, like: Array
 ) -> tuple[list[Request], Callable[[list[Any]], Array]]:
     """The requests of the first round with the flag among them, so that it travels with the collectives that are under
     way anyway: at the end of one that has room for it, or else as a request of its own, the last.
 
     Returns:
         The requests, and a function that takes the flag out of their answers, which are then those of the requests
-        before, and returns what the ranks' flags come to, float32 (1,).
+        before, and returns what the ranks' flags come to, float32 (1,), as of `flag_of`.
     """
     requests = list(requests)
     for place, request in enumerate(requests):
         if request.with_room is not None and not (isinstance(request, AllReduce) and request.op != "mean"):
-            requests[place], take = _in_room_of(xp, request, place, flag)
+            on_host = flag if isinstance(flag, np.ndarray) else xp.to_numpy(flag)
+            requests[place], take = _in_room_of(request, place, on_host)
             return requests, take
+    flag = of_framework(xp, flag, like)
     means = [one.array for one in requests if isinstance(one, AllReduce) and one.op == "mean"]
     if not means:
         requests.append(AllGather((flag,)))
@@ -79,27 +78,25 @@ def with_flag(
     return requests, lambda answers: xp.astype(answers.pop(), "float32")
 
 
-def _in_room_of(
-    xp: ModuleType, request: Request, place: int, flag: Array
-) -> tuple[Request, Callable[[list[Any]], Array]]:
+def _in_room_of(request: Request, place: int, flag: np.ndarray) -> tuple[Request, Callable[[list[Any]], np.ndarray]]:
     """A request with the flag behind its vector, and what takes it out of the answer at this place."""
-    room: Array = request.with_room
+    room: Any = request.with_room
     if isinstance(request, AllReduce):
-        length = request.array.shape[0]
-        room[length : length + 1] = xp.astype(flag, xp.dtype_name(room))
+        length = len(request.array)
+        room[length] = flag[0]
 
-        def from_mean(answers: list[Any]) -> Array:
+        def from_mean(answers: list[Any]) -> np.ndarray:
             mean = answers[place]
             answers[place] = mean[:length]
-            return xp.astype(mean[length:], "float32")
+            return mean[length:].astype(np.float32)
 
         return AllReduce(room[: length + 1], with_room=room), from_mean
-    length = request.parts[0].shape[0]
-    room[length : length + 4] = xp.as_bytes(flag)
+    length = len(request.parts[0])
+    room[length : length + 4] = flag.view(np.uint8)
 
-    def from_parts(answers: list[Any]) -> Array:
+    def from_parts(answers: list[Any]) -> np.ndarray:
         ranks = [whole for (whole,) in answers[place]]
         answers[place] = [(whole[:length],) for whole in ranks]
-        return sum(xp.from_bytes(whole[length : length + 4], like=flag) for whole in ranks)
+        return sum(whole[length : length + 4].view(np.float32) for whole in ranks)
 
     return AllGather((room,), room), from_parts

@@ -3,6 +3,8 @@
 Allreduce requests of one element type share a vector. Allgather requests share a byte buffer: the parts lie in it in
 descending order of element size, so that every part is aligned without padding between them. A request that is alone,
 and whose storage nobody else uses, travels without a copy.
+
+Requests of buckets are in NumPy, whatever the framework, and so are their answers. What travels is of the framework.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
@@ -20,45 +25,82 @@ _ROW_ALIGNMENT = 8
 
 
 def communicate(
-    xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str
+    xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
 ) -> tuple[list[Any], int]:
     """Serves the requests of one round; all collectives are started before the first is waited for.
+
+    Args:
+        requests: of the framework of `xp`, or in NumPy.
+        name: of the round.
+        like: an array of the framework, where arrays are to travel.
 
     Returns:
         The answers, in the order of the requests, and the bytes of padding that were sent.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, request in enumerate(requests):
-        groups.setdefault(_group_of(xp, request), []).append(number)
+        groups.setdefault(_group_of(request), []).append(number)
     started = []
     padding = 0
     for position, (kind, members) in enumerate(groups.items()):
         group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
         group: list[Any] = [requests[number] for number in members]
-        offsets: list[list[int]] | None = None
-        alone = len(group) == 1 and group[0].with_room is not None
+        if alone := len(group) == 1 and group[0].with_room is not None:
+            buffer, offsets = xp.from_numpy(_arrays_of(group[0])[0], like=like), None
+        else:
+            group = [_of_framework(xp, request, like) for request in group]
+            if kind[0] == "allgather":
+                buffer, offsets, pad = _pack(xp, group)
+                padding += pad
+            else:
+                buffer, offsets = xp.concatenate([xp.flatten(request.array) for request in group]), None
         if kind[0] == "allgather":
-            buffer, offsets, pad = (group[0].parts[0], [[0]], 0) if alone else _pack(xp, group)
-            padding += pad
             handle = communicator.start_allgather(buffer, group_name)
         else:
-            buffer = group[0].array if alone else xp.concatenate([xp.flatten(request.array) for request in group])
             handle = communicator.start_allreduce(buffer, kind[1], group_name)
-        started.append((handle, offsets))
+        started.append((members, group, alone, offsets, handle))
     answers: list[Any] = [None] * len(requests)
-    for members, (handle, offsets) in zip(groups.values(), started, strict=True):
+    for members, group, alone, offsets, handle in started:
         result = communicator.wait(handle)
-        group = [requests[number] for number in members]
+        if alone:
+            whole = xp.to_numpy(result)
+            answers[members[0]] = whole if isinstance(group[0], AllReduce) else [(row,) for row in whole]
+            continue
         split = _split(xp, result, group) if offsets is None else _unpack(xp, result, group, offsets)
         for number, answer in zip(members, split, strict=True):
-            answers[number] = answer
+            answers[number] = _in_numpy(xp, answer) if _is_numpy(requests[number]) else answer
     return answers, padding
 
 
-def _group_of(xp: ModuleType, request: Request) -> tuple[str, ...]:
+def _arrays_of(request: Request) -> tuple[Array, ...]:
+    return (request.array,) if isinstance(request, AllReduce) else request.parts
+
+
+def _is_numpy(request: Request) -> bool:
+    return isinstance(_arrays_of(request)[0], np.ndarray)
+
+
+def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
+    if not _is_numpy(request):
+        return request
     if isinstance(request, AllReduce):
-        return "allreduce", request.op, xp.dtype_name(request.array), xp.device(request.array)
-    return "allgather", xp.device(request.parts[0])
+        return AllReduce(xp.from_numpy(request.array, like=like), request.op)
+    room = None if request.with_room is None else xp.from_numpy(request.with_room, like=like)
+    return AllGather(tuple(xp.from_numpy(part, like=like) for part in request.parts), room)
+
+
+def _in_numpy(xp: ModuleType, answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [tuple(map(xp.to_numpy, parts)) for parts in answer]
+    return xp.to_numpy(answer)
+
+
+def _group_of(request: Request) -> tuple[str, ...]:
+    first = _arrays_of(request)[0]
+    xp = arrays_for(first)
+    if isinstance(request, AllReduce):
+        return "allreduce", request.op, xp.dtype_name(first), xp.device(first)
+    return "allgather", xp.device(first)
 
 
 def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce]) -> list[Any]:
@@ -119,10 +161,11 @@ def _unpack(
 
 def part_bytes(xp: ModuleType, part: Array) -> int:
     """Bytes of an array."""
+    if isinstance(part, np.ndarray):
+        return part.nbytes
     return number_of_elements(tuple(part.shape)) * DTYPE_BYTES[xp.dtype_name(part)]
 
 
 def request_bytes(xp: ModuleType, request: Request) -> int:
     """Bytes that a request adds to a collective on this rank, without padding."""
-    arrays = (request.array,) if isinstance(request, AllReduce) else request.parts
-    return sum(part_bytes(xp, array) for array in arrays)
+    return sum(part_bytes(xp, array) for array in _arrays_of(request))

@@ -10,7 +10,7 @@ from typing import Any
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.exchange.bucket_step import BucketStep
-from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, with_flag
+from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, of_framework, with_flag
 from hvdcomp.exchange.fusion import communicate, request_bytes
 from hvdcomp.exchange.ledger import Marks
 from hvdcomp.exchange.tensor_step import TensorStep
@@ -31,21 +31,25 @@ def run_in_lockstep(
     rounds: list[tuple[Any, Any]] = []
     waiting = [(one, one.advance(None)) for one in steps]
     of_tensors = [(one.x, request) for one, (_, request) in zip(tensors, waiting[len(buckets) :], strict=True)]
-    flag = flag_of(xp, of_tensors, any(one.found_inf for one in buckets), like)
+    flag = flag_of(xp, of_tensors, any(one.found_inf for one in buckets))
     found_inf = flag
     while waiting := [(one, request) for one, request in waiting if request is not None]:
         requests = [request for _, request in waiting]
         take_flag = None
         if not rounds:
-            requests, take_flag = with_flag(xp, requests, flag)
+            requests, take_flag = with_flag(xp, requests, flag, like)
         bytes_sent += sum(request_bytes(xp, request) for request in requests)
         start = xp.mark(like)
-        answers, padding = communicate(xp, communicator, requests, f"hvdcomp.round{len(rounds)}")
+        answers, padding = communicate(xp, communicator, requests, f"hvdcomp.round{len(rounds)}", like)
         if take_flag is not None:
             found_inf = take_flag(answers)
         rounds.append((start, xp.mark(like)))
         bytes_sent += padding
         waiting = [(one, one.advance(answer)) for (one, _), answer in zip(waiting, answers, strict=True)]
-    found = any(one.found_inf_after for one in buckets)
-    return found_inf + flag_of_outcomes(xp, [one.made for one in tensors], found, like), rounds, bytes_sent
+    if any(one.found_inf_after for one in buckets):
+        found_inf = found_inf + float("nan")
+    found_inf = of_framework(xp, found_inf, like)
+    if tensors:
+        found_inf = found_inf + flag_of_outcomes(xp, [one.made for one in tensors])
+    return found_inf, rounds, bytes_sent
 
