@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -15,7 +16,12 @@ _UNSIGNED_32 = np.dtype("uint32")
 
 def dtype_name(x: Array) -> str:
     """The element type by its common name, such as "float32"."""
-    return x.dtype.name
+    return _name_of(x.dtype)
+
+
+@functools.cache  # NumPy puts the name together anew each time
+def _name_of(dtype: np.dtype) -> str:
+    return dtype.name
 
 
 def device(x: Array) -> str:

@@ -49,15 +49,17 @@ def arange(count: int, like: Array) -> Array:
 
 
 def from_numpy(x: np.ndarray, like: Array) -> Array:
-    return torch.from_numpy(x).to(like.device, non_blocking=True)
+    array = torch.from_numpy(x)
+    return array if like.is_cpu else array.to(like.device, non_blocking=True)
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    return x.detach().numpy()
+    return x.detach().numpy() if x.requires_grad else x.numpy()
 
 
 def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
-    addresses = [x.data_ptr() for x in arrays if x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()]
+    float32 = torch.float32
+    addresses = [x.data_ptr() for x in arrays if x.dtype is float32 and x.is_cpu and x.is_contiguous()]
     if len(addresses) == len(arrays):
         return list(arrays), addresses
     if any(x.dtype is not torch.float32 or not x.is_cpu for x in arrays):

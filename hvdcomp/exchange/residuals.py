@@ -38,6 +38,8 @@ class Residuals:
         self._starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int64)
         self._x: list[np.ndarray] = []
         self._velocity: list[np.ndarray] = []
+        self._x_at: np.ndarray
+        self._velocity_at: np.ndarray
         self._turn = np.zeros(len(sizes), np.int64)  # which buffer holds what is kept
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.holds = np.zeros(len(sizes), bool)
@@ -88,13 +90,12 @@ class Residuals:
             memory: of all of them.
         """
         self._allocate(memory)
-        holds, turn, starts = self.holds[numbers], self._turn[numbers], self._starts[numbers]
-        for buffers, old, new in ((self._x, "kept", "x"), (self._velocity, "velocity", "next_velocity")):
-            if new == "x" or memory.is_momentum:
-                addresses = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
-                offsets = (starts * 4).astype(np.uint64)
-                segments[old] = np.where(holds, addresses[turn] + offsets, 0)
-                segments[new] = addresses[1 - turn] + offsets
+        holds, turn = self.holds[numbers], self._turn[numbers]
+        segments["kept"] = np.where(holds, self._x_at[turn, numbers], 0)
+        segments["x"] = self._x_at[1 - turn, numbers]
+        if memory.is_momentum:
+            segments["velocity"] = np.where(holds, self._velocity_at[turn, numbers], 0)
+            segments["next_velocity"] = self._velocity_at[1 - turn, numbers]
         segments["rule"] = self._rule[numbers]
         segments["above"] = self._above[numbers]
         segments["below"] = self._below[numbers]
@@ -121,9 +122,15 @@ class Residuals:
         return buffers[turn][start : start + self._sizes[number]]
 
     def _allocate(self, memory: Memory) -> None:
-        for buffers in (self._x, self._velocity) if memory.is_momentum else (self._x,):
-            while len(buffers) < 2:
-                buffers.append(_aligned(int(self._starts[-1])))
+        if not self._x:
+            self._x, self._x_at = self._buffers()
+        if memory.is_momentum and not self._velocity:
+            self._velocity, self._velocity_at = self._buffers()
+
+    def _buffers(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Two buffers, and the addresses of all tensors' places in them, (2, tensors)."""
+        buffers = [_aligned(int(self._starts[-1])) for _ in range(2)]
+        return buffers, np.stack([buffer.ctypes.data + 4 * self._starts[:-1] for buffer in buffers]).astype(np.uint64)
 
 
 def _aligned(count: int) -> np.ndarray:
