@@ -61,12 +61,13 @@ class Buckets:
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._grouped: list[str] = []
         self._grouped_states: list[TensorState] = []
+        self._rest: list[str] = []
         self._released = 0
 
     def groups(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
-    ) -> list[Group]:
-        """The buckets of a step. The tensors that are in none of them go one by one.
+    ) -> tuple[list[Group], list[str]]:
+        """The buckets of a step, and the tensors that are in none of them and go one by one.
 
         Args:
             names: of the tensors that take part.
@@ -77,18 +78,20 @@ class Buckets:
             self.now = list(self._group(xp, self._able, gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
+            grouped = set(self._grouped)
+            self._rest = [name for name in names if name not in grouped]
             self._released = self._residuals.released
             self._made_for = (plan, names)
         hosted = xp.hosted([gradients[name] for name in self._able]) if self._able else None
         if hosted is None:
-            return []
+            return [], list(names)
         arrays, addresses = hosted
         threads = kernels.threads()
         for group in self.now:
             group.bucket.table.bucket.threads = threads
             group.arrays = group.pick(arrays)
             group.bucket.segments["gradient"] = group.pick(addresses)
-        return self.now
+        return self.now, self._rest
 
     def drop(self, group: Group) -> None:
         """Forgets the residuals of a bucket's tensors, which may then go with others."""

@@ -190,9 +190,7 @@ class Engine:
         context = self._context("", None)
 
         def make(names: Sequence[str]) -> tuple[list[BucketStep], list[TensorStep]]:
-            groups = self.buckets.groups(xp, names, gradients, self.plan)
-            bucketed = {name for group in groups for name in group.names}
-            rest = [name for name in names if name not in bucketed] if len(bucketed) < len(names) else []
+            groups, rest = self.buckets.groups(xp, names, gradients, self.plan)
             memory_for = self.planner.memory_for
             return [BucketStep(xp, group, context, factor) for group in groups], [
                 TensorStep(xp, name, gradients[name], factor, self.states[name], memory_for(self.plan[name]))

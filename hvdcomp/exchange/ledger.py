@@ -163,8 +163,13 @@ class Ledger:
         """
 
         def seconds_of(marks: Marks) -> float | None:
-            spent = [seconds_between(start, end) for start, end in marks]
-            return None if None in spent else sum(spent)  # type: ignore[arg-type]
+            total = 0.0
+            for start, end in marks:
+                spent = seconds_between(start, end)
+                if spent is None:
+                    return None
+                total += spent
+            return total
 
         def settle() -> bool:
             seconds = [(seconds_of(encode), seconds_of(decode)) for encode, decode in spans]
