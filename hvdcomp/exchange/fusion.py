@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays import arrays_for
+from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
@@ -43,33 +43,51 @@ def communicate(
     started = []
     padding = 0
     for position, (kind, members) in enumerate(groups.items()):
-        group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
         group: list[Any] = [requests[number] for number in members]
-        if alone := len(group) == 1 and group[0].with_room is not None:
-            buffer, offsets = xp.from_numpy(_arrays_of(group[0])[0], like=like), None
-        else:
+        # Where all of them are in NumPy they are put together there: a slice takes a tenth of the framework's time.
+        inside = numpy_arrays if all(map(_is_numpy, group)) else xp
+        if inside is not numpy_arrays:
             group = [_of_framework(xp, request, like) for request in group]
-            if kind[0] == "allgather":
-                buffer, offsets, pad = _pack(xp, group)
-                padding += pad
-            else:
-                buffer, offsets = xp.concatenate([xp.flatten(request.array) for request in group]), None
+        buffer, offsets, pad = _together(inside, group)
+        padding += pad
+        if inside is not xp:
+            buffer = xp.from_numpy(buffer, like=like)
+        group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
         if kind[0] == "allgather":
             handle = communicator.start_allgather(buffer, group_name)
         else:
             handle = communicator.start_allreduce(buffer, kind[1], group_name)
-        started.append((members, group, alone, offsets, handle))
+        started.append((inside, group, offsets, handle))
     answers: list[Any] = [None] * len(requests)
-    for members, group, alone, offsets, handle in started:
+    for members, (inside, group, offsets, handle) in zip(groups.values(), started, strict=True):
         result = communicator.wait(handle)
-        if alone:
-            whole = xp.to_numpy(result)
-            answers[members[0]] = whole if isinstance(group[0], AllReduce) else [(row,) for row in whole]
-            continue
-        split = _split(xp, result, group) if offsets is None else _unpack(xp, result, group, offsets)
+        if inside is not xp:
+            result = xp.to_numpy(result)
+        split = _apart(inside, result, group, offsets)
         for number, answer in zip(members, split, strict=True):
-            answers[number] = _in_numpy(xp, answer) if _is_numpy(requests[number]) else answer
+            wanted = inside is not numpy_arrays and _is_numpy(requests[number])
+            answers[number] = _in_numpy(xp, answer) if wanted else answer
     return answers, padding
+
+
+def _together(xp: ModuleType, group: Sequence[Any]) -> tuple[Array, list[list[int]] | None, int]:
+    """The buffer of a collective, where each part of each request lies in it if it is an allgather, and the padding."""
+    if _travels_as_it_is(group):
+        return _arrays_of(group[0])[0], None, 0
+    if isinstance(group[0], AllReduce):
+        return xp.concatenate([xp.flatten(request.array) for request in group]), None, 0
+    return _pack(xp, group)
+
+
+def _apart(xp: ModuleType, result: Array, group: Sequence[Any], offsets: list[list[int]] | None) -> list[Any]:
+    """The answer to each request of a collective."""
+    if _travels_as_it_is(group):
+        return [result if isinstance(group[0], AllReduce) else [(row,) for row in result]]
+    return _split(xp, result, group) if offsets is None else _unpack(xp, result, group, offsets)
+
+
+def _travels_as_it_is(group: Sequence[Request]) -> bool:
+    return len(group) == 1 and group[0].with_room is not None
 
 
 def _arrays_of(request: Request) -> tuple[Array, ...]:
