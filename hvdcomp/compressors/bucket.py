@@ -55,6 +55,7 @@ class Bucket:
         x: of a tensor's place in the bucket, x as a vector, once a kernel has made it. If the memory keeps anything,
             what stands there at the end is the residual, less what the table says by `sent_rule`.
         compressed: the same of what is compressed: x, or what stands for it.
+        factors: the object whose storage the table's `sent_product` points into; who keeps the product keeps it too.
     """
 
     tensors: Sequence[TensorInfo]
@@ -67,6 +68,7 @@ class Bucket:
     found_inf: bool = False
     x: Callable[[int], np.ndarray] = field(init=False, repr=False)
     compressed: Callable[[int], np.ndarray] = field(init=False, repr=False)
+    factors: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.table = Table([tensor.size for tensor in self.tensors])

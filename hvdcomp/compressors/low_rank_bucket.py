@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
 from hvdcomp.compressors.protocol import AllReduce
-from hvdcomp.kernels.tables import TASK
+from hvdcomp.kernels.tables import FACTORS, PRODUCT, TASK
 
 _PIECE = 1 << 16  # elements of a task on rows
 _WIDTHS = 256, 1024  # columns of a task on columns, least and most
@@ -37,6 +37,7 @@ class LowRankBucket:
         self._bucket = bucket
         self._p, self._q = (Payload(int(end), "float32") for end in ends[-1])
         self._unit_p, self._unit_q = np.empty_like(self._p.vector), np.empty_like(self._q.vector)
+        self._kept = _Kept(segments, int(ends[-1, 0]), int(ends[-1, 1])) if bucket.keeps else None
         self._rows = Tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
         self._columns = Tasks([(columns, _width(rows)) for rows, columns in shapes])
 
@@ -50,7 +51,7 @@ class LowRankBucket:
             q = yield self._send_q(p, first=False)
         found_inf = self._decode(self._unit_p, q)
         self._keep(0, q)
-        return BucketOutcome(found_inf, self._sent)
+        return self._outcome(found_inf)
 
     def half(self, even: bool) -> BucketAggregation:
         """One new factor: P in even steps, Q in odd ones."""
@@ -65,7 +66,7 @@ class LowRankBucket:
             found_inf = self._decode(self._unit_p, new)
         self._keep(int(even), new)
         states.next[1 - even][:] = states.kept[1 - even]
-        return BucketOutcome(found_inf, self._sent)
+        return self._outcome(found_inf)
 
     def _send_p(self, q: np.ndarray, first: bool) -> AllReduce:
         """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
@@ -82,7 +83,12 @@ class LowRankBucket:
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _decode(self, p: np.ndarray, q: np.ndarray) -> bool:
+        if self._kept is not None:
+            self._kept.write(self._bucket, p, q)
         return self._bucket.call("lowrank_decode", *self._rows.passed, p, q)
+
+    def _outcome(self, found_inf: bool) -> BucketOutcome:
+        return BucketOutcome(found_inf, self._sent, None if self._kept is None else self._kept.commit)
 
     def _keep(self, kind: int, new: np.ndarray) -> None:
         states = self._bucket.states
@@ -93,6 +99,31 @@ class LowRankBucket:
         segment = self._bucket.segments[place]
         numbers = (ctypes.c_float * int(segment["size"])).from_address(int(segment["result"]))
         return np.ctypeslib.as_array(numbers)
+
+
+class _Kept:
+    """P and Q of the last step that counts, which the next one takes off the x that was kept, and room for its own."""
+
+    def __init__(self, segments: np.ndarray, p: int, q: int) -> None:
+        self._factors = [(np.empty(p, np.float32), np.empty(q, np.float32)) for _ in range(2)]
+        self._products = [np.zeros(len(segments), FACTORS) for _ in range(2)]
+        self._turn = 0  # which of them a step writes to
+        for product, factors in zip(self._products, self._factors, strict=True):
+            for place, (name, factor) in enumerate(zip("pq", factors, strict=True)):
+                product[name] = factor.ctypes.data + factor.itemsize * segments["place"][:, place]
+            product["rank"], product["columns"] = segments["count"], segments["place"][:, 2]
+
+    def write(self, bucket: Bucket, p: np.ndarray, q: np.ndarray) -> None:
+        """Tells the bucket that P Q' is sent of x."""
+        for kept, factor in zip(self._factors[self._turn], (p, q), strict=True):
+            np.copyto(kept, factor)
+        bucket.segments["sent_rule"] = PRODUCT
+        bucket.segments["sent_product"] = self._products[self._turn]
+        bucket.factors = self
+
+    def commit(self) -> None:
+        """The step counts: the next one writes elsewhere."""
+        self._turn ^= 1
 
 
 def _width(rows: int) -> int:

@@ -158,7 +158,8 @@ class BucketStep:
             if group.bucket.keeps:
                 if self.outcome.keep is not None:
                     self.outcome.keep()
-                group.residuals.commit(group.bucket.segments, group.numbers, group.bucket.memory)
+                bucket = group.bucket
+                group.residuals.commit(bucket.segments, group.numbers, bucket.memory, bucket.factors)
             if group.bucket.compressors[0].keeps_state:
                 group.keep_states(xp)
             group.end_states()

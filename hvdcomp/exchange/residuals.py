@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.kernels.tables import NOT_NEGATIVE, NOTHING
+from hvdcomp.kernels.tables import FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 _ALIGNMENT = 16  # elements: a cache line
 
@@ -47,16 +47,20 @@ class Residuals:
         self._rule = np.zeros(len(sizes), np.int32)
         self._above = np.zeros(len(sizes), np.float32)
         self._below = np.zeros(len(sizes), np.float32)
+        self._product = np.zeros(len(sizes), FACTORS)
+        self._factors = np.full(len(sizes), None, object)  # whose storage `_product` points into
 
     def arrays(self, number: int) -> tuple[np.ndarray, ...]:
         """What is kept of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
         if not self.holds[number]:
             return ()
         x = self._part(self._x, number, self._turn[number])
-        if self._rule[number] != NOTHING:
+        if self._rule[number] == PRODUCT:
+            x -= product(self._product[number], x.size)
+        elif self._rule[number] != NOTHING:
             upper = x >= 0 if self._rule[number] == NOT_NEGATIVE else x > 0
             x -= np.where(upper, self._above[number], self._below[number])
-            self._rule[number] = NOTHING
+        self._rule[number] = NOTHING
         if not self.keepers[number].is_momentum:
             return (x,)
         return self._part(self._velocity, number, self._turn[number]), x
@@ -99,14 +103,21 @@ class Residuals:
         segments["rule"] = self._rule[numbers]
         segments["above"] = self._above[numbers]
         segments["below"] = self._below[numbers]
+        segments["product"] = self._product[numbers]
 
-    def commit(self, segments: np.ndarray, numbers: np.ndarray, memory: Memory) -> None:
-        """After a step that counts: what is left of x is what is kept."""
+    def commit(self, segments: np.ndarray, numbers: np.ndarray, memory: Memory, factors: object = None) -> None:
+        """After a step that counts: what is left of x is what is kept.
+
+        Args:
+            factors: the object (no sequence) whose storage `sent_product` points into.
+        """
         self._turn[numbers] ^= 1
         self.holds[numbers] = True
         self._rule[numbers] = segments["sent_rule"]
         self._above[numbers] = segments["sent_above"]
         self._below[numbers] = segments["sent_below"]
+        self._product[numbers] = segments["sent_product"]
+        self._factors[numbers] = factors
         self.keepers[numbers] = memory
 
     def drop(self, numbers: np.ndarray) -> None:

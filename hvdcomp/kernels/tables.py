@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+FACTORS = np.dtype([("p", "u8"), ("q", "u8"), ("rank", "i8"), ("columns", "i8")], align=True)
+"""A matrix P Q', by the addresses of its factors, which lie column by column."""
+
 SEGMENT = np.dtype(
     [
         ("size", "i8"),
@@ -20,6 +23,8 @@ SEGMENT = np.dtype(
         *((name, "f4") for name in ("above", "below", "sent_above", "sent_below")),
         ("rule", "i4"),
         ("sent_rule", "i4"),
+        ("product", FACTORS),
+        ("sent_product", FACTORS),
         ("sums", "f8", 4),
     ],
     align=True,
@@ -31,10 +36,28 @@ TASK = np.dtype(
 )
 """One piece of a tensor."""
 
-NOTHING, NOT_NEGATIVE, POSITIVE = range(3)
+NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT = range(4)
 """Of `rule` and `sent_rule`: what of a kept x was sent."""
 
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
+
+
+def product(factors: np.ndarray, size: int) -> np.ndarray:
+    """The matrix P Q' as a vector: the bits that kernels give, which add up column after column.
+
+    Args:
+        factors: of type `FACTORS`, one.
+        size: of the matrix.
+    """
+    p, q = (
+        np.ctypeslib.as_array((ctypes.c_float * int(factors["rank"] * length)).from_address(int(factors[name])))
+        for name, length in (("p", size // factors["columns"]), ("q", factors["columns"]))
+    )
+    total = np.zeros(0, np.float32)
+    for k, (one, other) in enumerate(zip(np.split(p, factors["rank"]), np.split(q, factors["rank"]), strict=True)):
+        column = np.multiply.outer(one, other).reshape(-1)
+        total = column if k == 0 else total + column
+    return total
 
 
 class _Bucket(ctypes.Structure):

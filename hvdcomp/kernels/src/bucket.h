@@ -9,8 +9,15 @@
 enum {
     HVD_NOTHING,      /* the residual is x itself */
     HVD_NOT_NEGATIVE, /* `above` where x >= 0, elsewhere `below` */
-    HVD_POSITIVE      /* `above` where x > 0, elsewhere `below` */
+    HVD_POSITIVE,     /* `above` where x > 0, elsewhere `below` */
+    HVD_PRODUCT       /* `product` */
 };
+
+/* P Q', of the matrix that a tensor is viewed as. */
+typedef struct {
+    const float *p, *q;    /* column by column */
+    int64_t rank, columns; /* of both; of the matrix */
+} hvd_product;
 
 typedef struct {
     int64_t size;          /* elements */
@@ -27,6 +34,7 @@ typedef struct {
     float above, below;    /* sent of `kept` */
     float sent_above, sent_below; /* sent of x */
     int32_t rule, sent_rule;      /* which element of `kept`, and of x, is `above` */
+    hvd_product product, sent_product; /* sent of `kept`, and of x */
     double sums[4];               /* what a kernel adds up: up to the kernel */
 } hvd_segment;
 
@@ -78,11 +86,37 @@ static inline uint32_t hvd_largest_bits(const float *restrict x, int64_t length,
     return largest;
 }
 
+/* Elements of P Q', from `start` on. Each is added up column after column, as `isa_lowrank.c` does it. */
+static inline void hvd_multiply(
+    const hvd_product *product, int64_t size, int64_t start, int64_t length, float *restrict out
+) {
+    const int64_t columns = product->columns, rows = size / columns;
+    for (int64_t end = start + length; start < end;) {
+        const int64_t first = start % columns, some = hvd_shorter(columns - first, end - start);
+        const float *p = product->p + start / columns, *restrict q = product->q + first;
+        int64_t k = 1;
+        if (product->rank >= 4) {
+            const float p0 = p[0], p1 = p[rows], p2 = p[2 * rows], p3 = p[3 * rows];
+            const float *restrict q1 = q + columns, *restrict q2 = q1 + columns, *restrict q3 = q2 + columns;
+            for (int64_t i = 0; i < some; i++) out[i] = p0 * q[i] + p1 * q1[i] + p2 * q2[i] + p3 * q3[i];
+            k = 4;
+        } else
+            for (int64_t i = 0; i < some; i++) out[i] = p[0] * q[i];
+        for (; k < product->rank; k++)
+            for (int64_t i = 0; i < some; i++) out[i] += p[k * rows] * q[k * columns + i];
+        start += some;
+        out += some;
+    }
+}
+
 /* The residual of a block: what was not sent of `kept`, times `decay`. */
 static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t length, float decay, float *restrict out) {
     const float *restrict kept = s->kept + start;
     const float above = s->above, below = s->below;
-    if (s->rule == HVD_NOT_NEGATIVE)
+    if (s->rule == HVD_PRODUCT) {
+        hvd_multiply(&s->product, s->size, start, length, out);
+        for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - out[i]) * decay;
+    } else if (s->rule == HVD_NOT_NEGATIVE)
         for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay;
     else if (s->rule == HVD_POSITIVE)
         for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay;
@@ -90,25 +124,11 @@ static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t len
         for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
 }
 
-/* Makes a block of x: the gradient with what the memory adds.
- *
- * start, length: of the block, at most HVD_BLOCK elements.
- * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
- * Returns: the block of x, or of what is to be compressed in its place.
- */
-static inline const float *hvd_x(
-    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
+/* A block of x: the gradient with what the memory adds. */
+static inline void hvd_make(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
 ) {
-    if (s->source) {
-        *largest = hvd_largest_bits(s->source + start, length, *largest);
-        return s->source + start;
-    }
     const float *restrict gradient = s->gradient + start;
-    if (!s->x) {
-        *largest = hvd_largest_bits(gradient, length, *largest);
-        return gradient;
-    }
-    float *restrict x = s->x + start;
     const float factor = b->factor, momentum = b->momentum;
     if (s->next_velocity) {
         float *restrict next = s->next_velocity + start;
@@ -124,10 +144,13 @@ static inline const float *hvd_x(
         else
             for (int64_t i = 0; i < length; i++) x[i] = x[i] + next[i];
     } else if (s->kept) {
-        /* The same sum as with hvd_residual, without a second pass over the block. */
+        /* The same sum as with hvd_residual, if possible without a second pass over the block. */
         const float *restrict kept = s->kept + start;
         const float decay = b->decay, above = s->above, below = s->below;
-        if (s->rule == HVD_NOT_NEGATIVE)
+        if (s->rule == HVD_PRODUCT) {
+            hvd_residual(s, start, length, decay, x);
+            for (int64_t i = 0; i < length; i++) x[i] = x[i] + gradient[i] * factor;
+        } else if (s->rule == HVD_NOT_NEGATIVE)
             for (int64_t i = 0; i < length; i++)
                 x[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay + gradient[i] * factor;
         else if (s->rule == HVD_POSITIVE)
@@ -137,13 +160,26 @@ static inline const float *hvd_x(
             for (int64_t i = 0; i < length; i++) x[i] = kept[i] * decay + gradient[i] * factor;
     } else
         for (int64_t i = 0; i < length; i++) x[i] = gradient[i] * factor;
-    *largest = hvd_largest_bits(x, length, *largest);
-    return x;
 }
 
-/* What is compressed of a tensor, from `start` on, once `hvd_x` has made it. */
+/* What is compressed of a tensor, from `start` on, once it is made. */
 static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
     return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
+}
+
+/* Makes a block of x where the bucket keeps it.
+ *
+ * start, length: of the block, at most HVD_BLOCK elements.
+ * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
+ * Returns: the block of x, or of what is to be compressed in its place.
+ */
+static inline const float *hvd_x(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
+) {
+    const float *made = hvd_made(s, start);
+    if (s->x && !s->source) hvd_make(b, s, start, length, s->x + start);
+    *largest = hvd_largest_bits(made, length, *largest);
+    return made;
 }
 
 /* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */

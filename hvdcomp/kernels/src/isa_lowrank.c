@@ -14,7 +14,7 @@ struct job {
     float *out;
     const float *p, *q;
     int32_t makes_x;
-    int streams; /* whether results are written past the caches */
+    int streams; /* whether x or results are written past the caches */
 };
 
 /* Makes a piece of x, if that is asked for. */
@@ -31,23 +31,23 @@ static void orthogonalize_q(void *context, int64_t number) {
 }
 
 HVD_INLINE void multiply_rows(
-    int rows, const float *x, int64_t columns, const float *q, int64_t length, float *p, int64_t p_stride, int64_t rank,
-    const float *const *ahead
+    int rows, const float *x, int64_t x_stride, const float *q, int64_t columns, int64_t length, float *p,
+    int64_t p_stride, int64_t rank, const float *const *ahead
 ) {
     float sums[2 * 4];
     int64_t k = 0;
     for (; k + 4 <= rank; k += 4) {
-        hvd_dots(rows, 4, x, columns, q + k * columns, columns, length, sums, ahead);
+        hvd_dots(rows, 4, x, x_stride, q + k * columns, columns, length, sums, ahead);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 4; i++) p[(k + i) * p_stride + r] += sums[r * 4 + i];
     }
     for (; k + 2 <= rank; k += 2) {
-        hvd_dots(rows, 2, x, columns, q + k * columns, columns, length, sums, ahead);
+        hvd_dots(rows, 2, x, x_stride, q + k * columns, columns, length, sums, ahead);
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < 2; i++) p[(k + i) * p_stride + r] += sums[r * 4 + i];
     }
     for (; k < rank; k++) {
-        hvd_dots(rows, 1, x, columns, q + k * columns, columns, length, sums, ahead);
+        hvd_dots(rows, 1, x, x_stride, q + k * columns, columns, length, sums, ahead);
         for (int r = 0; r < rows; r++) p[k * p_stride + r] += sums[r * 4];
     }
 }
@@ -58,6 +58,8 @@ static void rows_of_p(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
     const int64_t first = task->start, end = task->start + task->length;
+    const int streams = job->streams && s->x && !s->source; /* x goes to memory; a copy is in `block` for the products */
+    float block[HVD_BLOCK] __attribute__((aligned(64)));
     float *p = job->out + s->place[0];
     const float *unit = job->unit + s->place[1], *matrix = hvd_made(s, 0);
     uint32_t largest = 0;
@@ -65,28 +67,36 @@ static void rows_of_p(void *context, int64_t number) {
     for (int64_t start = 0; start < columns; start += CHUNK) {
         const int64_t length = hvd_shorter(columns - start, CHUNK), group = columns <= CHUNK ? HVD_BLOCK / columns : 2;
         for (int64_t row = first; row < end; row += group) {
-            const int64_t last = hvd_shorter(row + group, end);
-            if (length == columns) visit(job, s, row * columns, (last - row) * columns, &largest);
-            else
-                for (int64_t i = row; i < last; i++) visit(job, s, i * columns + start, length, &largest);
-            const int64_t here = row * columns + start;
+            const int64_t last = hvd_shorter(row + group, end), here = row * columns + start;
+            const int64_t pieces = length == columns ? 1 : last - row, piece = (last - row) / pieces * length;
+            for (int64_t i = 0; i < pieces; i++)
+                if (streams) {
+                    hvd_make(job->bucket, s, here + i * columns, piece, block + i * length);
+                    hvd_copy(s->x + here + i * columns, block + i * length, piece, 1);
+                } else visit(job, s, here + i * columns, piece, &largest);
+            if (streams) largest = hvd_largest_bits(block, pieces * piece, largest);
             const int64_t next = row + group < end         ? here + group * columns
                                  : start + CHUNK < columns ? first * columns + start + CHUNK
                                                            : here;
-            const float *x = matrix + here, *ahead[3] = {matrix + next, matrix + next, matrix + next};
+            const float *x = streams ? block : matrix + here;
+            const float *ahead[3] = {matrix + next, matrix + next, matrix + next};
             if (job->makes_x) {
                 ahead[0] = s->gradient + next;
                 if (s->kept) ahead[1] = s->kept + next;
+                if (streams) ahead[2] = NULL;
             }
+            const int64_t stride = streams ? length : columns;
             int64_t i = row;
             for (; i + 2 <= last; i += 2) {
-                multiply_rows(2, x, columns, unit + start, length, p + i, rows, rank, ahead);
-                x += 2 * columns;
-                for (int k = 0; k < 3; k++) ahead[k] += 2 * columns;
+                multiply_rows(2, x, stride, unit + start, columns, length, p + i, rows, rank, ahead);
+                x += 2 * stride;
+                for (int k = 0; k < 3; k++)
+                    if (ahead[k]) ahead[k] += 2 * columns;
             }
-            if (i < last) multiply_rows(1, x, columns, unit + start, length, p + i, rows, rank, ahead);
+            if (i < last) multiply_rows(1, x, stride, unit + start, columns, length, p + i, rows, rank, ahead);
         }
     }
+    hvd_fence();
     for (int64_t k = 0; k < rank; k++) largest = hvd_largest_bits(p + k * rows + first, task->length, largest);
     task->counts[0] = largest >= HVD_INFINITE;
 }
@@ -95,6 +105,7 @@ int32_t HVD_NAME(lowrank_p)(
     hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *q, float *unit, float *p, int32_t makes_x
 ) {
     struct job job = {.bucket = bucket, .tasks = tasks, .factors = q, .unit = unit, .out = p, .makes_x = makes_x};
+    job.streams = makes_x && hvd_is_large(bucket);
     hvd_parallel(bucket->threads, bucket->segment_count, orthogonalize_q, &job);
     hvd_parallel(bucket->threads, count, rows_of_p, &job);
     return hvd_any_found(tasks, count);
@@ -178,12 +189,12 @@ int32_t HVD_NAME(lowrank_q)(
 
 /* P Q'. */
 
-/* A piece of a row of P Q'; where there is x, it is taken off. Returns whether any number is not finite.
+/* A piece of a row of P Q'. Returns whether any number is not finite. `hvd_multiply` gives the same numbers.
  *
  * rank, streams: may be known when this is compiled; streams: whether the result is written past the caches. */
 HVD_INLINE int decode_row(
     int64_t rank, int streams, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t length,
-    float *result, float *x
+    float *result
 ) {
     hvd_bits_vector found[HVD_PARTS] = {0}; /* a number less itself is 0, unless it is not finite */
     int64_t j = 0;
@@ -195,7 +206,6 @@ HVD_INLINE int decode_row(
             found[part] |= (hvd_bits_vector)(sum - sum);
             if (streams) hvd_stream(result + at, sum);
             else hvd_store(result + at, sum);
-            if (x) hvd_store(x + at, hvd_load(x + at) - sum);
         }
     int32_t all = 0;
     for (int part = 0; part < HVD_PARTS; part++)
@@ -205,20 +215,19 @@ HVD_INLINE int decode_row(
         for (int64_t k = 1; k < rank; k++) sum += p[k * p_stride] * q[k * columns + j];
         all |= (hvd_bits(sum) & HVD_INFINITE) == HVD_INFINITE;
         result[j] = sum;
-        if (x) x[j] -= sum;
     }
     return all != 0;
 }
 
 HVD_INLINE int decode_row_of_any_rank(
     int streams, const float *p, int64_t p_stride, const float *q, int64_t columns, int64_t rank, int64_t length,
-    float *result, float *x
+    float *result
 ) {
     switch (rank) {
-    case 1: return decode_row(1, streams, p, p_stride, q, columns, length, result, x);
-    case 2: return decode_row(2, streams, p, p_stride, q, columns, length, result, x);
-    case 4: return decode_row(4, streams, p, p_stride, q, columns, length, result, x);
-    default: return decode_row(rank, streams, p, p_stride, q, columns, length, result, x);
+    case 1: return decode_row(1, streams, p, p_stride, q, columns, length, result);
+    case 2: return decode_row(2, streams, p, p_stride, q, columns, length, result);
+    case 4: return decode_row(4, streams, p, p_stride, q, columns, length, result);
+    default: return decode_row(rank, streams, p, p_stride, q, columns, length, result);
     }
 }
 
@@ -234,10 +243,10 @@ static void decode_rows(void *context, int64_t number) {
         for (int64_t row = task->start; row < task->start + task->length; row++) {
             const int64_t at = row * columns + start;
             const float *p = job->p + s->place[0] + row;
-            float *result = s->result + at, *x = s->x ? s->x + at : NULL;
+            float *result = s->result + at;
             if (job->streams && (uintptr_t)result % sizeof(hvd_vector) == 0)
-                found |= decode_row_of_any_rank(1, p, rows, q + start, columns, s->count, length, result, x);
-            else found |= decode_row_of_any_rank(0, p, rows, q + start, columns, s->count, length, result, x);
+                found |= decode_row_of_any_rank(1, p, rows, q + start, columns, s->count, length, result);
+            else found |= decode_row_of_any_rank(0, p, rows, q + start, columns, s->count, length, result);
         }
     }
     hvd_fence();

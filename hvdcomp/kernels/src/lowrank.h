@@ -8,7 +8,8 @@
 /* The products of some rows with some columns, both of `length` elements, to out[row * 4 + column].
  *
  * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline.
- * ahead: where what the next rows are made of lies, three arrays, to be fetched meanwhile; NULL for nothing. */
+ * ahead: where what the next rows are made of lies, `y_stride` apart, and where they go (NULL: it need not be fetched),
+ * to be fetched meanwhile; NULL for nothing. */
 HVD_INLINE void hvd_dots(
     int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length, float *out,
     const float *const *ahead
@@ -24,9 +25,9 @@ HVD_INLINE void hvd_dots(
     for (; j + HVD_LANES <= length; j += HVD_LANES) {
         if (ahead)
             for (int r = 0; r < rows; r++) {
-                __builtin_prefetch(ahead[0] + r * x_stride + j);
-                __builtin_prefetch(ahead[1] + r * x_stride + j);
-                __builtin_prefetch(ahead[2] + r * x_stride + j, 1);
+                __builtin_prefetch(ahead[0] + r * y_stride + j);
+                __builtin_prefetch(ahead[1] + r * y_stride + j);
+                if (ahead[2]) __builtin_prefetch(ahead[2] + r * y_stride + j, 1);
             }
         for (int part = 0; part < HVD_PARTS; part++) {
             const int64_t at = j + part * HVD_WIDTH;
