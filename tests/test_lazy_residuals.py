@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,7 +13,8 @@ from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.kernels.tables import FACTORS, PRODUCT, product
+from hvdcomp.exchange.residuals import Residuals
+from hvdcomp.kernels.tables import FACTORS, PRODUCT, Table, product
 from tests.harness import bits, infos
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
@@ -141,3 +143,19 @@ def test_a_product_adds_up_column_after_column(rank: int) -> None:
     for k in range(1, rank):
         expected = expected + np.outer(p[k], q[k])
     np.testing.assert_array_equal(product(row[0], 11 * 13), expected.reshape(-1))
+
+
+def test_whoever_has_the_factors_stays_as_long_as_they_are_needed() -> None:
+    class Owner:
+        pass
+
+    owner = Owner()
+    seen, residuals, table = weakref.ref(owner), Residuals([6, 4]), Table([6, 4])
+    numbers = np.arange(2)
+    residuals.enter(table.segments, numbers, ErrorFeedback())
+    residuals.commit(table.segments, numbers, ErrorFeedback(), owner)
+    del owner
+    residuals.commit(table.segments[:1], numbers[:1], ErrorFeedback())
+    assert seen() is not None
+    residuals.commit(table.segments[1:], numbers[1:], ErrorFeedback())
+    assert seen() is None
