@@ -12,6 +12,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketOutcome
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, TensorInfo
+from tests.harness import densify
 from tests.lockstep import run_lockstep
 
 GUARD = np.float32(-12345.0)
@@ -106,7 +107,10 @@ def run_buckets(
                 rank.check_guards()
                 outcome = stop.value
                 with np.errstate(invalid="ignore"):
-                    sent = [np.array(outcome.sent(place)) for place in range(len(compressors))]
+                    sent = [densify(outcome.sent(place), (mean.size,)).copy() for place, mean in enumerate(rank.means)]
+                if keeps and outcome.keep is not None:
+                    outcome.keep()
+                    rank.check_guards()
                 return Step(rank.bucket.found_inf, outcome, sent, rank.means, rank.x, bytes_sent)
             rank.check_guards()
             if isinstance(request, AllGather):
@@ -138,7 +142,7 @@ def assert_as_by_themselves(
         expected = run_lockstep(compressor, compressed, step, 5, f"t{place}")
         for rank, (outcome, found) in enumerate(zip(expected.outcomes, steps, strict=True)):
             where = f"tensor {place} ({compressor}, {compressed[0].shape}), rank {rank}"
-            np.testing.assert_array_equal(found.sent[place], outcome.sent.reshape(-1), where)
+            np.testing.assert_array_equal(found.sent[place], densify(outcome.sent, found.means[place].shape), where)
             np.testing.assert_array_equal(found.means[place], outcome.mean.reshape(-1), where)
             if keeps:
                 with np.errstate(over="ignore"):

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoMemory, RandomK, SpecError, TopK
-from hvdcomp.arrays import numpy_arrays
-from hvdcomp.compressors.protocol import Context, SparseVector
-from hvdcomp.compressors.randomness import distinct_indices, shared_key
+from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.compressors.sparse_payload import elements_kept
 from tests.harness import (
     BACKENDS,
@@ -204,76 +202,6 @@ def test_wrong_ratios(method: type[TopK] | type[RandomK]) -> None:
             method(ratio)
     with pytest.raises(SpecError, match="0 < ratio <= 1"):
         method(0.5).at_level(2)
-
-
-def draw(step: int, name: str = "w", seed: int = 0, rank: int = 0, count: int = 20, size: int = 100) -> np.ndarray:
-    key = shared_key(Context(name, step, seed, rank, 4), "randomk")
-    return distinct_indices(numpy_arrays, key, count, size, like=np.zeros(1))
-
-
-def test_random_indices_depend_on_seed_name_and_step_but_not_on_rank() -> None:
-    first = draw(0)
-    assert first.dtype == np.int32
-    for rank in range(4):
-        np.testing.assert_array_equal(draw(0, rank=rank), first)
-    for other in (draw(1), draw(0, name="v"), draw(0, seed=1)):
-        assert other.tolist() != first.tolist()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_randomk_draws_anew_for_each_tensor_step_and_seed(backend: str) -> None:
-    drawn = set()
-    for seed in (0, 1):
-        (run,) = run_engines(
-            1, infos({"v": (200,), "w": (200,)}), RandomK(0.1),
-            lambda rank, step: {name: make(backend, np.ones(200)) for name in ("v", "w")}, 3,
-            seed=seed, memory=NoMemory,
-        )  # fmt: skip
-        for result in run.results:
-            drawn |= {tuple(np.flatnonzero(as_numpy(result[name]))) for name in ("v", "w")}
-    assert {len(indices) for indices in drawn} == {20}
-    assert len(drawn) == 2 * 3 * 2
-
-
-@given(st.integers(1, 30000), st.data())
-def test_random_indices_are_distinct_and_in_range(size: int, data: st.DataObject) -> None:
-    count = data.draw(st.integers(1, size))
-    indices = draw(0, count=count, size=size)
-    assert len(indices) == count
-    assert (np.diff(indices) > 0).all()
-    assert indices[0] >= 0
-    assert indices[-1] < size
-
-
-@pytest.mark.parametrize(("count", "size"), [(5, 50), (45, 50), (2, 5), (8, 16), (150, 20000)])
-def test_every_index_is_equally_likely(count: int, size: int) -> None:
-    """Chi-square over the counts of at most 20 equal cells of indices: a fair draw passes with probability 0.999999."""
-    draws = 3000
-    hits = np.zeros(size)
-    for step in range(draws):
-        hits[draw(step, count=count, size=size)] += 1
-    cells = hits.reshape(10 if size == 50 else min(size, 20), -1).sum(axis=1)
-    p = count / size
-    width = size // len(cells)
-    # Without repetition: variance of a cell is hypergeometric.
-    variance = draws * count * (width / size) * (1 - width / size) * (size - count) / (size - 1)
-    statistic = ((cells - draws * width * p) ** 2).sum() / variance * (1 - 1 / len(cells))
-    freedom = len(cells) - 1
-    # Wilson and Hilferty's normal approximation of chi-square; 4.75 standard deviations leave 1e-6 above.
-    deviation = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert deviation < 4.75
-
-
-def test_pairs_of_neighbours_are_drawn_together_as_often_as_chance_has_it() -> None:
-    draws, count, size = 4000, 20, 100
-    together = np.zeros(size - 1)
-    for step in range(draws):
-        member = np.zeros(size, bool)
-        member[draw(step, count=count, size=size)] = True
-        together += member[1:] & member[:-1]
-    p = count * (count - 1) / (size * (size - 1))
-    # Each count is binomial: 99 of them stay within 5 standard deviations with probability above 0.9999.
-    assert np.abs(together - draws * p).max() < 5 * math.sqrt(draws * p * (1 - p))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -20,8 +20,8 @@ from hvdcomp.arrays.shapes import ShapeArray
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
-_ROUNDS = 6  # of the bijection
-_LEAST_BITS = 6  # that it works on: with fewer, not all choices are equally likely
+_ROUNDS = 8  # of the bijection: after six, some pairs of a small tensor's elements still are 1 % likelier than others
+_LEAST_BITS = 6  # that it works on: with fewer, some choices are likelier than others
 
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:
@@ -46,10 +46,11 @@ def drawn(
 def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Array) -> Array:
     """`count` different indices in [0, size), in ascending order, on the device of `like`.
 
-    They are what 0, 1, 2 ... become under a bijection that the key chooses: a Feistel network of six rounds on the
+    They are what 0, 1, 2 ... become under a bijection that the key chooses: a Feistel network of eight rounds on the
     numbers of as many bits as `size` needs, and no less than six, applied again to what is not below `size` ("cycle
     walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Its halves have at most 32 bits, so that sizes up
-    to 2**63 have their bijection too. `kernels/src/isa_sparse_random.c` has the same in C.
+    to 2**63 have their bijection too. Then all are moved on by `rotations`, which makes each index equally likely
+    whatever the bijections are. `kernels/src/isa_sparse_random.c` has the same in C.
 
     Args:
         key: 64 bits.
@@ -64,10 +65,17 @@ def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Arra
         indices = _permuted(np.arange(count, dtype=np.uint64), bits, key)
         while (beyond := indices >= size).any():
             indices[beyond] = _permuted(indices[beyond], bits, key)
+        indices += rotations(np.array([key], np.uint64), np.array([size], np.uint64))
+        indices[indices >= size] -= np.uint64(size)
         indices.sort()
         return indices.astype(dtype)
 
     return drawn(xp, draw, (count,), dtype, like)
+
+
+def rotations(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """By how many places what `distinct_indices` draws by each key moves on, around the end; uint64, below `sizes`."""
+    return step_keys(keys, 0, None) % sizes.astype(np.uint64)
 
 
 def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.protocol import AllReduce, SparseVector
-from hvdcomp.compressors.randomness import step_keys
+from hvdcomp.compressors.randomness import rotations, step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 
 _BLOCK_BITS = 16  # of an element's place in its task
@@ -75,7 +75,9 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     layout, context = bucket.layout, bucket.context
     half = values == "fp16"
     bound = LARGEST_HALF / (2 * context.world_size) if half else 0.0
-    bucket.segments["key"] = step_keys(layout.keys, context.step, None)
+    keys = step_keys(layout.keys, context.step, None)
+    bucket.segments["key"] = keys
+    bucket.segments["place"][:, 2] = rotations(keys, bucket.segments["size"])
     payload, places, ends = layout.payload, layout.places, layout.ends
     bucket.found_inf = bucket.call(
         "random_encode", payload.vector, layout.sent, layout.drawn, places, ends, bound, unbiased

@@ -4,7 +4,7 @@
 #include "randomness.h"
 #include "sparse.h"
 
-#define ROUNDS 6
+#define ROUNDS 8
 #define LEAST_BITS 6
 #define BATCH 512
 #define BLOCK_BITS 16
@@ -66,6 +66,14 @@ static void draw(uint64_t *drawn, int64_t count, uint64_t size, uint64_t key) {
     }
 }
 
+/* Moves indices on by `distance` places, around the end. */
+static void rotate(uint64_t *indices, int64_t count, uint64_t size, uint64_t distance) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t moved = indices[i] + distance;
+        indices[i] = moved < size ? moved : moved - size;
+    }
+}
+
 /* Draws a tensor's elements, and puts them into the order of its tasks. */
 static void draw_places(void *context, int64_t number) {
     const struct job *job = context;
@@ -75,6 +83,7 @@ static void draw_places(void *context, int64_t number) {
     int64_t *ends = job->ends + s->place[1];
     const int64_t tasks = ((s->size - 1) >> BLOCK_BITS) + 1;
     draw(drawn, s->count, (uint64_t)s->size, s->key);
+    rotate(drawn, s->count, (uint64_t)s->size, (uint64_t)s->place[2]);
     memset(ends, 0, (size_t)tasks * sizeof *ends);
     for (int64_t i = 0; i < s->count; i++) ends[drawn[i] >> BLOCK_BITS]++;
     for (int64_t i = 0, start = 0; i < tasks; i++) {
@@ -135,7 +144,8 @@ static void decode_piece(void *context, int64_t number) {
     int64_t end;
     memset(result, 0, (size_t)task->length * sizeof *result);
     for (int64_t i = first_of(job, s, task, &end); i < end; i++) {
-        const float mean = job->bound > 0 ? hvd_from_half(((const uint16_t *)job->wire)[i]) : ((const float *)job->wire)[i];
+        const float mean =
+            job->bound > 0 ? hvd_from_half(((const uint16_t *)job->wire)[i]) : ((const float *)job->wire)[i];
         result[job->places[i]] += mean;
         largest = hvd_magnitude(mean) > largest ? hvd_magnitude(mean) : largest;
     }
