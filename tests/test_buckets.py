@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdcomp import ErrorFeedback, TopK, kernels
+from hvdcomp import ErrorFeedback, MomentumCorrection, TopK, kernels
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.tensor_step import TensorState
@@ -105,6 +106,39 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
     request.getfixturevalue("without_kernels")
     seeded = {"before": recorded.set} if parse_compressor(spec).keeps_state else {}
     assert_close(found, run(backend, spec, **seeded))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("nesterov", "masking"), [(False, True), (True, False)])
+@pytest.mark.parametrize("spec", [spec for spec in BUCKETED if not parse_compressor(spec).lossless])
+def test_momentum_is_corrected_as_for_tensors_by_themselves(
+    spec: str, nesterov: bool, masking: bool, request: pytest.FixtureRequest
+) -> None:
+    """Of clipped gradients, too."""
+    recorded = Recorded()
+    options: dict[str, Any] = {"memory": lambda: MomentumCorrection(0.75, nesterov, 300.0, masking)}
+    found = run("numpy", spec, before=recorded.keep, **options)
+    assert found[0].engine.buckets.now, "no tensor went into a bucket"
+    request.getfixturevalue("without_kernels")
+    assert_close(found, run("numpy", spec, before=recorded.set, **options))
+
+
+@needs_kernels
+@pytest.mark.parametrize("memory", [ErrorFeedback(0.5), MomentumCorrection(0.75)], ids=str)
+@pytest.mark.parametrize("spec", ["efsignsgd", "onebit", "signsgd"])
+def test_zero_has_one_sign_in_what_is_sent_and_in_what_is_left(
+    spec: str, memory: Memory, request: pytest.FixtureRequest
+) -> None:
+    def of(rank: int, step: int) -> dict[str, np.ndarray]:
+        return {name: np.asarray(one * (np.abs(one) < 1)) for name, one in gradients("numpy")(rank, step).items()}
+
+    def runs() -> list[Run]:
+        return list(run_engines(2, infos(SHAPES), parse_compressor(spec), of, 3, memory=lambda: memory))
+
+    found = runs()
+    assert found[0].engine.buckets.now, "no tensor went into a bucket"
+    request.getfixturevalue("without_kernels")
+    assert_close(found, runs())
 
 
 @needs_kernels

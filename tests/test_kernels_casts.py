@@ -74,3 +74,23 @@ def test_what_becomes_infinite_in_16_bits_is_found(method: Compressor, largest: 
             with np.errstate(over="ignore"):
                 (step,) = run_buckets([method], [[np.full(length, value, np.float32)]])
             assert step.found_inf is found
+
+
+@pytest.mark.parametrize("place", [0, 4095, 30_000, 65_999])
+@pytest.mark.parametrize(("method", "value"), [(NoCompression(), 3e38), (FP16(), 65_000), (BF16(), 3e38)], ids=str)
+def test_a_sum_that_overflows_is_found(method: Compressor, value: float, place: int) -> None:
+    x = np.ones(66_000, np.float32)
+    x[place] = value
+    for step in run_buckets([method] * 2, [[x, np.ones(3, np.float32)]] * 2):
+        assert not step.found_inf
+        assert step.outcome.found_inf
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("start", [0, 1, 15])
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_large_buckets_go_past_the_caches(method: Compressor, start: int) -> None:
+    """From 8 MB on, with parts shorter than a cache line and ends within one."""
+    random = np.random.default_rng(0)
+    xs = [[random.standard_normal(size).astype(np.float32) for size in (3, 2_097_169, 29)]]
+    assert_as_by_themselves([method] * 3, xs, run_buckets([method] * 3, xs, start=start))

@@ -109,3 +109,12 @@ def test_scales_beyond_float32_are_found_in_the_result() -> None:
         (step,) = run_buckets([QSGD(bits=4)], xs)
     assert not step.found_inf
     assert step.outcome.found_inf
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("method", ["qsgd of 512", "natural"])
+def test_large_buckets_go_past_the_caches(method: str) -> None:
+    """From 8 MB on, with parts shorter than a cache line and ends within one."""
+    sizes = [3, 2_097_169, 29]
+    compressors, xs = MAKERS[method](3, len(sizes)), draw(7, "normal", sizes, 1)
+    assert_as_by_themselves(compressors, xs, run_buckets(compressors, xs, start=1))

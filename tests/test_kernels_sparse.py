@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,7 @@ def vector(kind: str, size: int, seed: int) -> np.ndarray:
         "denormal": lambda: x * 1e-42,
         "constant": lambda: np.full(size, -0.5),
         "block": lambda: x * np.where(np.arange(size) // 1000 == size // 2000, 1e6, 1e-6),  # not seen by a sample
+        "ends of pieces": lambda: x + 50 * np.isin(np.arange(size) % 65_536, [0, 65_535]),
         "sorted": lambda: np.sort(np.abs(x)),
     }
     return values[kind]().astype(np.float32)
@@ -132,6 +134,25 @@ def check(rank: Rank, outcome: BucketOutcome, place: int, expected: np.ndarray) 
 SIZES = st.sampled_from([1, 2, 15, 64, 65, 511, 513, 1000, 4096, 4097, 20_000, 65_535, 65_536, 65_537, 200_003])
 
 
+def check_topk(sizes: list[int], kinds: list[str], compressor: TopK, ranks: int, seed: int, **options: Any) -> None:
+    """A step of a bucket, with the options of `Rank`."""
+    all_ranks = [
+        Rank(compressor, [vector(kinds[i], size, seed + 7 * rank + i) for i, size in enumerate(sizes)], **options)
+        for rank in range(ranks)
+    ]
+    outcomes = step(all_ranks)
+    assert not any(rank.bucket.found_inf for rank in all_ranks)
+    assert not any(outcome.found_inf for outcome in outcomes)
+    for place, size in enumerate(sizes):
+        mean = np.zeros(size, np.float32)
+        for rank, outcome in zip(all_ranks, outcomes, strict=True):
+            expected = largest(rank.gradients[place], elements_kept(compressor.ratio, size))
+            sent = check(rank, outcome, place, expected)
+            mean[sent.indices] += sent.values * np.float32(1 / ranks)
+        for rank in all_ranks:
+            np.testing.assert_array_equal(rank.parts("result")[place], mean)
+
+
 @settings(max_examples=150)
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=4),
@@ -152,27 +173,52 @@ def test_topk_sends_the_k_largest_and_adds_up_what_the_ranks_sent(
     before = kernels.instruction_set()
     kernels.use(isa)
     try:
-        all_ranks = [
-            Rank(
-                TopK(ratio, values=values),
-                [vector(kinds[i], size, seed + 7 * rank + i) for i, size in enumerate(sizes)],
-                memory, threads, start,
-            )
-            for rank in range(ranks)
-        ]  # fmt: skip
-        outcomes = step(all_ranks)
+        check_topk(sizes, kinds, TopK(ratio, values=values), ranks, seed, memory=memory, threads=threads, start=start)
     finally:
         kernels.use(before or "plain")
-    assert not any(rank.bucket.found_inf for rank in all_ranks)
-    assert not any(outcome.found_inf for outcome in outcomes)
-    for place, size in enumerate(sizes):
-        mean = np.zeros(size, np.float32)
-        for rank, outcome in zip(all_ranks, outcomes, strict=True):
-            expected = largest(rank.gradients[place], elements_kept(ratio, size))
-            sent = check(rank, outcome, place, expected)
-            mean[sent.indices] += sent.values * np.float32(1 / ranks)
-        for rank in all_ranks:
-            np.testing.assert_array_equal(rank.parts("result")[place], mean)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("kind", ["normal", "ties", "ends of pieces"])
+@pytest.mark.parametrize("ratio", [1e-6, 3e-5, 1e-3, 0.03, 0.2, 0.9])
+def test_tensors_of_several_pieces(ratio: float, kind: str) -> None:
+    check_topk([65_537, 200_003, 131_072], [kind] * 3, TopK(ratio), 2, 5, threads=3)
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_a_piece_may_have_more_candidates_than_room() -> None:
+    """One more, many more or less; and those of its neighbours stay."""
+    rank = Rank(TopK(0.001), [np.zeros(200_003, np.float32)])
+    rank.encode()
+    room = int(rank.bucket.layout._candidates["room"][1])
+    assert 300 < room < 60_000
+    for more in (-1, 0, 1, 16, 300):
+        x = vector("normal", 200_003, more + 1)
+        places = np.random.default_rng(more + 1).permutation(65_536)[: room + more]
+        x[65_536 + places] += np.float32(50)
+        (outcome,) = step([rank := Rank(TopK(0.001), [x])])
+        check(rank, outcome, 0, largest(x, 201))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("size", [1, 100, 4097, 70_001, 200_003])
+def test_a_sample_is_of_elements_at_equal_distances(size: int) -> None:
+    x = vector("normal", size, 4)
+    rank = Rank(DGC(0.01), [np.ones(3, np.float32), x])
+    rank.encode()
+    choice = rank.bucket.layout._choices[1]
+    sample = rank.bucket.layout._sample[choice["sample"] :][: choice["sampled"]]
+    np.testing.assert_array_equal(sample, np.abs(x[:: choice["stride"]]))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("size", [1000, 70_000])
+def test_magnitudes_whose_sum_overflows(size: int) -> None:
+    """Float32, by hundreds of times; a threshold between their mean and the largest is found all the same."""
+    x = np.full(size, 1e38, np.float32)
+    x[7::50] = 3e38
+    (outcome,) = step([rank := Rank(MSTopK(0.02), [x])])
+    check(rank, outcome, 0, np.arange(size)[7::50])
 
 
 @settings(max_examples=100)
