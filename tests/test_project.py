@@ -83,6 +83,15 @@ def test_the_package_has_few_parts_in_few_layers() -> None:
     assert set(parts) == there - {"__init__", "__main__"}
 
 
+def test_lines_of_c_are_no_longer_than_those_of_python() -> None:
+    longest = SETTINGS["tool"]["ruff"]["line-length"]
+    sources = [path for path in (ROOT / "hvdcomp/kernels/src").iterdir() if path.suffix in (".c", ".h", ".def")]
+    assert sources
+    for path in sources:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= longest, f"{path}:{number}: {len(line)} characters"
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked source distribution of the files that git knows or would take."""

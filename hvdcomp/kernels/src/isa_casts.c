@@ -15,10 +15,14 @@ static void to_halves(const float *restrict x, int64_t length, uint16_t *restric
     int64_t i = 0;
 #if defined __AVX512F__
     for (; i + 16 <= length; i += 16)
-        _mm256_storeu_si256((__m256i *)(void *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+        _mm256_storeu_si256(
+            (__m256i *)(void *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT)
+        );
 #elif defined __F16C__
     for (; i + 8 <= length; i += 8)
-        _mm_storeu_si128((__m128i *)(void *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128(
+            (__m128i *)(void *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT)
+        );
 #endif
     for (; i < length; i++) out[i] = hvd_to_half(x[i]);
 }

@@ -18,7 +18,9 @@ struct job {
 };
 
 /* Makes a piece of x, if that is asked for. */
-static inline void visit(const struct job *job, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest) {
+static inline void visit(
+    const struct job *job, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
+) {
     if (job->makes_x) hvd_x(job->bucket, s, start, length, largest);
 }
 
@@ -58,7 +60,8 @@ static void rows_of_p(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
     const int64_t first = task->start, end = task->start + task->length;
-    const int streams = job->streams && s->x && !s->source; /* x goes to memory; a copy is in `block` for the products */
+    /* x goes to memory; a copy is in `block` for the products. */
+    const int streams = job->streams && s->x && !s->source;
     float block[HVD_BLOCK] __attribute__((aligned(64)));
     float *p = job->out + s->place[0];
     const float *unit = job->unit + s->place[1], *matrix = hvd_made(s, 0);

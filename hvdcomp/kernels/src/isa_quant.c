@@ -1,7 +1,8 @@
-/* Elements as multiples of a fraction of a scale: QSGD, whose scales are norms of `length` neighbouring elements each, and
- * TernGrad, with one scale for a tensor.
+/* Elements as multiples of a fraction of a scale: QSGD, whose scales are norms of `length` neighbouring elements each,
+ * and TernGrad, with one scale for a tensor.
  *
- * Of each tensor, codes of `count` bits lie at `place[0]` of a payload, and float scales at `place[1]`, a multiple of 4. */
+ * Of each tensor, codes of `count` bits lie at `place[0]` of a payload, and float scales at `place[1]`, a multiple of
+ * 4. */
 #include <math.h>
 
 #include "packing.h"
@@ -54,7 +55,9 @@ static void subtract(float *restrict x, const uint8_t *restrict codes, int64_t l
     for (int64_t i = 0; i < length; i++) x[i] = hvd_left(x[i], ((float)codes[i] - half) * unit);
 }
 
-static void add_up(float *restrict sum, const uint8_t *restrict codes, int64_t length, float half, float unit, int add) {
+static void add_up(
+    float *restrict sum, const uint8_t *restrict codes, int64_t length, float half, float unit, int add
+) {
     if (add)
         for (int64_t i = 0; i < length; i++) sum[i] += ((float)codes[i] - half) * unit;
     else
@@ -108,7 +111,8 @@ static void decode_piece(void *context, int64_t number) {
             for (int64_t from = group, to; from < group + length; from = to) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);
-                add_up(sum + (from - group), codes + (from - group), to - from, c.half, scales[place] * c.unit, rank > 0);
+                const float unit = scales[place] * c.unit;
+                add_up(sum + (from - group), codes + (from - group), to - from, c.half, unit, rank > 0);
             }
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
@@ -199,7 +203,9 @@ int32_t HVD_NAME(terngrad_encode)(hvd_bucket *bucket, double clip, uint8_t *payl
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-int32_t HVD_NAME(multiples_decode)(hvd_bucket *bucket, int64_t length, const uint8_t *payloads, int64_t ranks, int64_t row) {
+int32_t HVD_NAME(multiples_decode)(
+    hvd_bucket *bucket, int64_t length, const uint8_t *payloads, int64_t ranks, int64_t row
+) {
     struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .length = length};
     job.large = hvd_is_large(bucket);
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);

@@ -1,7 +1,7 @@
 /* Global-QSGD: whole multiples of a fraction of the largest magnitude of all ranks, as digits of words that are added.
  *
- * Digits have `count` bits. Of each tensor of n words, word i holds the elements i, i + n, i + 2 n, ..., the first in its
- * lowest digit, and lies at `place[0]` (words). */
+ * Digits have `count` bits. Of each tensor of n words, word i holds the elements i, i + n, i + 2 n, ..., the first in
+ * its lowest digit, and lies at `place[0]` (words). */
 #include "quant.h"
 
 #define CHUNK 512 /* words */
@@ -85,7 +85,8 @@ static void encode_piece(void *context, int64_t number) {
             if (length <= 0) break;
             add_digit(hvd_made(s, start), start, length, factor, levels, s->key, field * d.bits, words, digits);
             if (s->x)
-                for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], (float)digits[i] * unit);
+                for (int64_t i = 0; i < length; i++)
+                    s->x[start + i] = hvd_left(s->x[start + i], (float)digits[i] * unit);
         }
     }
 }
@@ -112,8 +113,10 @@ static void decode_piece(void *context, int64_t number) {
             if (length <= 0) break;
             const uint32_t *restrict words = job->words + s->place[0] + first;
             float *restrict result = s->result + start;
-            for (int64_t i = 0; i < length; i++)
-                result[i] = (float)((int32_t)((words[i] + offset) >> (field * d.bits) & mask) - (int32_t)largest) * unit;
+            for (int64_t i = 0; i < length; i++) {
+                const uint32_t digit = (words[i] + offset) >> (field * d.bits) & mask;
+                result[i] = (float)((int32_t)digit - (int32_t)largest) * unit;
+            }
             found = hvd_largest_bits(result, length, found);
         }
     task->counts[0] = found >= HVD_INFINITE;

@@ -21,7 +21,8 @@ static float power(uint8_t exponent, uint8_t sign) {
 
 /* Random bits below the exponent, of which no more than the carry stays. */
 static void round_to_powers(
-    const float *restrict x, int64_t start, int64_t length, uint64_t key, uint8_t *restrict exponents, uint8_t *restrict signs
+    const float *restrict x, int64_t start, int64_t length, uint64_t key, uint8_t *restrict exponents,
+    uint8_t *restrict signs
 ) {
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
@@ -45,7 +46,8 @@ static void encode_piece(void *context, int64_t number) {
         uint8_t *exponents = job->payload + s->place[0] + start;
         round_to_powers(x, start, length, s->key, exponents, signs);
         if (s->x)
-            for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], power(exponents[i], signs[i]));
+            for (int64_t i = 0; i < length; i++)
+                s->x[start + i] = hvd_left(s->x[start + i], power(exponents[i], signs[i]));
         memset(signs + length, 0, 8);
         hvd_pack(signs, job->payload + s->place[1], s->size, start, length, 1, 0);
     }

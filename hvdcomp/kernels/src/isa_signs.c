@@ -128,8 +128,10 @@ static void decode_piece(void *context, int64_t number) {
                 memcpy(&word, bits + i / 8, sizeof word);
                 choose(result + i, word, 32, above, below, rank > 0);
             }
-            if (i < length)
-                choose(result + i, (uint32_t)hvd_load_bits(bits + i / 8, length - i), length - i, above, below, rank > 0);
+            if (i < length) {
+                const uint32_t word = (uint32_t)hvd_load_bits(bits + i / 8, length - i);
+                choose(result + i, word, length - i, above, below, rank > 0);
+            }
         }
         largest = hvd_mean(result, length, job->ranks, largest);
         if (job->large) hvd_copy(s->result + start, block, length, 1);
@@ -138,14 +140,17 @@ static void decode_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-int32_t HVD_NAME(two_values_decode)(hvd_bucket *bucket, int64_t rule, const uint8_t *payloads, int64_t ranks, int64_t row) {
-    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .rule = rule, .large = hvd_is_large(bucket)};
+int32_t HVD_NAME(two_values_decode)(
+    hvd_bucket *bucket, int64_t rule, const uint8_t *payloads, int64_t ranks, int64_t row
+) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .rule = rule};
+    job.large = hvd_is_large(bucket);
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* Votes. A tensor is a matrix of `count` columns; `place[1]` is where the bits of its rows' votes begin in a payload, and
- * `place[2]` where its rows' votes begin in scratch memory, a byte each. */
+/* Votes. A tensor is a matrix of `count` columns; `place[1]` is where the bits of its rows' votes begin in a payload,
+ * and `place[2]` where its rows' votes begin in scratch memory, a byte each. */
 
 static void vote_piece(void *context, int64_t number) {
     const struct job *job = context;
@@ -155,7 +160,8 @@ static void vote_piece(void *context, int64_t number) {
     const int strictly = !job->zero_is_positive;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK), end = start + length;
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
+        const int64_t end = start + length;
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         for (int64_t i = 0; i < length; i += 64) {
             const int64_t rest = hvd_shorter(length - i, 64);
@@ -171,7 +177,8 @@ static void vote_piece(void *context, int64_t number) {
             for (int64_t row = start / s->count, from = start; from < end; row++) {
                 const int64_t to = hvd_shorter((row + 1) * s->count, end);
                 /* A row may lie in two pieces, whose threads both write the same. */
-                if (hvd_largest_bits(x + (from - start), to - from, 0)) __atomic_store_n(votes + row, 1, __ATOMIC_RELAXED);
+                if (hvd_largest_bits(x + (from - start), to - from, 0))
+                    __atomic_store_n(votes + row, 1, __ATOMIC_RELAXED);
                 from = to;
             }
     }
@@ -218,7 +225,8 @@ static void elect_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     int32_t positive[HVD_BLOCK];
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
-        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK), end = start + length;
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
+        const int64_t end = start + length;
         memset(positive, 0, sizeof positive);
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *bits = job->payloads + rank * job->row + s->place[0] + start / 8;

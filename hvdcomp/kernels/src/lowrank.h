@@ -11,8 +11,8 @@
  * ahead: where what the next rows are made of lies, `y_stride` apart, and where they go (NULL: it need not be fetched),
  * to be fetched meanwhile; NULL for nothing. */
 HVD_INLINE void hvd_dots(
-    int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length, float *out,
-    const float *const *ahead
+    int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length,
+    float *out, const float *const *ahead
 ) {
     hvd_vector sums[2][4][HVD_PARTS];
     float rest[2][4];

@@ -7,8 +7,9 @@
 
 #define HVD_GROUP 512 /* codes */
 
-/* A plane's bytes of 8 / width codes each: code j + k * bytes goes to byte j, k fields from its lowest bits. `codes` has
- * zeros behind its end, up to whole bytes. Eight bytes at a time; all that is done to them stays within the bytes. */
+/* A plane's bytes of 8 / width codes each: code j + k * bytes goes to byte j, k fields from its lowest bits. `codes`
+ * has zeros behind its end, up to whole bytes. Eight bytes at a time; all that is done to them stays within the
+ * bytes. */
 static inline __attribute__((always_inline)) void hvd_pack_plane(
     const uint8_t *restrict codes, int64_t bytes, int shift, int width, uint8_t *restrict out
 ) {
@@ -44,7 +45,8 @@ static inline __attribute__((always_inline)) void hvd_unpack_plane(
             word = before | (word >> (k * width) & mask) << shift;
             memcpy(out + j, &word, sizeof word);
         }
-        for (; j < bytes; j++) out[j] = (uint8_t)((shift ? out[j] : 0) | (in[j] >> (k * width) & (uint8_t)mask) << shift);
+        for (; j < bytes; j++)
+            out[j] = (uint8_t)((shift ? out[j] : 0) | (in[j] >> (k * width) & (uint8_t)mask) << shift);
     }
 }
 
@@ -55,7 +57,9 @@ static inline __attribute__((always_inline)) void hvd_unpack_plane(
  * start, length: of the group; at most HVD_GROUP codes.
  * codes: the group's, and room for 7 more, which are zero if they are packed.
  */
-static inline void hvd_pack(uint8_t *codes, uint8_t *packed, int64_t size, int64_t start, int64_t length, int bits, int unpacking) {
+static inline void hvd_pack(
+    uint8_t *codes, uint8_t *packed, int64_t size, int64_t start, int64_t length, int bits, int unpacking
+) {
     int shift = 0;
     for (int width = 8; width; width /= 2) {
         if (!(bits & width)) continue;

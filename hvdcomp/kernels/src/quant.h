@@ -30,7 +30,8 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
 #if defined __AVX512F__
     __m512d low = _mm512_setzero_pd(), high = low;
     for (; i + 16 <= length; i += 16) {
-        const __m512d first = _mm512_cvtps_pd(_mm256_loadu_ps(x + i)), second = _mm512_cvtps_pd(_mm256_loadu_ps(x + i + 8));
+        const __m512d first = _mm512_cvtps_pd(_mm256_loadu_ps(x + i));
+        const __m512d second = _mm512_cvtps_pd(_mm256_loadu_ps(x + i + 8));
         low = _mm512_fmadd_pd(first, first, low);
         high = _mm512_fmadd_pd(second, second, high);
     }

@@ -1,4 +1,5 @@
-/* Random words by key and index: `random_words` of hvdcomp/compressors/randomness.py, which says why they are random. */
+/* Random words by key and index: `random_words` of hvdcomp/compressors/randomness.py, which says why they are
+ * random. */
 #ifndef HVDCOMP_RANDOMNESS_H
 #define HVDCOMP_RANDOMNESS_H
 

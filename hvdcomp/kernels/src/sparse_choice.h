@@ -135,7 +135,8 @@ static inline struct hvd_chosen hvd_choose_largest(struct hvd_view *view) {
     const hvd_choice *choice = view->choice;
     const uint32_t floor = choice->floor;
     const uint32_t above_all = view->largest + 1;
-    if (view->reached >= view->s->count) return hvd_largest_before(view, view->s->count, floor, above_all, view->s->size);
+    if (view->reached >= view->s->count)
+        return hvd_largest_before(view, view->s->count, floor, above_all, view->s->size);
     hvd_take_all(view);
     return hvd_largest_before(view, view->s->count, 0, floor, view->s->size);
 }

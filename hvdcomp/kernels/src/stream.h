@@ -1,4 +1,5 @@
-/* Copies past the caches, for what is too large to be found there by its next reader: a plain store reads the line first. */
+/* Copies past the caches, for what is too large to be found there by its next reader: a plain store reads the line
+ * first. */
 #ifndef HVD_STREAM_H
 #define HVD_STREAM_H
 
@@ -20,7 +21,8 @@ static inline int hvd_is_large(const hvd_bucket *bucket) {
     return elements * (int64_t)sizeof(float) >= HVD_LARGE;
 }
 
-/* Copies `length` floats; past the caches if `large`, then to be followed by `hvd_fence` before another thread reads. */
+/* Copies `length` floats; past the caches if `large`, then to be followed by `hvd_fence` before another thread
+ * reads. */
 static inline void hvd_copy(float *restrict to, const float *restrict from, int64_t length, int large) {
 #if defined(__AVX512F__) || defined(__AVX2__)
     if (large) {
