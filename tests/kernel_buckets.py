@@ -55,6 +55,8 @@ class Rank:
         bucket.table.bucket.threads = threads
         self._rooms: list[np.ndarray] = []
         gradients, self.means, self.x = ([self._room(x) for x in xs] for _ in range(3))
+        for mean in self.means:
+            mean[:] = GUARD
         bucket.segments["gradient"] = [x.ctypes.data for x in gradients]
         bucket.segments["result"] = [x.ctypes.data for x in self.means]
         compressed = gradients

@@ -198,6 +198,8 @@ def test_a_piece_may_have_more_candidates_than_room() -> None:
         x[65_536 + places] += np.float32(50)
         (outcome,) = step([rank := Rank(TopK(0.001), [x])])
         check(rank, outcome, 0, largest(x, 201))
+        candidates = rank.bucket.layout._candidates
+        assert (candidates["stored"] <= candidates["room"]).all()
 
 
 @pytest.mark.usefixtures("instruction_set")
