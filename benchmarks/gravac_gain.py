@@ -13,7 +13,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 
 import click
 import torch
@@ -22,11 +21,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from hvdcomp import TopK
-from hvdcomp.adaptation.gradient_sums import densified
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators import LoopbackCommunicator
-from hvdcomp.compressors.protocol import SparseVector, TensorInfo
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange import Engine
+from hvdcomp.exchange.energies import densified
+from hvdcomp.exchange.look import Look
 from hvdcomp.train.data import epoch_shard, load_data
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import build_model
@@ -71,12 +71,12 @@ def measure(data: DataSet, options: TrainingOptions, factor: float) -> GravacGai
     xs: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
 
-    def after_sent(xp: ModuleType, sent: Mapping[str, tuple[Tensor, Tensor | SparseVector]]) -> None:
-        for name in compressed:
-            x, c = sent[name]
-            xs[name], kept[name] = x.clone(), densified(xp, x, c)
+    def before_compress(look: Look) -> dict[str, Tensor]:
+        for name, sent in look.kept(engine.plan, sorted(compressed)).items():
+            xs[name], kept[name] = look[name].clone(), densified(look.xp, look[name], sent)
+        return {}
 
-    engine.after_sent = after_sent
+    engine.before_compress = before_compress
     steps = []
     for epoch in range(1, options.epochs + 1):
         for samples in epoch_shard(len(data.train_x), 1, 0, options.batch_size, options.seed, epoch):

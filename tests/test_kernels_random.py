@@ -43,7 +43,7 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
     keeps = bool(seed % 2)
     steps = run_buckets(compressors, xs, seed, keeps, start=start, threads=1 + seed % 3)
     assert_as_by_themselves(compressors, xs, steps, seed, keeps=keeps)
-    assert not any(step.outcome.found_inf for step in steps)
+    assert not any(step.found_inf_after for step in steps)
 
 
 @pytest.mark.usefixtures("instruction_set")
@@ -73,18 +73,18 @@ def test_what_overflows_is_found(place: int) -> None:
     """Where elements are scaled, and where the ranks' are added."""
     (xs,) = normal(1, [5, 66_000, 9], 1)
     xs[1][place] = 3e38
-    assert all(step.outcome.found_inf for step in run_buckets([RandomK(1.0)] * 3, [xs, xs]))
+    assert all(step.found_inf_after for step in run_buckets([RandomK(1.0)] * 3, [xs, xs]))
     few = [RandomK(0.9999, unbiased=True)] * 3  # six of 66,000 elements are not sent, the others grow by 1e-4
     assert not run_buckets(few, [xs])[0].found_inf
     xs[1][place] = np.finfo(np.float32).max
     (step,) = run_buckets(few, [xs])
     assert step.found_inf
-    assert not np.isfinite(step.sent[1][place])
+    assert not np.isfinite(step.means[1][place])
 
 
 def test_values_in_half_precision_are_held_to_what_all_ranks_can_add() -> None:
     x = np.float32([4e4, -4e4, 1e30, -1e30, 1, -1, 3e4, -3e4])
     steps = run_buckets([RandomK(1.0, values="fp16")], [[x], [x]])
     for step in steps:
-        np.testing.assert_array_equal(step.sent[0], np.clip(x, -16376, 16376))
-        assert not step.outcome.found_inf
+        np.testing.assert_array_equal(step.means[0], np.clip(x, -16376, 16376))
+        assert not step.found_inf_after

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hvdcomp import DGC, ErrorFeedback, MomentumCorrection, MSTopK, NoMemory, RedSync, TopK, kernels
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.compressors.bucket import Bucket, BucketOutcome
+from hvdcomp.compressors import sparse_payload
+from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import AllGather, Context, SparseVector, TensorInfo
 from hvdcomp.compressors.sparse_payload import elements_kept
@@ -63,16 +64,28 @@ class Rank:
         self.check_guards()
         return request
 
-    def decode(self, payloads: np.ndarray) -> BucketOutcome:
+    def sent(self, place: int) -> SparseVector:
+        """What this rank's payload says of a tensor."""
+        payload = self.bucket.layout.places.payload.vector
+        segment = self.bucket.segments[place]
+        size, count = int(segment["size"]), int(segment["count"])
+        values_at, counts_at, indices_at, width = segment["place"].tolist()
+
+        def part(start: int, count: int, dtype: str) -> np.ndarray:
+            return payload[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+        values = part(values_at, count, "f2" if self.compressor.values == "fp16" else "f4").astype(np.float32)
+        parts = [values, part(indices_at, count, f"i{width}").copy()]
+        if counts_at >= 0:
+            parts.append(part(counts_at, sparse_payload.counted_blocks(count, size), "i4"))
+        return SparseVector(sparse_payload.decode_indices(numpy_arrays, parts, size), values)
+
+    def decode(self, payloads: np.ndarray) -> bool:
+        """Whether a mean is not finite."""
         with pytest.raises(StopIteration) as stop:
             self.generator.send([(payload,) for payload in payloads])
         self.check_guards()
-        outcome: BucketOutcome = stop.value.value
-        if not isinstance(self.memory, NoMemory):
-            assert outcome.keep is not None
-            outcome.keep()
-            self.check_guards()
-        return outcome
+        return bool(stop.value.value)
 
     def check_guards(self) -> None:
         for rooms in self.storage.values():
@@ -81,7 +94,7 @@ class Rank:
                 assert (room[-3:] == GUARD).all()
 
 
-def step(ranks: list[Rank]) -> list[BucketOutcome]:
+def step(ranks: list[Rank]) -> list[bool]:
     payloads = np.stack([rank.encode().parts[0].copy() for rank in ranks])
     return [rank.decode(payloads) for rank in ranks]
 
@@ -117,11 +130,10 @@ def rounded(values: np.ndarray, how: str) -> np.ndarray:
     return values if how == "same" else np.clip(values, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
-def check(rank: Rank, outcome: BucketOutcome, place: int, expected: np.ndarray) -> SparseVector:
+def check(rank: Rank, place: int, expected: np.ndarray) -> SparseVector:
     """What was sent of a tensor, and what is left of it."""
     x = rank.gradients[place]
-    sent = outcome.sent(place)
-    assert isinstance(sent, SparseVector)
+    sent = rank.sent(place)
     np.testing.assert_array_equal(sent.indices, expected)
     np.testing.assert_array_equal(sent.values, rounded(x[expected], rank.compressor.values))
     if not isinstance(rank.memory, NoMemory):
@@ -140,14 +152,14 @@ def check_topk(sizes: list[int], kinds: list[str], compressor: TopK, ranks: int,
         Rank(compressor, [vector(kinds[i], size, seed + 7 * rank + i) for i, size in enumerate(sizes)], **options)
         for rank in range(ranks)
     ]
-    outcomes = step(all_ranks)
+    found_inf = step(all_ranks)
     assert not any(rank.bucket.found_inf for rank in all_ranks)
-    assert not any(outcome.found_inf for outcome in outcomes)
+    assert not any(found_inf)
     for place, size in enumerate(sizes):
         mean = np.zeros(size, np.float32)
-        for rank, outcome in zip(all_ranks, outcomes, strict=True):
+        for rank in all_ranks:
             expected = largest(rank.gradients[place], elements_kept(compressor.ratio, size))
-            sent = check(rank, outcome, place, expected)
+            sent = check(rank, place, expected)
             mean[sent.indices] += sent.values * np.float32(1 / ranks)
         for rank in all_ranks:
             np.testing.assert_array_equal(rank.parts("result")[place], mean)
@@ -196,8 +208,8 @@ def test_a_piece_may_have_more_candidates_than_room() -> None:
         x = vector("normal", 200_003, more + 1)
         places = np.random.default_rng(more + 1).permutation(65_536)[: room + more]
         x[65_536 + places] += np.float32(50)
-        (outcome,) = step([rank := Rank(TopK(0.001), [x])])
-        check(rank, outcome, 0, largest(x, 201))
+        step([rank := Rank(TopK(0.001), [x])])
+        check(rank, 0, largest(x, 201))
         candidates = rank.bucket.layout._candidates
         assert (candidates["stored"] <= candidates["room"]).all()
 
@@ -219,8 +231,8 @@ def test_magnitudes_whose_sum_overflows(size: int) -> None:
     """Float32, by hundreds of times; a threshold between their mean and the largest is found all the same."""
     x = np.full(size, 1e38, np.float32)
     x[7::50] = 3e38
-    (outcome,) = step([rank := Rank(MSTopK(0.02), [x])])
-    check(rank, outcome, 0, np.arange(size)[7::50])
+    step([rank := Rank(MSTopK(0.02), [x])])
+    check(rank, 0, np.arange(size)[7::50])
 
 
 @settings(max_examples=100)
@@ -245,14 +257,13 @@ def test_threshold_sparsifiers_choose_what_they_choose_by_themselves(
     kernels.use(isa)
     try:
         rank = Rank(compressor, [x], threads=threads)
-        (outcome,) = step([rank])
+        step([rank])
     finally:
         kernels.use(before or "plain")
     k = elements_kept(ratio, size)
     expected = np.sort(compressor.choose(numpy_arrays, x, k))
-    sent = outcome.sent(0)
-    assert isinstance(sent, SparseVector)
-    check(rank, outcome, 0, sent.indices)
+    sent = rank.sent(0)
+    check(rank, 0, sent.indices)
     assert len(np.unique(sent.indices)) == k
     if kind in ("heavy", "denormal", "block"):  # where the mean's last bit may differ, and with it a threshold
         assert np.abs(np.sort(np.abs(sent.values)) - np.sort(np.abs(x[expected]))).max() <= np.abs(x).max() * 2**-20
@@ -269,10 +280,9 @@ def test_what_is_not_finite_is_found_and_does_no_harm(compressor: Sparsifier, ba
             x = vector("normal", size, 1)
             x[place : place + len(bad)] = bad
             rank = Rank(compressor, [vector("normal", 300, 2), x, np.ones(1, np.float32)])
-            (outcome,) = step([rank])
+            step([rank])
             assert rank.bucket.found_inf
-            sent = outcome.sent(1)
-            assert isinstance(sent, SparseVector)
+            sent = rank.sent(1)
             assert len(sent.indices) == elements_kept(compressor.ratio, size)
             assert 0 <= sent.indices.min() <= sent.indices.max() < size
 
@@ -282,12 +292,12 @@ def test_a_mean_that_overflows_is_found() -> None:
     """Three thirds of the largest float are above it where each is rounded up."""
     x = np.full(10, np.finfo(np.float32).max)
     ranks = [Rank(TopK(1.0), [x]) for _ in range(3)]
-    outcomes = step(ranks)
+    found_inf = step(ranks)
     found = not np.isfinite(ranks[0].parts("result")[0]).all()
-    assert [outcome.found_inf for outcome in outcomes] == [found] * 3
+    assert found_inf == [found] * 3
     payload = ranks[0].encode().parts[0].copy()
     payload[:40].view(np.float32)[3] = np.inf
-    assert ranks[0].decode(payload[None]).found_inf
+    assert ranks[0].decode(payload[None])
 
 
 @pytest.mark.parametrize("masking", [True, False])
@@ -298,9 +308,9 @@ def test_momentum_ends_where_an_element_was_sent(masking: bool, nesterov: bool) 
     rank = Rank(TopK(0.01), [gradient], memory)
     rank.bucket.table.bucket.momentum = 0.9
     rank.bucket.table.bucket.nesterov = nesterov
-    (outcome,) = step([rank])
+    step([rank])
     x, state = memory.compensate(numpy_arrays, gradient, memory.prepare(numpy_arrays, gradient, ()))
-    sent = outcome.sent(0)
+    sent = rank.sent(0)
     np.testing.assert_array_equal(sent.indices, largest(x, 700))
     velocity, residual = memory.update(numpy_arrays, x, sent, state)
     np.testing.assert_array_equal(rank.parts("x")[0], residual)
@@ -313,5 +323,5 @@ def test_values_in_half_precision_are_those_of_numpy() -> None:
     middles = (halves[1:] + halves[:-1]) / 2
     x = np.concatenate([halves, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(9e9))])
     x = np.concatenate([x, -x, np.float32([65519, 65520, 7e4, 3e38, 1e-45])])
-    (outcome,) = step([rank := Rank(TopK(1.0, values="fp16"), [x])])
-    check(rank, outcome, 0, np.arange(len(x)))
+    step([rank := Rank(TopK(1.0, values="fp16"), [x])])
+    check(rank, 0, np.arange(len(x)))

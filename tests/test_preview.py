@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdcomp.adaptation.gradient_sums import error_energy
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.look import Look
 from tests.harness import BACKENDS, EXAMPLES, SpyFeedback, as_numpy, densify, infos, make, run_engines, states_of, torch
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 MATRIX = (37, 29)  # nothing divides it
+SHAPES = {"w": MATRIX, "v": (5, 3)}
 
 
 def numbers(x: Any) -> np.ndarray:
@@ -37,8 +39,8 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
     previews: list[Any] = []
     energies: list[tuple[float, float, float]] = []
 
-    def look(xp: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        x = inputs["w"]
+    def look(x_of: Look) -> dict[str, Any]:
+        xp, x = x_of.xp, x_of["w"]
         before = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
         twice = [engine.preview(xp, {"w": x}, engine.plan)["w"] for _ in range(2)]
         first, again = (densify(sent, MATRIX) for sent in twice)
@@ -46,9 +48,9 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
         assert before == after
         np.testing.assert_array_equal(first, again)
         previews.append(first)
-        energy = xp.norm([x]) ** 2
-        lost = float(error_energy(xp, x, energy, twice[0]))
-        energies.append((float(energy), lost, float(np.sum((numbers(x) - first) ** 2))))
+        energies.append(
+            (x_of.energies(["w"]).total(), x_of.lost(engine.plan, ["w"]).total(), np.sum((numbers(x) - first) ** 2))
+        )
         return {}
 
     def before(made: Engine, step: int) -> None:
@@ -77,55 +79,61 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
     """On each of two ranks, bit for bit; where ranks act on each other's parts it is something else."""
 
     def work(communicator: InProcessCommunicator) -> bool:
-        spy, same = SpyFeedback(), []
+        spy, previews, given = SpyFeedback(), [], []
         engine = Engine(communicator, infos({"w": MATRIX}), parse_compressor(spec), memory=spy, seed=3, min_numel=0)
 
-        def look(xp: Any, sent: Mapping[str, tuple[Any, Any]]) -> None:
-            x, kept = sent["w"]
-            preview = engine.preview(xp, {"w": x}, engine.plan)["w"]
-            same.append(densify(preview, MATRIX).tobytes() == densify(kept, MATRIX).tobytes())
+        def look(x_of: Look) -> dict[str, Any]:
+            previews.append(densify(x_of.kept(engine.plan, ["w"])["w"], MATRIX).tobytes())
+            return {}
 
-        engine.after_sent = look
+        engine.before_compress = look
         for step in range(3):
-            values = np.random.default_rng([communicator.rank, step]).normal(size=MATRIX)
-            engine.step({"w": make(backend, values)})
-        assert len(same) == 3
-        return all(same)
+            given.append(np.random.default_rng([communicator.rank, step]).normal(size=MATRIX))
+            engine.step({"w": make(backend, given[-1])})
+        if spec == "none":
+            return previews == [np.float32(own).tobytes() for own in given]
+        return previews == [densify(kept.sent, MATRIX).tobytes() for kept in spy.log]
 
     assert run_ranks(2, work) == [parse_compressor(spec).sent_is_own] * 2
 
 
-@every_backend
-@pytest.mark.parametrize("spec", EXAMPLES)
-def test_after_sent_sees_what_is_sent_before_memories_are_updated(spec: str, backend: str) -> None:
-    """Also where `before_compress` has something else compressed in place of x."""
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("memory", [NoMemory(), ErrorFeedback(0.5)])
+@pytest.mark.parametrize("spec", [spec for spec in EXAMPLES if parse_compressor(spec).biased])
+def test_what_a_step_tells_of_what_it_has_lost(spec: str, memory: Memory, backend: str) -> None:
+    """It is what a preview loses, where this rank's C(x) follows from its x; and looking changes nothing."""
 
-    def work(communicator: InProcessCommunicator) -> list[Any]:
-        watched = communicator.rank == 0
-        spy = SpyFeedback()
-        engine = Engine(communicator, infos({"w": MATRIX}), parse_compressor(spec), memory=spy, seed=3, min_numel=0)
-        seen: list[tuple[np.ndarray, np.ndarray]] = []
+    def work(communicator: InProcessCommunicator) -> None:
+        watched, plain = (
+            Engine(communicator, infos(SHAPES), parse_compressor(spec), memory, min_numel=0)
+            for _ in range(2)
+        )
+        sums: list[tuple[Energies, set[str], Energies]] = []
 
-        def look(xp: Any, sent: Mapping[str, tuple[Any, Any]]) -> None:
-            x, kept = sent["w"]
-            seen.append((as_numpy(x), densify(kept, MATRIX)))
-            assert states_of(engine) == before
+        def look(x_of: Look) -> dict[str, Any]:
+            found, told = x_of.lost_when_sent(["w"])
+            sums.append((found, told, x_of.lost(watched.plan, sorted(told))))
+            assert found.total() == 0
+            return {}
 
-        engine.before_compress = lambda xp, inputs: {"w": inputs["w"] * 0.5}
-        engine.after_sent = look if watched else None
-        results = []
+        watched.before_compress = look
         for step in range(3):
-            before = states_of(engine)
-            values = np.random.default_rng([step, communicator.rank]).normal(size=MATRIX)
-            results.append(as_numpy(engine.step({"w": make(backend, values)})["w"]).tobytes())
-        assert len(seen) == 3 * watched
-        for kept, (x, sent) in zip(spy.log, seen, strict=False):
-            np.testing.assert_array_equal(x, as_numpy(kept.x))
-            np.testing.assert_array_equal(sent, densify(kept.sent, MATRIX))
-        return results
+            results = []
+            for engine in (watched, plain):
+                engine.begin()
+                random = np.random.default_rng([communicator.rank, step])
+                gradients = {name: make(backend, random.normal(size=shape)) for name, shape in SHAPES.items()}
+                results.append([as_numpy(x).tobytes() for x in engine.step(gradients).values()])
+            assert results[0] == results[1]
+            assert states_of(watched) == states_of(plain)
+            found, told, right = sums[-1]
+            assert told <= {"w"}
+            assert found.total() == pytest.approx(right.total(), rel=1e-9)
+            assert bool(told) == (found.total() > 0)
+        if not isinstance(memory, NoMemory) and parse_compressor(spec).sent_is_own:
+            assert all(told for _, told, _ in sums)
 
-    first, second = run_ranks(2, work)
-    assert first == second
+    run_ranks(2, work)
 
 
 @every_backend

@@ -26,6 +26,7 @@ from hvdcomp.adaptation.step_counter import PeriodRates, Progress, Rates, StepCl
 from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
+from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision
@@ -138,6 +139,12 @@ class Coordinator:
         """
         if self.observes:
             self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
+
+    def sums_of_step(self, factor: float) -> Sums | None:
+        """For `Engine.step`, if this rank's own gradients are to be accumulated; `factor` is as in `observe`."""
+        if self.source != "local" or not self.observes:
+            return None
+        return self.observers.sums.of_step(factor * self.batch_size.accumulation)
 
     @property
     def observes(self) -> bool:

@@ -1,33 +1,30 @@
 """Measures how much of the gradients compression keeps, or would keep.
 
-Both observers look at x = g + r of every tensor before it is compressed. `TwoLevels` looks at C(x) as well, when it has
-been sent: where C(x) follows from this rank's x alone, it shows its gain, and nothing is compressed to learn that.
-Everything else is compressed for measuring only, by `Engine.preview`: as if the rank were alone, so that no other rank
-takes part.
+Both observers look at x = g + r of every tensor before it is compressed. Where C(x) follows from this rank's x alone, a
+step shows by itself, when it ends, what its C(x) has lost. Everything else is compressed for measuring only: as if the
+rank were alone, so that no other rank takes part.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Set
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
-from hvdcomp.adaptation.gradient_sums import densified, error_energy, error_terms
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.choice import Plan
-from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.exchange.energies import Energies, densified
+from hvdcomp.exchange.look import Look
+from hvdcomp.exchange.previews import Kept
 from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
 from hvdcomp.policies.request import GravacGains, Statistic, Timing
 
-Sent = dict[str, Array | SparseVector]  # C(x) by tensor name
 Decide = Callable[[], MultiLevel]
 
 
@@ -64,110 +61,84 @@ class TwoLevels(Observer):
         self._clock = clock or StepClock(time.perf_counter)
         self.due = True
         self._candidate = decision.candidate and plans.at_factor(decision.candidate)
-        self._norms: Array | None = None  # of some arrays of each tensor, (arrays,)
-        self._weights: list[list[float]] = []  # of each array's energy in those of x, and of what each level loses
+        self._energies: list[Energies] = []  # of x, and of what each level loses
         self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
-        self._first: Sent = {}  # what was compressed once before it was sent, for `after_sent`
+        self._seconds_between: Callable[[Any, Any], float | None] | None = None
 
     def begin_step(self, period_ends: bool) -> None:
         self.due = period_ends
 
-    def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array | SparseVector]:
-        self._norms, self._weights, self._span = None, [], None
-        xs = {name: inputs[name] for name in self._plans.names if name in inputs}
-        first: Sent = {}
+    def before_compress(self, look: Look) -> Mapping[str, Array]:
+        self._energies, self._span = [], None
         decision = self._decision
+        measures = self._measuring and self.due
+        if not measures and self._decide is None and decision.send != "candidate":
+            return {}
+        names = [name for name in self._plans.names if name in look]
+        sources: dict[str, Array] = {}
+        marks = None
+        if measures and names:
+            marks = self._measure(look, names, sources, decision.send if self._decide is None else None)
         if self._decide is not None:
-            marks = self._measure(xp, xs, first, {}) if self._measures and xs else None
             decision = self._decide()
-            if marks is not None:
-                start, between, end = marks
-                self._span = (between if decision.send == "candidate" else start, end)
+        if marks is not None:
+            start, between, end = marks
+            self._span = (between if decision.send == "candidate" else start, end)
         if decision.send != "candidate":
             return {}
         # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing. The
         # minimum is that of the latest decision: if it was made just now, rank 0 may have changed it.
         minimum = self._plans.at_factor(decision.minimum)
-        nested = {name for name in xs if self._nests(minimum[name], self._engine.plan[name])}
-        twice = {name: x for name, x in xs.items() if self._measures or name not in nested}
-        self._compress(xp, twice, minimum, first)
-        self._first = first
-        return {name: first[name] if name in nested else densified(xp, x, first[name]) for name, x in twice.items()}
-
-    def after_sent(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
-        first, self._first = self._first, {}
-        xs = {name: sent[name][0] for name in self._plans.names if name in sent}
-        if not self._measures or self._decide is not None or not xs:
-            return
-        own = {name: sent[name][1] for name in xs if self._engine.plan[name].sent_is_own}
-        if self._decision.send == "minimum":
-            first = own
-        start, _, end = self._measure(xp, xs, first, own if self._decision.send == "candidate" else {})
-        self._span = (start, end)
-
-    @property
-    def _measures(self) -> bool:
-        return self._measuring and self.due
+        twice = [name for name in names if not self._nests(minimum[name], self._engine.plan[name])]
+        return sources if sources.keys() == set(twice) else self._once(look, look.kept(minimum, twice))
 
     @staticmethod
     def _nests(first: Compressor, second: Compressor) -> bool:
-        """Whether the second compression of the first is that of x itself, found among what the first keeps."""
+        """Whether the second compression of the first is that of x itself."""
         return first.nested and type(first) is type(second)
 
-    def _compress(self, xp: ModuleType, xs: Mapping[str, Array], plan: Plan, kept: Sent) -> None:
-        """Adds to `kept` what compression keeps of each tensor that `kept` lacks."""
-        kept |= self._engine.preview(xp, {name: x for name, x in xs.items() if name not in kept}, plan)
+    @staticmethod
+    def _once(look: Look, kept: Kept) -> dict[str, Array]:
+        """What the first compression keeps, for the second."""
+        return {name: densified(look.xp, look[name], one) for name, one in kept.items()}
 
-    def _measure(self, xp: ModuleType, xs: Mapping[str, Array], first: Sent, second: Sent) -> tuple[Any, Any, Any]:
+    def _measure(
+        self, look: Look, names: Sequence[str], sources: dict[str, Array], sends: str | None
+    ) -> tuple[Any, Any, Any]:
         """Notes what both compressions lose.
 
         Args:
-            xs: x by tensor name, at least one.
-            first: what the first compression keeps, of the tensors where that is known; the others are added.
-            second: what is kept after both, of the tensors where that is known.
+            names: of the tensors to look at.
+            sources: gets what is compressed a second time, of the tensors where that is something else than x.
+            sends: what this step sends, if that is known.
 
         Returns:
             Marks before, between and after the two compressions.
         """
-        like = next(iter(xs.values()))
-        start = xp.mark(like)
-        minimum = self._plans.at_factor(self._decision.minimum)
-        self._compress(xp, xs, minimum, first)
-        between = xp.mark(like)
-        twice = self._compress_again(xp, xs, first, second, minimum) if self._candidate else {}
-        arrays: list[Array] = []
-        for name, x in xs.items():
-            kept = [first[name], twice[name]] if self._candidate else [first[name]]
-            arrays += self._weigh([[(1.0, x)], *(error_terms(xp, x, one) for one in kept)])
-        self._norms = xp.norms(arrays)
-        return start, between, xp.mark(like)
+        like = look.like
+        start = look.xp.mark(like)
+        minimum, candidate = self._plans.at_factor(self._decision.minimum), self._candidate
+        twice = [name for name in names if candidate and not self._nests(minimum[name], candidate[name])]
+        kept = look.kept(minimum, twice)
+        once = [name for name in names if name not in kept]
+        self._energies = [look.energies(names), self._lost(look, minimum, once, {}, sends == "minimum")]
+        self._energies[1].extend(look.lost_of(kept))
+        sources |= self._once(look, kept)
+        between = look.xp.mark(like)
+        if candidate:
+            self._energies.append(self._lost(look, candidate, names, sources, sends == "candidate"))
+        self._seconds_between = look.xp.seconds_between
+        return start, between, look.xp.mark(like)
 
-    def _compress_again(
-        self, xp: ModuleType, xs: Mapping[str, Array], first: Sent, second: Sent, minimum: Plan
-    ) -> Sent:
-        """The second compression of what the first one, by `minimum`, has kept: of the tensors that `second` lacks."""
-        assert self._candidate
-        sources: dict[str, Array] = {}
-        among: dict[str, Array] = {}
-        for name, x in xs.items():
-            kept = first[name]
-            if name in second:
-                continue
-            if isinstance(kept, SparseVector) and self._nests(minimum[name], self._candidate[name]):
-                sources[name], among[name] = x, kept.indices
-            else:
-                sources[name] = densified(xp, x, kept)
-        return second | self._engine.preview(xp, sources, self._candidate, among)
-
-    def _weigh(self, sums: list[list[tuple[float, Array]]]) -> list[Array]:
-        """Notes the weights of all arrays of one tensor's sums; returns the arrays, each once."""
-        rows: dict[int, tuple[Array, list[float]]] = {}
-        for place, terms in enumerate(sums):
-            for weight, array in terms:
-                _, weights = rows.setdefault(id(array), (array, [0.0] * len(sums)))
-                weights[place] += weight
-        self._weights += [weights for _, weights in rows.values()]
-        return [array for array, _ in rows.values()]
+    @staticmethod
+    def _lost(
+        look: Look, plan: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array], sent: bool
+    ) -> Energies:
+        """What compression loses of tensors; of those that show it when they are sent, not before."""
+        found, told = look.lost_when_sent(names) if sent else (Energies(), set())
+        if len(told) < len(names):
+            found.extend(look.lost(plan, [name for name in names if name not in told], sources))
+        return found
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
         told: dict[str, Any] = {}
@@ -183,22 +154,15 @@ class TwoLevels(Observer):
 
         Waits for the device.
         """
-        energies = [0.0] * (3 if self._candidate else 2)
-        if self._norms is not None:
-            norms = arrays_for(self._norms).to_list(self._norms)
-            for norm, weights in zip(norms, self._weights, strict=True):
-                for place, weight in enumerate(weights):
-                    if weight:  # 0 times an infinity would be NaN
-                        energies[place] += weight * norm * norm
-        energy, *lost = energies
+        energy, *lost = [each.total() for each in self._energies] or [0.0] * (3 if self._candidate else 2)
         first, *second = (error_gain(energy, each) for each in lost)
         return GravacGains(first, second[0] if second else None, self._engine.communicator.world_size)
 
     def seconds(self) -> float:
         """What the last step spent only to learn gains; 0.0 where the device has not come that far yet."""
-        if self._span is None or self._norms is None:
+        if self._span is None or self._seconds_between is None:
             return 0.0
-        return arrays_for(self._norms).seconds_between(*self._span) or 0.0
+        return self._seconds_between(*self._span) or 0.0
 
 
 class LevelProbe(Observer):
@@ -219,17 +183,17 @@ class LevelProbe(Observer):
         self._steps = 0
         self._energies: dict[str, dict[float, Array]] = {}  # (2,): of x, and of what compression loses
 
-    def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    def before_compress(self, look: Look) -> Mapping[str, Array]:
         if self._steps % self._every == 0:
-            self._measure(xp, {name: inputs[name] for name in self._names if name in inputs})
+            self._measure(look, [name for name in self._names if name in look])
         self._steps += 1
         return {}
 
-    def _measure(self, xp: ModuleType, xs: Mapping[str, Array]) -> None:
-        energies = {name: xp.norm([x]) ** 2 for name, x in xs.items()}
+    def _measure(self, look: Look, names: Sequence[str]) -> None:
+        energies = look.energies(names).by_name()
         for factor, plan in self._plans.items():
-            for name, sent in self._engine.preview(xp, xs, plan).items():
-                both = xp.stack([energies[name], error_energy(xp, xs[name], energies[name], sent)])
+            for name, lost in look.lost(plan, names).by_name().items():
+                both = look.xp.stack([energies[name], lost])
                 sums = self._energies.setdefault(name, {})
                 sums[factor] = sums[factor] + both if factor in sums else both
 

@@ -1,4 +1,4 @@
-"""What policies look at, gathered where the gradients are: sums of gradients, and what compression keeps of them.
+"""What policies look at, gathered where the gradients are: sums of gradients.
 
 Nothing here makes an accelerator wait but the functions that return numbers, once per decision.
 """
@@ -6,13 +6,12 @@ Nothing here makes an accelerator wait but the functions that return numbers, on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
-from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.policies.request import Statistic
 
 
@@ -38,15 +37,24 @@ class AccumulatedGradients(Observer):
             return
         arrays = list(gradients.values())
         xp = arrays_for(arrays[0])
+        if found_inf is None:
+            found_inf = xp.zeros((1,), like=arrays[0])
+        totals = xp.add_scaled(self._totals(gradients), arrays, factor, found_inf)
+        self.sums.update(zip(gradients, totals, strict=True))
+
+    def of_step(self, factor: float) -> Sums:
+        """For the engine, which adds `factor` times the gradients of a step, where it has them in hand anyway."""
+        return Sums(self._totals, lambda gradients, found_inf: self.add(gradients, factor, found_inf), factor)
+
+    def _totals(self, gradients: Mapping[str, Array]) -> list[Array]:
+        """The sums of tensors, made if they are not there."""
         if gradients.keys() - self.sums.keys():
             for name, gradient in gradients.items():  # in their order, which that of additions follows
                 if name not in self.sums:
+                    xp = arrays_for(gradient)
                     wide = wide_dtype(xp.dtype_name(gradient))
                     self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
-        if found_inf is None:
-            found_inf = xp.zeros((1,), like=arrays[0])
-        totals = xp.add_scaled([self.sums[name] for name in gradients], arrays, factor, found_inf)
-        self.sums.update(zip(gradients, totals, strict=True))
+        return [self.sums[name] for name in gradients]
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
         measure = {
@@ -88,33 +96,3 @@ class AccumulatedGradients(Observer):
             vector = getattr(xp, function)([self.sums[name] for name in known])
             numbers.update(zip(known, xp.to_list(vector), strict=True))
         return numbers
-
-
-def error_terms(xp: ModuleType, x: Array, sent: Array | SparseVector) -> list[tuple[float, Array]]:
-    """Weights and arrays that make up ||x - C(x)||^2, the sum of each weight times the energy of its array.
-
-    For a sparse C(x) they are x itself and, for the elements sent alone, their values before and what is left of them.
-    """
-    if isinstance(sent, SparseVector):
-        taken = xp.take(xp.flatten(x), sent.indices)
-        return [(1.0, x), (-1.0, taken), (1.0, taken - sent.values)]
-    return [(1.0, x - sent)]
-
-
-def error_energy(xp: ModuleType, x: Array, energy: Array, sent: Array | SparseVector) -> Array:
-    """||x - C(x)||^2 as a float64 scalar on the device.
-
-    Args:
-        energy: ||x||^2. Of a sparse C(x) then only the elements sent need be looked at.
-        sent: C(x).
-    """
-    terms = error_terms(xp, x, sent)
-    return sum(weight * (energy if array is x else xp.norm([array]) ** 2) for weight, array in terms)
-
-
-def densified(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
-    """C(x) in the shape of x."""
-    if isinstance(sent, SparseVector):
-        flat = xp.zeros((number_of_elements(tuple(x.shape)),), like=x)
-        return xp.reshape(xp.add_at(flat, sent.indices, sent.values), x.shape)
-    return xp.reshape(sent, x.shape)

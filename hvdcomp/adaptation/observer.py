@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.exchange.look import Look
 from hvdcomp.policies.request import Statistic
 
 
@@ -23,12 +22,9 @@ class Observer:
     def begin_step(self, period_ends: bool) -> None:
         """To be called when a step begins, which is the last of a period or not."""
 
-    def before_compress(self, xp: ModuleType, inputs: Mapping[str, Array]) -> Mapping[str, Array | SparseVector]:
+    def before_compress(self, look: Look) -> Mapping[str, Array]:
         """`Engine.before_compress`, if it observes the engine."""
         return {}
-
-    def after_sent(self, xp: ModuleType, sent: Mapping[str, tuple[Array, Array | SparseVector]]) -> None:
-        """`Engine.after_sent`, if it observes the engine."""
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
         """What was measured, by the fields of `Statistics`. It may wait for the device.

@@ -42,9 +42,7 @@ class Observers:
         """Observes the engine as a decision wants it; `decide` is as in `TwoLevels`."""
         self._decide = decide
         self.gains = decision.observer(self)
-        engine = self._plans.engine
-        engine.before_compress = None if self.gains is None else self.gains.before_compress
-        engine.after_sent = None if self.gains is None else self.gains.after_sent
+        self._plans.engine.before_compress = None if self.gains is None else self.gains.before_compress
 
     def two_levels(self, decision: MultiLevel) -> Observer:
         """As in `ObserverMaker`; on every rank, because the first compression is part of what is sent."""

@@ -130,12 +130,8 @@ class Binding(Training):
         """Runs the engine on the gradients of a step, and ends the step; returns the means by name."""
         if self.coordinator is not None:
             self.coordinator.before_exchange()
-        observed = self.coordinator is not None and self.coordinator.source == "local"
-
-        def observe(found_inf: Array) -> None:
-            self.observe("local", gradients, found_inf)
-
-        results = self.engine.step(gradients, in_place=True, observe=observe if observed else None)
+        sums = None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
+        results = self.engine.step(gradients, in_place=True, sums=sums)
         self.observe("aggregated", results, self.engine.found_inf)
         self.end_step()
         return results

@@ -70,7 +70,7 @@ class Compressor(Described):
         sent_is_own: whether C(x) follows from this rank's x alone. If the ranks work on each other's parts it does not,
             and a step does not show how much of x this rank would have kept by itself.
         nested: whether C, applied at a harder level to what C kept of x at a softer level, gives what C gives of x at
-            the harder level. Such methods keep elements of x, and follow `Context.among`.
+            the harder level. Such methods keep elements of x.
         period: after how many steps the sizes of what is sent repeat.
         keeps_state: whether `prepare` and the outcome have arrays.
         reference: where the method is published.

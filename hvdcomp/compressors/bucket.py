@@ -7,36 +7,27 @@ and what the memory kept, compress it in the same pass, and write the mean over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hvdcomp import kernels
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.protocol import Context, Request, SparseVector, TensorInfo
+from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import tensor_keys
 from hvdcomp.kernels.tables import Table
 
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 
-class BucketOutcome(NamedTuple):
-    """What a bucket form returns at the end of a step. The means lie where the table's `result` says.
+BucketAggregation = Generator[Request, Any, bool]
+"""A bucket's step; returns whether a mean holds an inf or NaN.
 
-    found_inf: whether a mean holds an inf or NaN.
-    sent: of a tensor's place in the bucket, C(x) as of `Outcome`, in NumPy. It is called only where a policy looks.
-    keep: makes the residual of x at `Bucket.x`; None if it stands there. It is called at the end of a step that counts,
-        when all who look at x and C(x) have looked, if the memory keeps anything.
-    """
-
-    found_inf: bool
-    sent: Callable[[int], np.ndarray | SparseVector]
-    keep: Callable[[], None] | None = None
-
-
-BucketAggregation = Generator[Request, Any, BucketOutcome]
+At its end the means lie where the table's `result` says. If the memory keeps anything, the table's `x` holds what is
+left: the residual, or an x of which `sent_rule` says what was sent.
+"""
 
 
 @dataclass(eq=False)
@@ -52,10 +43,8 @@ class Bucket:
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request.
-        x: of a tensor's place in the bucket, x as a vector, once a kernel has made it. If the memory keeps anything,
-            what stands there at the end is the residual, less what the table says by `sent_rule`.
-        compressed: the same of what is compressed: x, or what stands for it.
-        factors: the object whose storage the table's `sent_product` points into; who keeps the product keeps it too.
+        factors: the object whose storage the table's `sent_product` points into, None if there is none. Who keeps the
+            product keeps it too. Its `commit` is called if the step counts.
     """
 
     tensors: Sequence[TensorInfo]
@@ -66,8 +55,6 @@ class Bucket:
     table: Table = field(init=False)
     layout: Any = None
     found_inf: bool = False
-    x: Callable[[int], np.ndarray] = field(init=False, repr=False)
-    compressed: Callable[[int], np.ndarray] = field(init=False, repr=False)
     factors: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
+from hvdcomp.kernels.tables import EVERYTHING
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,9 @@ class NoCompression(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         wire = _wire(bucket, "float32")
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
+        bucket.segments["sent_rule"] = EVERYTHING
         mean = yield AllReduce(wire.vector, with_room=wire.with_room)
-        found_inf = bucket.call("dense_decode", mean)
-
-        def keep() -> None:
-            for place in range(len(bucket.tensors)):
-                bucket.x(place).fill(0)  # all was sent
-
-        return BucketOutcome(found_inf, bucket.x, keep)
+        return bucket.call("dense_decode", mean)
 
     def wire_dtype(self, dtype: str) -> str:
         return allreduce_dtype(dtype)
@@ -64,15 +59,8 @@ class FP16(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         wire = _wire(bucket, "float16")
         bucket.found_inf = bucket.call("half_encode", wire.with_room)
-        # Without room it travels as a copy: what was sent cannot be told from x where only x less that is left.
-        mean = yield AllReduce(wire.vector, with_room=None if bucket.keeps else wire.with_room)
-
-        def sent(place: int) -> np.ndarray:
-            if not bucket.keeps:
-                return bucket.compressed(place).astype(np.float16).astype(np.float32)
-            return _of_tensor(bucket, wire.vector, place).astype(np.float32)
-
-        return BucketOutcome(bucket.call("half_decode", mean), sent)
+        mean = yield AllReduce(wire.vector, with_room=wire.with_room)
+        return bucket.call("half_decode", mean)
 
     def wire_dtype(self, dtype: str) -> str:
         return "float16"
@@ -96,11 +84,7 @@ class BF16(Compressor):
         wire = _wire(bucket, "int16")
         bucket.found_inf = bucket.call("bfloat16_encode", wire.with_room)
         ranks = yield AllGather((wire.vector.view(np.uint8),), wire.with_room.view(np.uint8))
-
-        def sent(place: int) -> np.ndarray:
-            return numpy_arrays.from_bfloat16_bits(_of_tensor(bucket, wire.vector, place))
-
-        return BucketOutcome(bucket.call("bfloat16_decode", *gathered(ranks)), sent)
+        return bucket.call("bfloat16_decode", *gathered(ranks))
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
@@ -111,8 +95,3 @@ def _wire(bucket: Bucket, dtype: str) -> Payload:
         bucket.layout = Payload(int(ends[-1]), dtype)
     wire: Payload = bucket.layout
     return wire
-
-
-def _of_tensor(bucket: Bucket, vector: np.ndarray, place: int) -> np.ndarray:
-    segment = bucket.segments[place]
-    return vector[segment["place"][0] :][: segment["size"]]

@@ -5,12 +5,11 @@ All P of a bucket lie behind each other in one vector, all Q in another, each fa
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.kernels.tables import FACTORS, PRODUCT, TASK
 
@@ -51,7 +50,7 @@ class LowRankBucket:
             q = yield self._send_q(p, first=False)
         found_inf = self._decode(self._unit_p, q)
         self._keep(0, q)
-        return self._outcome(found_inf)
+        return found_inf
 
     def half(self, even: bool) -> BucketAggregation:
         """One new factor: P in even steps, Q in odd ones."""
@@ -66,7 +65,7 @@ class LowRankBucket:
             found_inf = self._decode(self._unit_p, new)
         self._keep(int(even), new)
         states.next[1 - even][:] = states.kept[1 - even]
-        return self._outcome(found_inf)
+        return found_inf
 
     def _send_p(self, q: np.ndarray, first: bool) -> AllReduce:
         """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
@@ -87,18 +86,10 @@ class LowRankBucket:
             self._kept.write(self._bucket, p, q)
         return self._bucket.call("lowrank_decode", *self._rows.passed, p, q)
 
-    def _outcome(self, found_inf: bool) -> BucketOutcome:
-        return BucketOutcome(found_inf, self._sent, None if self._kept is None else self._kept.commit)
-
     def _keep(self, kind: int, new: np.ndarray) -> None:
         states = self._bucket.states
         assert states is not None
         self._bucket.call("lowrank_keep", new, states.kept[kind], states.next[kind], kind)
-
-    def _sent(self, place: int) -> np.ndarray:
-        segment = self._bucket.segments[place]
-        numbers = (ctypes.c_float * int(segment["size"])).from_address(int(segment["result"]))
-        return np.ctypeslib.as_array(numbers)
 
 
 class _Kept:

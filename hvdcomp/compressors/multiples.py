@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
@@ -94,17 +93,6 @@ class MultiplesLayout:
         self.keys = bucket.keys(purpose)
         self.payload = Payload(int(begin + self.bytes_of_codes.sum()))
 
-    def sent(self, bucket: Bucket, place: int) -> np.ndarray:
-        """C(x) of a tensor."""
-        segment, payload = bucket.segments[place], self.payload.vector
-        size = int(segment["size"])
-        codes_at, scales_at = segment["place"][:2]
-        codes = payload[codes_at : codes_at + self.bytes_of_codes[place]]
-        scales = payload[scales_at : scales_at + self.bytes_of_scales[place]].view(np.float32)
-        bits, length = int(segment["count"]), min(self.length, size)
-        with np.errstate(invalid="ignore"):  # of a step that is not finite
-            return decode_multiples(numpy_arrays, codes, scales.reshape(-1, 1), bits, length, size)
-
 
 def aggregate_multiples(
     bucket: Bucket, bits: Callable[[Any], int], length: int | None, purpose: str, kernel: str, *arguments: float
@@ -123,5 +111,4 @@ def aggregate_multiples(
     bucket.segments["key"] = step_keys(layout.keys, context.step, context.rank)
     bucket.found_inf = bucket.call(kernel, *arguments, payload.vector)
     ranks = yield AllGather((payload.vector,), payload.with_room)
-    found_inf = bucket.call("multiples_decode", layout.length, *gathered(ranks))
-    return BucketOutcome(found_inf, lambda place: layout.sent(bucket, place))
+    return bucket.call("multiples_decode", layout.length, *gathered(ranks))

@@ -71,8 +71,12 @@ Aggregation = Generator[Request, Any, Outcome]
 Result = TypeVar("Result")
 
 
-def run_alone(generator: Generator[Request, Any, Result]) -> tuple[Result, list[Request]]:
-    """Runs a generator to its end, answered as if this rank were the only one; its outcome, and what it asked for."""
+def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tuple[Result, list[Request]]:
+    """Runs a generator to its end, answered as if this rank were the only one; its outcome, and what it asked for.
+
+    Args:
+        ranks: whose sums it is to be answered with; all of them send the same.
+    """
     requests: list[Request] = []
     answer: Any = None
     while True:
@@ -81,7 +85,10 @@ def run_alone(generator: Generator[Request, Any, Result]) -> tuple[Result, list[
         except StopIteration as stop:
             return stop.value, requests
         requests.append(request)
-        answer = request.array if isinstance(request, AllReduce) else [request.parts]
+        if isinstance(request, AllReduce):
+            answer = request.array * ranks if request.op == "sum" and ranks > 1 else request.array
+        else:
+            answer = [request.parts]
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,6 @@ class TensorInfo:
 class Context:
     """Which tensor, when, and where: what a compressor may know beside the gradient itself.
 
-    `among`, for nested methods alone: indices (m,) of the flat elements that matter, all others are taken as zero; None
-    for all.
     """
 
     name: str
@@ -111,4 +116,3 @@ class Context:
     seed: int
     rank: int
     world_size: int
-    among: Array | None = None

@@ -15,10 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, require_count
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
@@ -157,12 +156,7 @@ class Natural(Compressor):
         segments["key"] = step_keys(keys, context.step, context.rank)
         bucket.found_inf = bucket.call("natural_encode", payload.vector)
         ranks = yield AllGather((payload.vector,), payload.with_room)
-
-        def sent(place: int) -> np.ndarray:
-            exponents, signs = (payload.vector[begin:] for begin in segments["place"][place, :2])
-            return self._decode(numpy_arrays, exponents[: sizes[place]], signs[: packed_bytes(1, sizes[place])])
-
-        return BucketOutcome(bucket.call("natural_decode", *gathered(ranks)), sent)
+        return bucket.call("natural_decode", *gathered(ranks))
 
 
 @dataclass(frozen=True)
@@ -231,11 +225,7 @@ class GlobalQSGD(Compressor):
         scales = yield AllReduce(layout.maxima, op="max")
         bucket.call("globalqsgd_encode", scales, context.world_size, layout.words)
         total = yield AllReduce(layout.words, op="sum")
-
-        def sent(place: int) -> np.ndarray:
-            return layout.sent(bucket, place, scales[place])
-
-        return BucketOutcome(bucket.call("globalqsgd_decode", scales, context.world_size, total), sent)
+        return bucket.call("globalqsgd_decode", scales, context.world_size, total)
 
     def _pack(self, xp: ModuleType, codes: Array) -> Array:
         """Codes below 2**(bits - 1) in magnitude, int32, as the digits of int32 numbers to the base 2**bits.
@@ -285,15 +275,6 @@ class _GlobalLayout:
         self.maxima = np.zeros(len(words), np.float32)
         self.words = np.zeros(words.sum(), np.int32)
         self.keys = bucket.keys(purpose)
-
-    def sent(self, bucket: Bucket, place: int, scale: np.float32) -> np.ndarray:
-        """C(x) of a tensor."""
-        segment, compressor = bucket.segments[place], bucket.compressors[place]
-        size, begin, levels = segment["size"], segment["place"][0], compressor.levels(bucket.context.world_size)
-        words = self.words[begin : begin - (-size // (32 // compressor.bits))]
-        digits = compressor.unpack_words(numpy_arrays, words, levels)[:size].astype(np.float32)
-        with np.errstate(invalid="ignore"):  # of a step that is not finite
-            return digits * (scale * np.float32(1 / levels))
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
@@ -85,7 +85,7 @@ class SignSGD(Compressor):
         bucket.call("votes_decode", *gathered(ranks))
         if bucket.keeps:
             bucket.call("votes_keep", payload.vector)
-        return BucketOutcome(False, lambda place: layout.own(bucket, place))
+        return False
 
     @staticmethod
     def _count(xp: ModuleType, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
@@ -201,13 +201,7 @@ def _aggregate_two_values(bucket: Bucket, rule: int, values: int) -> BucketAggre
     payload, own = bucket.layout.payload, bucket.layout.values
     bucket.found_inf = bucket.call("two_values_encode", rule, payload.vector, own)
     ranks = yield AllGather((payload.vector,), payload.with_room)
-    found_inf = bucket.call("two_values_decode", rule, *gathered(ranks))
-
-    def sent(place: int) -> np.ndarray:
-        x, segment = bucket.compressed(place), bucket.segments[place]
-        return np.where(x >= 0 if rule == NOT_NEGATIVE else x > 0, segment["sent_above"], segment["sent_below"])
-
-    return BucketOutcome(found_inf, sent)
+    return bucket.call("two_values_decode", rule, *gathered(ranks))
 
 
 class _BitsLayout:
@@ -245,15 +239,6 @@ class _VotesLayout:
         bucket.segments["place"][:, 2] = np.cumsum(rows) - rows
         self.payload = Payload(int(bytes_of.sum()))
         self.votes = np.zeros(int(rows.sum()), np.uint8)
-
-    def own(self, bucket: Bucket, place: int) -> np.ndarray:
-        """This rank's votes for the elements of a tensor."""
-        segment = bucket.segments[place]
-        bits, votes = (self.payload.vector[segment["place"][part] :] for part in (0, 1))
-        size, columns = int(segment["size"]), int(segment["count"])
-        positive = np.unpackbits(bits, count=size, bitorder="little").astype(np.float32)
-        cast = np.unpackbits(votes, count=size // columns, bitorder="little")
-        return 2 * positive - np.repeat(cast, columns)
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:

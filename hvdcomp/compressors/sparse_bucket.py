@@ -7,16 +7,14 @@ The payload of a bucket holds all tensors' values, the counts of their blocks an
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.memory import MomentumCorrection
-from hvdcomp.compressors.protocol import AllGather, SparseVector
+from hvdcomp.compressors.protocol import AllGather
 
 LARGEST, BISECT, SAMPLED = range(3)
 """How a threshold is found: the k-th largest magnitude; between mean and largest; from a sample, in steps."""
@@ -89,20 +87,6 @@ class SparsePlaces:
         bucket.segments["count"] = self._counts
         self.payload = Payload(end)
 
-    def sent(self, bucket: Bucket, place: int) -> SparseVector:
-        """What this rank's payload says of a tensor."""
-        size, count = self._sizes[place], self._counts[place]
-        values_at, counts_at, indices_at, width = bucket.segments["place"][place].tolist()
-
-        def part(start: int, count: int, dtype: str) -> np.ndarray:
-            return self.payload.vector[start : start + count * np.dtype(dtype).itemsize].view(dtype)
-
-        values = part(values_at, count, "f2" if self.half else "f4").astype(np.float32)
-        parts = [values, part(indices_at, count, f"i{width}").copy()]
-        if counts_at >= 0:
-            parts.append(part(counts_at, sparse_payload.counted_blocks(count, size), "i4"))
-        return SparseVector(sparse_payload.decode_indices(numpy_arrays, parts, size), values)
-
     def keep(self, bucket: Bucket) -> None:
         """Takes what this rank sent off x and, with masking, off the velocity."""
         memory = bucket.memory
@@ -164,6 +148,7 @@ def aggregate_by_magnitude(
     places = layout.places
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.address, payload.vector)
+    if bucket.keeps:
+        places.keep(bucket)
     ranks = yield AllGather((payload.vector,), payload.with_room)
-    found_inf = bucket.call("sparse_decode", *gathered(ranks), places.half)
-    return BucketOutcome(found_inf, partial(places.sent, bucket), keep=partial(places.keep, bucket))
+    return bucket.call("sparse_decode", *gathered(ranks), places.half)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketOutcome, Payload
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.memory import MomentumCorrection
-from hvdcomp.compressors.protocol import AllReduce, SparseVector
+from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations, step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 
@@ -47,15 +45,6 @@ class _Layout:
         self.ends = np.zeros(int(self._tasks[-1]), np.int64)
         self.keys = bucket.keys("randomk")
 
-    def sparse(self, bucket: Bucket, place: int) -> SparseVector:
-        """What this rank has sent of a tensor."""
-        (start, first_task), end = bucket.segments["place"][place, :2].tolist(), int(self._ends[place])
-        counts = np.diff(self.ends[first_task : int(self._tasks[place])], prepend=0)
-        starts = np.repeat(np.arange(len(counts)) << _BLOCK_BITS, counts)
-        indices = starts + self.places[start:end]
-        dtype = np.int32 if bucket.tensors[place].size < 2**31 else np.int64
-        return SparseVector(indices.astype(dtype), self.sent[start:end].copy())
-
     def keep(self, bucket: Bucket) -> None:
         """Takes what this rank sent off x and, with masking, off the velocity."""
         memory = bucket.memory
@@ -82,6 +71,7 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     bucket.found_inf = bucket.call(
         "random_encode", payload.vector, layout.sent, layout.drawn, places, ends, bound, unbiased
     )
+    if bucket.keeps:
+        layout.keep(bucket)
     mean = yield AllReduce(payload.vector, with_room=payload.with_room)
-    found_inf = bucket.call("random_decode", mean, places, ends, half)
-    return BucketOutcome(found_inf, partial(layout.sparse, bucket), keep=partial(layout.keep, bucket))
+    return bucket.call("random_decode", mean, places, ends, half)

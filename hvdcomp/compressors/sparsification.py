@@ -84,11 +84,7 @@ class Sparsifier(ByRatio):
 
     def _encode(self, xp: ModuleType, vector: Array, context: Context) -> tuple[tuple[Array, ...], SparseVector]:
         count = elements_kept(self.ratio, vector.shape[0])
-        if context.among is None:
-            indices = self.choose(xp, vector, count)
-        else:
-            indices = xp.take(context.among, self.choose(xp, xp.take(vector, context.among), count))
-        return sparse_payload.encode(xp, vector, indices, self.values)
+        return sparse_payload.encode(xp, vector, self.choose(xp, vector, count), self.values)
 
     def most_elements(self, budget: float, size: int) -> int:
         return sparse_payload.most_elements(budget, size, sparse_payload.value_bytes(self.values))

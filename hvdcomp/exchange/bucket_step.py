@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import BucketAggregation, BucketOutcome
+from hvdcomp.compressors.bucket import BucketAggregation
 from hvdcomp.compressors.memory import MomentumCorrection
-from hvdcomp.compressors.protocol import Context, Request, SparseVector
+from hvdcomp.compressors.protocol import Context, Request
 from hvdcomp.exchange.buckets import Group
 
 
-class Results(Enum):
-    """Where a bucket's results go: to fresh memory, to the gradients' place, or there when the step ends, and until
-    then to memory that is kept for that."""
+class Sums(NamedTuple):
+    """Where the gradients of steps are added up.
 
-    FRESH, IN_PLACE, ASIDE = range(3)
+    totals: the sums of tensors, given their gradients by name: in their order, in storage that may be added to.
+    add: adds gradients, by name, to their sums, unless the element that it gets is NaN.
+    share: gradients are multiplied by it.
+    """
+
+    totals: Callable[[Mapping[str, Array]], Sequence[Array]]
+    add: Callable[[Mapping[str, Array], Array], None]
+    share: float
 
 
 class BucketStep:
@@ -35,7 +40,7 @@ class BucketStep:
 
     Attributes:
         like: an array where the gradients are.
-        outcome: what the generator came to; None while it waits for a collective.
+        found_inf_after: whether what came of the exchange holds an inf or NaN: known when no request is left.
         had_residual: whether a memory had kept something back that this step sends; known after `finish`.
         marks: start and end of each turn: the first, each of the generator's, the end.
     """
@@ -60,51 +65,74 @@ class BucketStep:
         self._generator: BucketAggregation
         self._given: Sequence[Array] = ()
         self._results: Sequence[Array] = ()
-        self._where = Results.FRESH
-        self.outcome: BucketOutcome | None = None
+        self._aside = self._adds = False
+        self.found_inf_after = False
         self.had_residual = False
         self.marks = [(start, xp.mark(self.like))]
 
+    def make_x(self) -> np.ndarray:
+        """Makes x now rather than while it is compressed, for those who look at it; returns ||x||^2 of each tensor."""
+        start = self._xp.mark(self.like)
+        self.group.bucket.call("make_x")
+        self.marks.append((start, self._xp.mark(self.like)))
+        return self.group.bucket.segments["sums"][:, 0].copy()
+
     @property
-    def x(self) -> dict[str, Array]:
-        """x by name, made now rather than while it is compressed, for those who look at it; it stays as it is until
-        the step ends."""
+    def addresses(self) -> list[int]:
+        """Where x of each tensor lies, once it is made."""
+        bucket = self.group.bucket
+        return bucket.segments["x" if bucket.keeps else "gradient"].tolist()
+
+    def x(self, place: int) -> Array:
+        """x of a tensor, once it is made; it stays as it is until it is compressed."""
         group = self.group
         if not group.bucket.keeps:
-            return dict(zip(group.names, group.arrays, strict=True))
-        start = self._xp.mark(self.like)
-        group.bucket.call("make_x")
-        found = {}
-        for (name, state, number), aside in zip(group.tensors, group.x_aside, strict=True):
-            np.copyto(aside, group.residuals.x(number))  # where a compressor leaves the residual
-            found[name] = state.wrapped(aside)
-        self.marks.append((start, self._xp.mark(self.like)))
-        return found
+            return group.arrays[place]
+        _, state, number = group.tensors[place]
+        return state.wrapped(group.residuals.x(number))
 
-    def open(self, gradients: Mapping[str, Array], where: Results, sources: Mapping[str, Array] | None) -> None:
+    def left(self) -> np.ndarray:
+        """||x - C(x)||^2 of each tensor, once the generator has ended, where the memory keeps something."""
+        self.group.bucket.call("measure_left")
+        return self.group.bucket.segments["sums"][:, 0].copy()
+
+    def open(
+        self,
+        gradients: Mapping[str, Array],
+        in_place: bool,
+        made: Mapping[str, int],
+        sources: Mapping[str, Array],
+        sums: Sums | None,
+    ) -> None:
         """Makes the generator.
 
         Args:
             gradients: of the step, by name.
-            where: results go.
-            sources: by name what is to be compressed, where that is known: x, or what stands for it. None where the
-                kernels are to make x.
+            in_place: whether results take the gradients' place.
+            made: addresses by name of x, if it was made; else the kernels make it.
+            sources: by name what is to be compressed in place of x, where that is something else.
+            sums: to which the gradients are added if the step counts.
         """
         group, bucket, xp = self.group, self.group.bucket, self._xp
         start = xp.mark(self.like)
         self._given = [gradients[name] for name in group.names]
-        self._results, self._where = group.arrays, where
-        if where is Results.FRESH:
+        self._results, self._adds = group.arrays, sums is not None
+        self._aside = in_place and self._adds  # until the gradients are added
+        if not in_place:
             self._results = xp.split_like(group.arrays)
             bucket.segments["result"] = xp.hosted(self._results)[1]
         else:
-            bucket.segments["result"] = bucket.segments["gradient"] if where is Results.IN_PLACE else group.aside
-        if sources is not None:
-            self._sources, bucket.segments["source"] = xp.hosted([sources[name] for name in group.names])
+            bucket.segments["result"] = group.aside if self._aside else bucket.segments["gradient"]
+        if group.names[0] in made:
+            own = [name for name in group.names if name in sources]
+            self._sources, addresses = xp.hosted([sources[name] for name in own])  # kept alive until the step ends
+            replaced = dict(zip(own, addresses, strict=True))
+            bucket.segments["source"] = [replaced.get(name) or made[name] for name in group.names]
+        if sums is not None:
+            bucket.segments["total"] = xp.hosted(sums.totals(dict(zip(group.names, self._given, strict=True))))[1]
+            bucket.table.bucket.share = sums.share
         if bucket.compressors[0].keeps_state:
             group.prepare_states(xp)
-        bucket.x = self._x
-        bucket.compressed = self._x if sources is None else self._source
         self._generator = bucket.compressors[0].aggregate_bucket(bucket)
         self.marks.append((start, xp.mark(self.like)))
 
@@ -116,7 +144,7 @@ class BucketStep:
         try:
             request: Request | None = self._generator.send(answer)
         except StopIteration as stop:
-            self.outcome = stop.value
+            self.found_inf_after = stop.value
             request = None
         self.marks.append((start, xp.mark(self.like)))
         return request
@@ -127,56 +155,30 @@ class BucketStep:
         return self.group.bucket.found_inf
 
     @property
-    def found_inf_after(self) -> bool:
-        """Whether what came of the exchange holds an inf or NaN: known at the end."""
-        return self.outcome is not None and self.outcome.found_inf
-
-    @property
     def compressor(self) -> Compressor:
         """Of the first tensor; those of the others differ in their level alone."""
         return self.group.bucket.compressors[0]
 
-    def sent(self) -> dict[str, Array | SparseVector]:
-        """C(x) by name, once the generator has ended."""
-        assert self.outcome is not None
-        found: dict[str, Array | SparseVector] = {}
-        for place, (name, state, _) in enumerate(self.group.tensors):
-            sent = self.outcome.sent(place)
-            if isinstance(sent, SparseVector):
-                found[name] = SparseVector(*(self._xp.from_numpy(part, like=self.like) for part in sent))
-            else:
-                found[name] = state.wrapped(sent)
-        return found
-
     def finish(self, counts: bool) -> dict[str, Array]:
         """Keeps what was not sent, unless the step does not count; returns the results by name."""
-        assert self.outcome is not None
         group, xp = self.group, self._xp
         start = xp.mark(self.like)
         self.had_residual = group.had_residuals
         if counts:
             if group.bucket.keeps:
-                if self.outcome.keep is not None:
-                    self.outcome.keep()
                 bucket = group.bucket
                 group.residuals.commit(bucket.segments, group.numbers, bucket.memory, bucket.factors)
+                if bucket.factors is not None:
+                    bucket.factors.commit()
             if group.bucket.compressors[0].keeps_state:
                 group.keep_states(xp)
             group.end_states()
-        if self._where is Results.ASIDE:
-            group.bucket.call("put_results")
+        adds = counts and self._adds
+        if adds or self._aside:
+            group.bucket.call("end_step", adds, self._aside)
         if not counts:
             for result in self._results:
                 xp.flatten(result)[:1] = np.nan
         results = dict(zip(group.names, xp.like_originals(self._results, self._given), strict=True))
         self.marks.append((start, xp.mark(self.like)))
         return results
-
-    def _x(self, place: int) -> np.ndarray:
-        group = self.group
-        if group.bucket.keeps:
-            return group.residuals.x(group.numbers[place])
-        return self._xp.to_numpy(self._xp.flatten(group.arrays[place]))
-
-    def _source(self, place: int) -> np.ndarray:
-        return self._xp.to_numpy(self._xp.flatten(self._sources[place]))

@@ -6,7 +6,6 @@ Everything else goes one by one: other element types, accelerators, TensorFlow, 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from hvdcomp import kernels
-from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketStates
@@ -159,6 +157,7 @@ class Group:
 
     Attributes:
         key: two groups of the same key are the same bucket.
+        places: in the bucket, by name.
         bucket: what its compressors see.
         pick: takes what belongs to its tensors from a sequence over those of the step.
         arrays: the gradients of the step, row-major.
@@ -177,6 +176,7 @@ class Group:
         self.tensors = tensors
         self.residuals = residuals
         self.names = [name for name, _, _ in tensors]
+        self.places = {name: place for place, name in enumerate(self.names)}
         self.numbers = np.array([number for _, _, number in tensors])
         self.key = (tensors, compressors, memory)
         self.bucket = Bucket(described, compressors, memory)
@@ -191,17 +191,9 @@ class Group:
     @cached_property
     def aside(self) -> np.ndarray:
         """Addresses of memory for the results of a step that are not yet to be seen."""
-        self._aside = self._vectors()  # what lies at the addresses stays as long as this
-        return np.array([one.__array_interface__["data"][0] for one in self._aside], np.uint64)
-
-    @cached_property
-    def x_aside(self) -> list[np.ndarray]:
-        """Memory for x of a step, a vector for each tensor."""
-        return self._vectors()
-
-    def _vectors(self) -> list[np.ndarray]:
-        ends = np.cumsum(self.bucket.segments["size"])
-        return np.split(np.empty(int(ends[-1]), np.float32), ends[:-1])
+        sizes = self.bucket.segments["size"]
+        self._aside = np.empty(int(sizes.sum()), np.float32)  # what lies at the addresses stays as long as this
+        return self._aside.ctypes.data + 4 * (np.cumsum(sizes) - sizes).astype(np.uint64)
 
     @property
     def had_residuals(self) -> bool:
@@ -225,13 +217,14 @@ class Group:
         if self.has_states:
             return
         bucket = self.bucket
-        states = []
-        for (name, state, _), tensor, compressor in zip(self.tensors, bucket.tensors, bucket.compressors, strict=True):
-            x = np.broadcast_to(np.float32(0), tensor.shape)
-            kept = tuple(xp.to_numpy(array) for array in state.compressor) if state.method == compressor.name else ()
-            context = dataclasses.replace(bucket.context, name=name)
-            states.append(compressor.prepare(numpy_arrays, x, kept, context))
-        bucket.states = BucketStates(states)
+        bucket.states = BucketStates(
+            [
+                state.prepare_on_host(xp, tensor, compressor, bucket.context)
+                for (_, state, _), tensor, compressor in zip(
+                    self.tensors, bucket.tensors, bucket.compressors, strict=True
+                )
+            ]
+        )
 
     def keep_states(self, xp: ModuleType) -> None:
         """Keeps what a step has made of the compressors' arrays for the next one."""

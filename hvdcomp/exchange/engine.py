@@ -9,7 +9,7 @@ what travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -18,17 +18,17 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
-from hvdcomp.exchange.bucket_step import BucketStep, Results
+from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
 from hvdcomp.exchange.lockstep import run_in_lockstep
+from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
 from hvdcomp.exchange.tensor_step import TensorState, TensorStep
 from hvdcomp.specs.levels import Level
 
-BeforeCompress = Callable[[ModuleType, Mapping[str, Array]], Mapping[str, Array | SparseVector]]
-AfterSent = Callable[[ModuleType, Mapping[str, tuple[Array, Array | SparseVector]]], None]
+BeforeCompress = Callable[[Look], Mapping[str, Array]]
 
 
 class Engine:
@@ -46,11 +46,8 @@ class Engine:
         step_number: of the step that comes next, or is under way, from 0.
         states: of the tensors, by name.
         buckets: says which tensors are compressed together.
-        before_compress: called in each step with x of every tensor, by name, before they are compressed. It may look at
-            them, may replace the plan by `set_plan` and `begin`, and returns what is to be compressed in place of some.
-            A `SparseVector`, for a nested compressor, stands for nothing of x but the elements at its indices.
-        after_sent: called in each step with x and C(x) of every tensor, by name, as soon as all are known and before
-            memories are updated. It may look at them, not change or keep them.
+        before_compress: called in each step before x is compressed. It may look at it, may replace the plan by
+            `set_plan` and `begin`, and returns by name what is to be compressed in place of some.
         found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
     """
 
@@ -79,7 +76,6 @@ class Engine:
         self.buckets = Buckets(self.tensors, self.states, self._memory_for)
         self._previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
-        self.after_sent: AfterSent | None = None
         self.found_inf: Array | None = None
 
     # Between two steps.
@@ -134,7 +130,7 @@ class Engine:
         self,
         gradients: Mapping[str, Array],
         in_place: bool = False,
-        observe: Callable[[Array], None] | None = None,
+        sums: Sums | None = None,
     ) -> dict[str, Array]:
         """Aggregates the gradients of one step.
 
@@ -147,7 +143,7 @@ class Engine:
             gradients: by name; the same names on all ranks.
             in_place: whether results may take the place of the gradients, as in Horovod's own allreduce: fresh memory
                 costs as much time as several copies. Otherwise gradients are not changed.
-            observe: called with `found_inf` once that is known, while gradients are still what they were.
+            sums: to which the gradients are added, unless the step does not count.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -157,18 +153,12 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
-        where = Results.IN_PLACE if in_place else Results.FRESH
-        if in_place and (observe is not None or self.after_sent is not None):
-            where = Results.ASIDE
-        buckets, tensors, xs = self._steps(xp, names, gradients, where)
+        buckets, tensors, look = self._steps(xp, names, gradients, in_place, sums)
         found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, buckets, tensors)
-        if self.after_sent is not None:
-            sent = {one.name: (one.x, one.sent) for one in tensors}
-            for bucket in buckets:
-                sent |= {name: (xs[name], one) for name, one in bucket.sent().items()}
-            self.after_sent(xp, sent)
-        if observe is not None:
-            observe(found_inf)
+        if look is not None:
+            look.tell(buckets, tensors)
+        if sums is not None and tensors:
+            sums.add({one.name: gradients[one.name] for one in tensors}, found_inf)
         counts = bool(buckets) and xp.is_zero(found_inf)
         results = {one.name: one.finish(found_inf) for one in tensors}
         for bucket in buckets:
@@ -180,14 +170,13 @@ class Engine:
         return results
 
     def _steps(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], results: Results
-    ) -> tuple[list[BucketStep], list[TensorStep], Mapping[str, Array]]:
-        """All tensors of a step, those in buckets and the others, with generators that are ready to start; and x of
-        those in buckets, if somebody looks at it."""
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], in_place: bool, sums: Sums | None
+    ) -> tuple[list[BucketStep], list[TensorStep], Look | None]:
+        """All tensors of a step, those in buckets and the others, with generators that are ready to start."""
         factor = None
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
-        context = self._context("", None)
+        context = self._context("")
 
         def make(names: Sequence[str]) -> tuple[list[BucketStep], list[TensorStep]]:
             groups, rest = self.buckets.groups(xp, names, gradients, self.plan)
@@ -198,27 +187,24 @@ class Engine:
             ]
 
         buckets, tensors = make(names)
-        replaced: Mapping[str, Array | SparseVector] = {}
-        xs: dict[str, Array] = {}
-        sources: Mapping[str, Array] | None = None
-        if self.before_compress is not None or self.after_sent is not None:
+        look: Look | None = None
+        made: Mapping[str, int] = {}
+        sources: Mapping[str, Array] = {}
+        if self.before_compress is not None:
             plan = self.plan
-            xs = {name: x for one in buckets for name, x in one.x.items()}
-            if self.before_compress is not None:
-                replaced = self.before_compress(xp, xs | {one.name: one.x for one in tensors})
-            # A nested method finds among all elements what it would find among those of a sparse vector.
-            sources = xs | {name: x for name, x in replaced.items() if name in xs and not isinstance(x, SparseVector)}
-            if self.plan is not plan:
-                buckets, others = make([name for name in names if name in xs])
+            look = Look(xp, buckets, tensors, plan, self._previews, context)
+            sources = self.before_compress(look)
+            if sources.keys() & set().union(*(bucket.group.names for bucket in buckets)):
+                look.make()
+            made = look.made
+            if self.plan is not plan and buckets:
+                buckets, others = make([name for bucket in buckets for name in bucket.group.names])
                 tensors += others
         for bucket in buckets:
-            bucket.open(gradients, results, sources)
+            bucket.open(gradients, in_place, made, sources, sums)
         for one in tensors:
-            source, among = replaced.get(one.name, one.x), None
-            if isinstance(source, SparseVector):
-                source, among = one.x, source.indices
-            one.open(self.plan[one.name], source, self._context(one.name, among))
-        return buckets, tensors, xs
+            one.open(self.plan[one.name], sources.get(one.name, one.x), self._context(one.name))
+        return buckets, tensors, look
 
     def _drop_sent_residuals(
         self, xp: ModuleType, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep], found_inf: Array
@@ -254,23 +240,18 @@ class Engine:
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
     def preview(
-        self,
-        xp: ModuleType,
-        xs: Mapping[str, Array],
-        compressors: Mapping[str, Compressor],
-        among: Mapping[str, Array] = MappingProxyType({}),
+        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
     ) -> dict[str, Array | SparseVector]:
         """C(x) of some tensors as if this rank were the only one that sends; sends and changes nothing.
 
         Args:
             xs: x by name.
             compressors: by name, of these tensors at least.
-            among: as in `Context`, by name.
         """
-        return self._previews.of(xp, xs, compressors, self._context("", None), among)
+        return self._previews.kept(xp, xs, compressors, self._context(""))
 
     def _memory_for(self, name: str, compressor: Compressor) -> Memory:
         return self.states[name].memory_for(self.planner.memory_for(compressor))
 
-    def _context(self, name: str, among: Array | None) -> Context:
-        return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size, among)
+    def _context(self, name: str) -> Context:
+        return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size)

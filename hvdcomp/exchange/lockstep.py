@@ -52,4 +52,3 @@ def run_in_lockstep(
     if tensors:
         found_inf = found_inf + flag_of_outcomes(xp, [one.made for one in tensors])
     return found_inf, rounds, bytes_sent
-

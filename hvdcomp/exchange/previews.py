@@ -1,4 +1,4 @@
-"""What compression would keep of tensors, without sending anything: for policies that measure."""
+"""What compression would keep of tensors, and lose, without sending anything: for policies that measure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import numpy as np
 from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketOutcome, BucketStates
-from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.compressors.bucket import Bucket, BucketStates
+from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo, run_alone
+from hvdcomp.exchange.energies import Energies, of_errors
 from hvdcomp.exchange.tensor_step import TensorState
 
 _MOST_BUCKETS = 32  # a policy looks at a handful of levels in turn
+
+Kept = dict[str, Array | SparseVector]
 
 
 class Previews:
@@ -31,100 +34,162 @@ class Previews:
     def __init__(self, tensors: Mapping[str, TensorInfo], states: Mapping[str, TensorState]) -> None:
         self._tensors = tensors
         self._states = states
-        self._buckets: dict[Any, _Bucket] = {}
+        self._buckets: dict[Any, tuple[Mapping[str, Compressor], list[_Bucket]]] = {}
+        self._room = _Room()
 
-    def of(
-        self,
-        xp: ModuleType,
-        xs: Mapping[str, Array],
-        compressors: Mapping[str, Compressor],
-        context: Context,
-        among: Mapping[str, Array],
-    ) -> dict[str, Array | SparseVector]:
+    def kept(
+        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
+    ) -> Kept:
         """C(x) of some tensors, by name.
 
         Args:
             context: of the step; its name is not looked at.
-            among: indices as of `Context`, of the tensors that have some.
         """
-        found: dict[str, Array | SparseVector] = {}
-        for names in self._families(xp, xs, compressors):
-            found |= self._of_bucket(xp, names, xs, compressors, context)
+        hosted = xp.hosted(list(xs.values())) if kernels.available() else None
+        flat = [] if hosted is None else [name for name in xs if self._states[name].is_flat]  # as the step does it
+        addresses = {} if hosted is None else dict(zip(xs, hosted[1], strict=True))
+        found: Kept = {}
+        for bucket in self._grouped(tuple(flat), compressors):
+            bucket.run(addresses, {}, context, self._states_of(xp, bucket, context))
+            like = xp.flatten(xs[bucket.names[0]])[:0]
+            for tensor, mean in zip(bucket.tensors, bucket.means, strict=True):
+                found[tensor.name] = xp.reshape(xp.from_numpy(mean.copy(), like=like), tensor.shape)
         for name in xs.keys() - found.keys():
-            own = dataclasses.replace(context, name=name, among=among.get(name))
-            state = self._states[name].prepare(xp, xs[name], compressors[name], own)
-            found[name] = compressors[name].preview(xp, xs[name], state, own)
+            found[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
         return {name: found[name] for name in xs}
 
-    def _families(
-        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
-    ) -> Sequence[tuple[str, ...]]:
-        """The tensors that are compressed together."""
-        if not kernels.available() or xp.hosted(list(xs.values())) is None:
-            return []
-        families: dict[Any, list[str]] = {}
-        for name in xs:
-            family = compressors[name].bucket_family
-            if family is not None and self._states[name].is_flat:  # as the step does it
-                families.setdefault(family, []).append(name)
-        return [tuple(names) for names in families.values()]
-
-    def _of_bucket(
+    def lost(
         self,
         xp: ModuleType,
-        names: tuple[str, ...],
+        names: Sequence[str],
         xs: Mapping[str, Array],
+        addresses: Mapping[str, int],
         compressors: Mapping[str, Compressor],
         context: Context,
-    ) -> dict[str, Array | SparseVector]:
-        mine = tuple(compressors[name] for name in names)
-        bucket = self._buckets.get((names, mine))
-        if bucket is None:
+        sources: Mapping[str, Array],
+    ) -> Energies:
+        """||x - C(x)||^2 of some tensors.
+
+        Args:
+            xs: x by name; looked at where it is not in a bucket.
+            addresses: of x by name, where the step has it in a bucket.
+            compressors: by name; the same object for the same compressors is quickest.
+            sources: what is compressed in place of x, of the tensors where that is something else.
+        """
+        found = Energies()
+        for bucket in self._grouped(tuple(name for name in names if name in addresses), compressors):
+            own = [name for name in bucket.names if name in sources]
+            hosted, places = xp.hosted([sources[name] for name in own])  # keeps the arrays alive
+            replaced = dict(zip(own, places, strict=True))
+            bucket.run(addresses, replaced, context, self._states_of(xp, bucket, context))
+            del hosted
+            found.add(bucket.names, xp.from_numpy(bucket.lost(), like=xs[bucket.names[0]]))
+        pairs = {}
+        for name in names:
+            if name not in addresses:
+                own_context = dataclasses.replace(context, name=name)
+                source = sources.get(name, xs[name])
+                pairs[name] = (xs[name], self._of_tensor(xp, source, compressors[name], own_context))
+        found.extend(of_errors(xp, pairs))
+        return found
+
+    def _of_tensor(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> Array | SparseVector:
+        state = self._states[context.name].prepare(xp, x, compressor, context)
+        return compressor.preview(xp, x, state, context)
+
+    def _grouped(self, names: tuple[str, ...], compressors: Mapping[str, Compressor]) -> list[_Bucket]:
+        """Tensors that are compressed together, in buckets; those of methods without a bucket form are in none."""
+        key = (names, id(compressors))
+        if key not in self._buckets:
             if len(self._buckets) == _MOST_BUCKETS:
                 self._buckets.clear()
-            bucket = self._buckets[names, mine] = _Bucket([self._tensors[name] for name in names], mine)
-        arrays, addresses = xp.hosted([xs[name] for name in names])
-        states: list[tuple[np.ndarray, ...]] = []
-        if mine[0].keeps_state:
-            for name, array, compressor in zip(names, arrays, mine, strict=True):
-                own = dataclasses.replace(context, name=name)
-                kept = self._states[name].prepare(xp, array, compressor, own)
-                states.append(tuple(xp.to_numpy(one) for one in kept))
-        outcome = bucket.run([xp.to_numpy(array).reshape(-1) for array in arrays], addresses, context, states)
-        like = xp.flatten(arrays[0])[:0]
-        found: dict[str, Array | SparseVector] = {}
-        for place, name in enumerate(names):
-            sent = outcome.sent(place)
-            if isinstance(sent, SparseVector):
-                found[name] = SparseVector(*(xp.from_numpy(part.copy(), like=like) for part in sent))
-            else:
-                found[name] = xp.reshape(xp.from_numpy(sent.copy(), like=like), self._tensors[name].shape)
-        return found
+            families: dict[Any, list[str]] = {}
+            for name in names:
+                families.setdefault(compressors[name].bucket_family, []).append(name)
+            families.pop(None, None)
+            buckets = [
+                _Bucket([self._tensors[name] for name in members], [compressors[name] for name in members], self._room)
+                for members in families.values()
+            ]
+            self._buckets[key] = (compressors, buckets)  # as long as these are kept, no others get their id
+        return self._buckets[key][1]
+
+    def _states_of(self, xp: ModuleType, bucket: _Bucket, context: Context) -> BucketStates | None:
+        if not bucket.compressors[0].keeps_state:
+            return None
+        return BucketStates(
+            [
+                self._states[tensor.name].prepare_on_host(xp, tensor, compressor, context)
+                for tensor, compressor in zip(bucket.tensors, bucket.compressors, strict=True)
+            ]
+        )
+
+
+class _Room:
+    """Memory for x and means, which all buckets use in turn."""
+
+    def __init__(self) -> None:
+        self.vectors = [np.empty(0, np.float32) for _ in range(2)]
+
+    def at_least(self, elements: int) -> list[np.ndarray]:
+        """Two vectors of some elements."""
+        if len(self.vectors[0]) < elements:
+            self.vectors = [np.empty(elements, np.float32) for _ in range(2)]
+        return [vector[:elements] for vector in self.vectors]
 
 
 class _Bucket:
-    """A bucket that sends nothing."""
+    """A bucket that sends nothing.
 
-    def __init__(self, tensors: Sequence[TensorInfo], compressors: Sequence[Compressor]) -> None:
-        self._bucket = Bucket(tensors, compressors, NoMemory())
-        sizes = self._bucket.segments["size"]
-        self._means = np.empty(int(sizes.sum()), np.float32)
-        begin = self._means.__array_interface__["data"][0]
-        self._bucket.segments["result"] = begin + 4 * (np.cumsum(sizes) - sizes)
+    Args:
+        room: for what it makes.
+
+    Attributes:
+        names: of its tensors.
+    """
+
+    def __init__(self, tensors: Sequence[TensorInfo], compressors: Sequence[Compressor], room: _Room) -> None:
+        self.tensors = tensors
+        self.compressors = compressors
+        self.names = [tensor.name for tensor in tensors]
+        self._bucket = Bucket(tensors, compressors, ErrorFeedback())
+        self._room = room
+        self._ends = np.cumsum(self._bucket.segments["size"])
 
     def run(
         self,
-        xs: Sequence[np.ndarray],
-        addresses: Sequence[int],
+        addresses: Mapping[str, int],
+        sources: Mapping[str, int],
         context: Context,
-        states: list[tuple[np.ndarray, ...]],
-    ) -> BucketOutcome:
-        """A step of this rank alone."""
+        states: BucketStates | None,
+    ) -> None:
+        """A step of this rank alone, in which nothing was kept before.
+
+        Args:
+            addresses: of x, by name.
+            sources: of what is compressed in its place, of the tensors where that is something else.
+        """
         bucket = self._bucket
+        segments = bucket.segments
         bucket.context = context
-        bucket.states = BucketStates(states) if states else None
+        bucket.states = states
         bucket.table.bucket.threads = kernels.threads()
-        bucket.segments["gradient"] = bucket.segments["source"] = addresses
-        bucket.x = bucket.compressed = xs.__getitem__
-        outcome, _ = run_alone(bucket.compressors[0].aggregate_bucket(bucket))
-        return outcome
+        starts = 4 * (self._ends - segments["size"]).astype(np.uint64)
+        for field, vector in zip(("x", "result"), self._room.at_least(int(self._ends[-1])), strict=True):
+            segments[field] = vector.ctypes.data + starts
+        segments["gradient"] = [addresses[name] for name in self.names]
+        segments["source"] = segments["sent_rule"] = 0
+        if sources:
+            bucket.call("make_x")
+            segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
+        run_alone(bucket.compressors[0].aggregate_bucket(bucket), context.world_size)
+
+    @property
+    def means(self) -> list[np.ndarray]:
+        """C(x) of each tensor, a vector in storage that is used again."""
+        return np.split(self._room.at_least(int(self._ends[-1]))[1], self._ends[:-1])
+
+    def lost(self) -> np.ndarray:
+        """||x - C(x)||^2 of each tensor, float64 (tensors,)."""
+        self._bucket.call("measure_left")
+        return self._bucket.segments["sums"][:, 0].copy()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.kernels.tables import FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
+from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 _ALIGNMENT = 16  # elements: a cache line
 
@@ -57,6 +57,8 @@ class Residuals:
         x = self._part(self._x, number, self._turn[number])
         if self._rule[number] == PRODUCT:
             x -= product(self._product[number], x.size)
+        elif self._rule[number] == EVERYTHING:
+            x[:] = 0
         elif self._rule[number] != NOTHING:
             upper = x >= 0 if self._rule[number] == NOT_NEGATIVE else x > 0
             x -= np.where(upper, self._above[number], self._below[number])

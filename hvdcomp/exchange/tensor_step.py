@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
-from hvdcomp.arrays import arrays_for
+from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector
+from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
 from hvdcomp.exchange.fusion import part_bytes, request_bytes
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.residuals import Residuals
@@ -143,6 +144,14 @@ class TensorState:
         """The arrays that a compressor starts from; those that are kept are only for the method that left them."""
         kept = self.compressor if self.method == compressor.name else ()
         return compressor.prepare(xp, x, kept, context)
+
+    def prepare_on_host(
+        self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
+    ) -> tuple[np.ndarray, ...]:
+        """The same in NumPy, for a float32 tensor on the host; the context's name is not looked at."""
+        x = np.broadcast_to(np.float32(0), tensor.shape)
+        kept = tuple(xp.to_numpy(array) for array in self.compressor) if self.method == compressor.name else ()
+        return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
         """Multiplies the residual, and the memory's momentum if that is asked for."""

@@ -25,6 +25,7 @@ SEGMENT = np.dtype(
         ("sent_rule", "i4"),
         ("product", FACTORS),
         ("sent_product", FACTORS),
+        ("total", "u8"),
         ("sums", "f8", 4),
     ],
     align=True,
@@ -36,7 +37,7 @@ TASK = np.dtype(
 )
 """One piece of a tensor."""
 
-NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT = range(4)
+NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
 """Of `rule` and `sent_rule`: what of a kept x was sent."""
 
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
@@ -71,7 +72,7 @@ class _Bucket(ctypes.Structure):
         ("momentum", ctypes.c_float),
         ("nesterov", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
+        ("share", ctypes.c_float),
     ]
 
 

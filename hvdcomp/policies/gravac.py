@@ -37,8 +37,10 @@ def error_gain(energy: float, error_energy: float) -> float:
         error_energy: ||x - C(x)||^2, likewise.
 
     Returns:
-        1.0 if there is nothing to send: nothing is lost then.
+        1.0 if there is nothing to send: nothing is lost then. NaN if x is not finite.
     """
+    if not math.isfinite(energy):
+        return math.nan
     if energy == 0:
         return 1.0 if error_energy == 0 else 0.0
     share = 1.0 - error_energy / energy

@@ -10,7 +10,8 @@ enum {
     HVD_NOTHING,      /* the residual is x itself */
     HVD_NOT_NEGATIVE, /* `above` where x >= 0, elsewhere `below` */
     HVD_POSITIVE,     /* `above` where x > 0, elsewhere `below` */
-    HVD_PRODUCT       /* `product` */
+    HVD_PRODUCT,      /* `product` */
+    HVD_EVERYTHING    /* x itself */
 };
 
 /* P Q', of the matrix that a tensor is viewed as. */
@@ -35,6 +36,7 @@ typedef struct {
     float sent_above, sent_below; /* sent of x */
     int32_t rule, sent_rule;      /* which element of `kept`, and of x, is `above` */
     hvd_product product, sent_product; /* sent of `kept`, and of x */
+    float *total;                 /* to which gradients are added */
     double sums[4];               /* what a kernel adds up: up to the kernel */
 } hvd_segment;
 
@@ -55,7 +57,7 @@ typedef struct {
     float momentum; /* velocities are multiplied by it */
     int32_t nesterov;
     int32_t threads;
-    int32_t unused;
+    float share; /* gradients are multiplied by it when they are added to totals */
 } hvd_bucket;
 
 /* Elements that are worked on while they lie in a core's first cache. */
@@ -109,6 +111,19 @@ static inline void hvd_multiply(
     }
 }
 
+#define HVD_ENERGY_LANES 16
+
+/* The sum of squares of a block. */
+static inline double hvd_energy(const float *restrict x, int64_t length) {
+    double lanes[HVD_ENERGY_LANES] = {0}, sum = 0;
+    int64_t i = 0;
+    for (; i + HVD_ENERGY_LANES <= length; i += HVD_ENERGY_LANES)
+        for (int lane = 0; lane < HVD_ENERGY_LANES; lane++) lanes[lane] += (double)x[i + lane] * x[i + lane];
+    for (int lane = 0; i < length; i++, lane++) lanes[lane] += (double)x[i] * x[i];
+    for (int lane = 0; lane < HVD_ENERGY_LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
 /* The residual of a block: what was not sent of `kept`, times `decay`. */
 static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t length, float decay, float *restrict out) {
     const float *restrict kept = s->kept + start;
@@ -120,6 +135,7 @@ static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t len
         for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay;
     else if (s->rule == HVD_POSITIVE)
         for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay;
+    else if (s->rule == HVD_EVERYTHING) memset(out, 0, (size_t)length * sizeof *out);
     else
         for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
 }
@@ -156,6 +172,8 @@ static inline void hvd_make(
         else if (s->rule == HVD_POSITIVE)
             for (int64_t i = 0; i < length; i++)
                 x[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay + gradient[i] * factor;
+        else if (s->rule == HVD_EVERYTHING)
+            for (int64_t i = 0; i < length; i++) x[i] = 0 + gradient[i] * factor;
         else
             for (int64_t i = 0; i < length; i++) x[i] = kept[i] * decay + gradient[i] * factor;
     } else

@@ -1,4 +1,4 @@
-/* Kernels that change nothing of what is sent: x itself, and gradients that travel as they are. */
+/* Kernels that change nothing of what is sent: x itself, gradients that travel as they are, and what is measured. */
 #include "bucket.h"
 #include "isa.h"
 #include "stream.h"
@@ -7,7 +7,7 @@ struct job {
     const hvd_bucket *bucket;
     float *wire;
     const float *mean;
-    int large;
+    int large, adds, puts;
 };
 
 static void make_piece(void *context, int64_t number) {
@@ -15,18 +15,28 @@ static void make_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     uint32_t largest = 0;
+    task->sums[0] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
-        if (job->wire) hvd_copy(job->wire + s->place[0] + start, x, length, job->large);
+        if (!job->wire) task->sums[0] += hvd_energy(x, length);
+        else hvd_copy(job->wire + s->place[0] + start, x, length, job->large);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
+/* The sums of the tensors' pieces. */
+static void add_up(hvd_bucket *bucket) {
+    for (int64_t i = 0; i < bucket->segment_count; i++) bucket->segments[i].sums[0] = 0;
+    for (int64_t i = 0; i < bucket->task_count; i++)
+        bucket->segments[bucket->tasks[i].segment].sums[0] += bucket->tasks[i].sums[0];
+}
+
 int32_t HVD_NAME(make_x)(hvd_bucket *bucket) {
     struct job job = {.bucket = bucket};
     hvd_parallel(bucket->threads, bucket->task_count, make_piece, &job);
+    add_up(bucket);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
@@ -58,15 +68,47 @@ int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-static void put_piece(void *context, int64_t number) {
+static void add_piece(const hvd_segment *s, const hvd_task *task, float share) {
+    const float *restrict gradient = s->gradient + task->start;
+    float *restrict total = s->total + task->start;
+    for (int64_t i = 0; i < task->length; i++) total[i] += gradient[i] * share;
+}
+
+static void end_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    hvd_copy((float *)s->gradient + task->start, s->result + task->start, task->length, job->large);
+    if (job->adds) add_piece(s, task, job->bucket->share);
+    if (job->puts)
+        hvd_copy((float *)s->gradient + task->start, s->result + task->start, task->length, job->large);
     hvd_fence();
 }
 
-void HVD_NAME(put_results)(hvd_bucket *bucket) {
-    struct job job = {.bucket = bucket, .large = hvd_is_large(bucket)};
-    hvd_parallel(bucket->threads, bucket->task_count, put_piece, &job);
+void HVD_NAME(end_step)(hvd_bucket *bucket, int32_t adds, int32_t puts) {
+    struct job job = {.bucket = bucket, .adds = adds, .puts = puts, .large = hvd_is_large(bucket)};
+    hvd_parallel(bucket->threads, bucket->task_count, end_piece, &job);
+}
+
+static void left_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    hvd_segment left = job->bucket->segments[task->segment];
+    float block[HVD_BLOCK];
+    left.kept = left.x;
+    left.rule = left.sent_rule;
+    left.product = left.sent_product;
+    left.above = left.sent_above;
+    left.below = left.sent_below;
+    task->sums[0] = 0;
+    for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
+        const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
+        hvd_residual(&left, task->start + done, length, 1, block);
+        task->sums[0] += hvd_energy(block, length);
+    }
+}
+
+void HVD_NAME(measure_left)(hvd_bucket *bucket) {
+    struct job job = {.bucket = bucket};
+    hvd_parallel(bucket->threads, bucket->task_count, left_piece, &job);
+    add_up(bucket);
 }
