@@ -1,12 +1,13 @@
 """What a policy costs in a step: the same training, at the same levels, with and without one.
 
-    horovodrun -np 2 python benchmarks/policy_overhead.py     # about 20 minutes on two cores
+    horovodrun -np 2 python benchmarks/policy_overhead.py     # about 15 minutes on two cores
+    horovodrun -np 2 python benchmarks/policy_overhead.py --model resnet20 --steps 200
 
-Two trainings of the cnn on digits take turns in one process, two steps at a time, so that whatever else the machine
-does falls on both alike. One has a policy that looks at every gradient and decides often, but always for the level that
-the other has fixed. Rank 0 writes the medians of the step times, and of the ratios of each step to the other training's
-of the same place in its turn, to --output. What few of the steps cost does not show in a median: it is in the ratio of
-the totals, with whatever else the machine did.
+Two trainings of the cnn on digits, or of ResNet-20 on made-up images, take turns in one process, two steps at a time,
+so that whatever else the machine does falls on both alike. One has a policy that looks at every gradient and decides
+often, but always for the level that the other has fixed. Rank 0 writes the medians of the step times, and of the
+ratios of each step to the other training's of the same place in its turn, to --output. What few of the steps cost
+does not show in a median: it is in the ratio of the totals, with whatever else the machine did.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import click
 
+MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # data, and samples of a batch
+LARGEST = {"cnn": (128, 1024), "resnet20": (64, 64, 3, 3)}  # tensor
 TURN = 2  # steps. Longer turns lose more to what the machine does meanwhile than they win.
 # Nothing changes but what is sent: norms and ratios are taken of all gradients, and every 20 steps rank 0 decides.
 # Eta and fall are such that each tensor stays where it is.
@@ -48,9 +51,9 @@ FIXED = {
 
 
 class Training:
-    """A training of the cnn on digits, one step at a time."""
+    """A training, one step at a time."""
 
-    def __init__(self, spec: str, policy: str | None) -> None:
+    def __init__(self, model: str, spec: str, policy: str | None) -> None:
         import horovod.torch as hvd
         import torch
 
@@ -59,11 +62,12 @@ class Training:
         from hvdcomp.train.frameworks import build_model
         from hvdcomp.train.options import TrainingOptions
 
-        options = TrainingOptions(model="cnn", data="digits").resolved()
+        kind, samples = MODELS[model]
+        options = TrainingOptions(model=model, data=kind).resolved()
         data = load_data(options)
         self.inputs, self.labels = torch.from_numpy(data.train_x), torch.from_numpy(data.train_y)
         torch.manual_seed(0)
-        self.model = build_model("cnn", channels=data.channels, size=data.size, classes=data.classes)
+        self.model = build_model(model, channels=data.channels, size=data.size, classes=data.classes)
         compression = hvdcomp.Compression.from_spec(
             spec, policy=policy, named_parameters=self.model.named_parameters(), steps_per_epoch=44
         )
@@ -74,7 +78,7 @@ class Training:
             compression=compression,
         )
         own = torch.Generator().manual_seed(hvd.rank())
-        self.batches = torch.randint(len(self.inputs), (64, 16), generator=own)
+        self.batches = torch.randint(len(self.inputs), (64, samples), generator=own)
         self.number = 0
 
     def turn(self) -> list[float]:
@@ -93,22 +97,22 @@ class Training:
         return time.perf_counter() - start
 
 
-def fixed_spec(case: str, spec: str) -> str:
+def fixed_spec(model: str, case: str, spec: str) -> str:
     """The compressor at the level at which the policy holds it."""
     from hvdcomp.compressors.parsing import parse_compressor
 
     compressor = parse_compressor(spec)
     if case not in FIXED:
         return spec
-    return str(compressor.at_level(compressor.level_for(FIXED[case], (128, 1024))))  # of the largest tensor
+    return str(compressor.at_level(compressor.level_for(FIXED[case], LARGEST[model])))
 
 
-def measure(case: str, steps: int) -> dict[str, Any]:
+def measure(model: str, case: str, steps: int) -> dict[str, Any]:
     """So many steps of both trainings of a case, in turns; the first tenth is not counted."""
     from hvdcomp.policies import median_with_error
 
     spec, policy = CASES[case]
-    plain, adaptive = Training(fixed_spec(case, spec), None), Training(spec, policy)
+    plain, adaptive = Training(model, fixed_spec(model, case, spec), None), Training(model, spec, policy)
     pairs: list[tuple[float, float]] = []
     for number in range(steps // TURN):
         order = (plain, adaptive) if number % 2 else (adaptive, plain)
@@ -141,6 +145,7 @@ def keep_to_one_core(number: int) -> None:
 
 @click.command()
 @click.option("--steps", default=3000, show_default=True, help="Of each training of a case.")
+@click.option("--model", default="cnn", show_default=True, type=click.Choice(list(MODELS)))
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Measure only these.")
 @click.option(
     "--output",
@@ -148,8 +153,8 @@ def keep_to_one_core(number: int) -> None:
     show_default=True,
     type=click.Path(path_type=Path),
 )
-def main(steps: int, only: tuple[str, ...], output: Path) -> None:
-    """Measures what policies cost in a step, with two ranks and the cnn."""
+def main(steps: int, model: str, only: tuple[str, ...], output: Path) -> None:
+    """Measures what policies cost in a step, with two ranks."""
     import horovod.torch as hvd
     from rich.console import Console
 
@@ -161,13 +166,14 @@ def main(steps: int, only: tuple[str, ...], output: Path) -> None:
     say = Console(quiet=hvd.rank() != 0, highlight=False, soft_wrap=True).print
     results = {}
     for case in only or CASES:
-        results[case] = result = measure(case, steps)
+        results[case] = result = measure(model, case, steps)
         say(
             f"{case}: {result['ms_without']:.2f} ms without, {result['ms_with']:.2f} ms with; "
             f"ratio {result['ratio']:.3f} +- {result['ratio_standard_error']:.3f}"
         )
     if hvd.rank() == 0:
-        about = {"ranks": hvd.size(), "controller": environment.controller(hvd), "versions": environment.versions()}
+        about = {"model": model, "ranks": hvd.size(), "controller": environment.controller(hvd)}
+        about["versions"] = environment.versions()
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps({**about, "cases": results}, indent=1) + "\n")
         say(f"written to {output}")

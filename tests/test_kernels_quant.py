@@ -119,3 +119,15 @@ def test_large_buckets_go_past_the_caches(method: str) -> None:
     sizes = [3, 2_097_169, 29]
     compressors, xs = MAKERS[method](3, len(sizes)), draw(7, "normal", sizes, 1)
     assert_as_by_themselves(compressors, xs, run_buckets(compressors, xs, start=1))
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_natural_compression_of_the_largest_magnitudes() -> None:
+    """Nothing is rounded up to infinity; but two ranks may add up to it, which is found."""
+    x = np.float32([1, -1]).repeat(600) * np.float32(2.0**127) * np.linspace(1, 1.999, 1200, dtype=np.float32)
+    steps = run_buckets([Natural()], [[x]])
+    assert_as_by_themselves([Natural()], [[x]], steps)
+    np.testing.assert_array_equal(np.abs(steps[0].means[0]), np.float32(2.0**127))
+    assert not steps[0].found_inf_after
+    with np.errstate(over="ignore"):
+        assert all(step.found_inf_after for step in run_buckets([Natural()], [[x], [x]]))

@@ -194,7 +194,7 @@ class Engine:
             plan = self.plan
             look = Look(xp, buckets, tensors, plan, self._previews, context)
             sources = self.before_compress(look)
-            if sources.keys() & set().union(*(bucket.group.names for bucket in buckets)):
+            if any(not bucket.group.places.keys().isdisjoint(sources) for bucket in buckets):
                 look.make()
             made = look.made
             if self.plan is not plan and buckets:
