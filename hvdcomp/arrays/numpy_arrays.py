@@ -81,13 +81,6 @@ def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
     return dense, [x.__array_interface__["data"][0] for x in dense]
 
 
-def split_like(arrays: Sequence[Array]) -> list[Array]:
-    """Fresh arrays, not filled, in the shapes and the type of the given ones, in one storage."""
-    ends = np.cumsum([x.size for x in arrays]).tolist()
-    flat = np.empty(ends[-1], arrays[0].dtype)
-    return [flat[end - x.size : end].reshape(x.shape) for x, end in zip(arrays, ends, strict=True)]
-
-
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     """The vectors end to end, or the matrices one below the other (side by side for axis 1), in fresh storage."""
     return np.concatenate(arrays, axis)
@@ -277,11 +270,6 @@ def largest_magnitude(x: Array) -> Array:
 def row_sums(x: Array) -> Array:
     """Sums (r, 1) of the rows of a floating-point matrix."""
     return np.sum(x, axis=1, keepdims=True)
-
-
-def column_sums(x: Array) -> Array:
-    """Sums (c,) of the columns of a matrix, in its element type."""
-    return np.sum(x, axis=0, dtype=x.dtype)
 
 
 def row_counts(condition: Array) -> Array:

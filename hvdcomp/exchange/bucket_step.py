@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ class BucketStep:
         self._generator: BucketAggregation
         self._given: Sequence[Array] = ()
         self._results: Sequence[Array] = ()
-        self._aside = self._adds = False
+        self._aside = self._adds = self._dense = False  # dense: results have the gradients' layout as they are
         self.found_inf_after = False
         self.had_residual = False
         self.marks = [(start, xp.mark(self.like))]
@@ -119,8 +120,8 @@ class BucketStep:
         self._results, self._adds = group.arrays, sums is not None
         self._aside = in_place and self._adds  # until the gradients are added
         if not in_place:
-            self._results = xp.split_like(group.arrays)
-            bucket.segments["result"] = xp.hosted(self._results)[1]
+            self._results, bucket.segments["result"] = group.fresh_results(xp)
+            self._dense = all(map(operator.is_, group.arrays, self._given))
         else:
             bucket.segments["result"] = group.aside if self._aside else bucket.segments["gradient"]
         if group.names[0] in made:
@@ -179,6 +180,8 @@ class BucketStep:
         if not counts:
             for result in self._results:
                 xp.flatten(result)[:1] = np.nan
-        results = dict(zip(group.names, xp.like_originals(self._results, self._given), strict=True))
+        arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
+        results = dict(zip(group.names, arrays, strict=True))
+        group.arrays = self._given = self._results = ()  # the bucket outlives the step; what it was given need not
         self.marks.append((start, xp.mark(self.like)))
         return results

@@ -1,7 +1,7 @@
 """Which tensors of a step are compressed together, as buckets, and which one by one.
 
 A bucket takes float32 gradients on the host, of a compressor that has a bucket form, where kernels were compiled.
-Everything else goes one by one: other element types, accelerators, TensorFlow, methods without such a form.
+Everything else goes one by one: other element types, accelerators, methods without such a form.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.sizes import payloads_of_step
 from hvdcomp.exchange.ledger import Cost
+from hvdcomp.exchange.recycled import Recycled
 from hvdcomp.exchange.residuals import Residuals
 from hvdcomp.exchange.tensor_step import TensorState
 
@@ -136,7 +137,7 @@ def _bridges(
     xp: ModuleType, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
     """From vectors in NumPy to arrays of the framework in a tensor's shape, which share their storage, and back."""
-    empty = xp.flatten(like)[:0]
+    empty = xp.zeros((0,), like=like)  # not a part of it: that would keep all of it
 
     def wrap(vector: np.ndarray) -> Array:
         return xp.reshape(xp.from_numpy(vector, like=empty), shape)
@@ -195,6 +196,15 @@ class Group:
         self._aside = np.empty(int(sizes.sum()), np.float32)  # what lies at the addresses stays as long as this
         return self._aside.ctypes.data + 4 * (np.cumsum(sizes) - sizes).astype(np.uint64)
 
+    def fresh_results(self, xp: ModuleType) -> tuple[list[Array], np.ndarray]:
+        """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
+        arrays, addresses = self._fresh.arrays()
+        return [xp.from_numpy(array, like=self.arrays[0]) for array in arrays], addresses
+
+    @cached_property
+    def _fresh(self) -> Recycled:
+        return Recycled([tensor.shape for tensor in self.bucket.tensors])
+
     @property
     def had_residuals(self) -> bool:
         """Whether a memory has kept something of these tensors that a step sends."""
@@ -231,7 +241,7 @@ class Group:
         assert self.bucket.states is not None
         self.bucket.states.commit()
         if not self.has_states:
-            like = xp.flatten(self.arrays[0])[:0]
+            like = xp.zeros((0,), like=self.arrays[0])
             self._wrap_state = functools.partial(xp.from_numpy, like=like)
             for place, (_, state, _) in enumerate(self.tensors):
                 state.method = self.bucket.compressors[place].name

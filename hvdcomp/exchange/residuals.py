@@ -15,9 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.exchange.recycled import ALIGNMENT, aligned
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
-
-_ALIGNMENT = 16  # elements: a cache line
 
 
 class Residuals:
@@ -33,7 +32,7 @@ class Residuals:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         self._sizes = sizes
         self._starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int64)
         self._x: list[np.ndarray] = []
@@ -142,12 +141,5 @@ class Residuals:
 
     def _buffers(self) -> tuple[list[np.ndarray], np.ndarray]:
         """Two buffers, and the addresses of all tensors' places in them, (2, tensors)."""
-        buffers = [_aligned(int(self._starts[-1])) for _ in range(2)]
+        buffers = [aligned(int(self._starts[-1])) for _ in range(2)]
         return buffers, np.stack([buffer.ctypes.data + 4 * self._starts[:-1] for buffer in buffers]).astype(np.uint64)
-
-
-def _aligned(count: int) -> np.ndarray:
-    """An uninitialised float32 vector that begins with a cache line."""
-    room = np.empty(count + _ALIGNMENT, np.float32)
-    start = -room.ctypes.data % (4 * _ALIGNMENT) // 4
-    return room[start : start + count]
