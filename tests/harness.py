@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,12 +24,12 @@ try:
     import torch
 except ImportError:
     torch = None  # type: ignore[assignment]
-if find_spec("tensorflow") is not None:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow tells at length which processor it found
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(1)  # the ranks of a test are threads already
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+try:
+    import ml_dtypes  # noqa: F401  # NumPy's bfloat16, in which TensorFlow hands out its own
+except ImportError:
+    _BFLOAT16: list[str] = []
+else:
+    _BFLOAT16 = ["bfloat16"]
 
 
 def needing(backend: str, *values: Any, thorough: bool = False) -> Any:
@@ -40,18 +39,17 @@ def needing(backend: str, *values: Any, thorough: bool = False) -> Any:
 
 
 DTYPES = {
-    "numpy": ["float16", "float32", "float64"],
+    "numpy": ["float16", *_BFLOAT16, "float32", "float64"],
     "torch": ["float16", "bfloat16", "float32", "float64"],
-    "tensorflow": ["float16", "bfloat16", "float32", "float64"],
 }
 INSTALLED = [backend for backend in DTYPES if find_spec(backend) is not None]
 EVERY_BACKEND = [needing(backend, backend) for backend in DTYPES]
 EVERY_DTYPE = [needing(backend, backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
-# What is written with the array functions knows no framework: `tests.test_arrays` holds these functions equal in all,
-# and `tests.test_three_frameworks` the compressors. So the quick tests run in NumPy, in all its types, and PyTorch.
-BACKENDS = [needing(backend, backend, thorough=backend == "tensorflow") for backend in DTYPES]
+BACKENDS = EVERY_BACKEND
+# What is written with the array functions knows no framework: `tests.test_arrays` holds these functions equal in both,
+# `tests.test_two_frameworks` the compressors. So the quick tests run in NumPy's own types, and in PyTorch's float32.
 BACKENDS_AND_DTYPES = [
-    needing(backend, backend, dtype, thorough=backend != "numpy" and (backend, dtype) != ("torch", "float32"))
+    needing(backend, backend, dtype, thorough=dtype == "bfloat16" or (backend == "torch" and dtype != "float32"))
     for backend, dtypes in DTYPES.items()
     for dtype in dtypes
 ]
@@ -68,17 +66,13 @@ def make(backend: str, values: Any, dtype: str = "float32") -> Array:
     """A fresh array of a backend, with the values rounded to the element type."""
     if backend == "numpy":
         return np.array(values, dtype)
-    if backend == "tensorflow":
-        return tf.constant(np.array(values).astype(tf.as_dtype(dtype).as_numpy_dtype))
     return torch.tensor(np.asarray(values)).to(getattr(torch, dtype))
 
 
 def as_numpy(x: Array) -> np.ndarray:
     """The same values in NumPy (bfloat16 as float32), in storage of its own."""
     if isinstance(x, np.ndarray | np.generic):
-        return np.array(x)
-    if framework_of(x) == "tensorflow":
-        return np.array(tf.cast(x, tf.float32) if x.dtype == tf.bfloat16 else x)
+        return np.array(x, np.float32 if dtype_of(x) == "bfloat16" else None)
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy().copy()
 
 
@@ -99,18 +93,10 @@ def replaced(x: Array, place: tuple[int, ...], value: float) -> Array:
     return make(framework_of(x), values, dtype_of(x))
 
 
-def overwrite(x: Array, value: float) -> None:
-    """Sets all elements, where the framework's arrays can be changed."""
-    if framework_of(x) != "tensorflow":
-        x[...] = value
-
-
 def bits(x: Array) -> bytes:
     """The elements' bit patterns, row-major."""
     if isinstance(x, np.ndarray | np.generic):
         return np.asarray(x).tobytes()
-    if framework_of(x) == "tensorflow":
-        return x.numpy().tobytes()
     flat = x.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
 
@@ -119,7 +105,7 @@ def copy(x: Array) -> Array:
     """The same array in storage of its own."""
     if isinstance(x, np.ndarray | np.generic):
         return np.array(x)
-    return tf.identity(x) if framework_of(x) == "tensorflow" else x.detach().clone()
+    return x.detach().clone()
 
 
 def densify(sent: Array | SparseVector, shape: Sequence[int]) -> np.ndarray:
@@ -142,14 +128,8 @@ def random_states_untouched(backend: str) -> Iterator[None]:
         return [random.getstate(), np.random.get_state()[1].tolist(), drawn]
 
     before = states()
-    if backend == "tensorflow":  # whose state cannot be read: the number that comes next after a seed stands for it
-        tf.random.set_seed(5)
-        expected = tf.random.uniform((4,)).numpy().tolist()
-        tf.random.set_seed(5)
     yield
     assert states() == before
-    if backend == "tensorflow":
-        assert tf.random.uniform((4,)).numpy().tolist() == expected
 
 
 class Kept(NamedTuple):

@@ -20,7 +20,6 @@ from tests.harness import (
     as_numpy,
     bits,
     dtype_of,
-    framework_of,
     make,
     replaced,
 )
@@ -49,22 +48,11 @@ def everywhere(x: np.ndarray) -> list[tuple[ModuleType, Array]]:
 
 
 def same(*results: Array) -> None:
-    """Equal shape, element type and values; NaN equals NaN, and zeros may differ in sign.
-
-    TensorFlow takes float32 numbers too small for a full significand as zeros, and so may differ in these.
-    """
+    """Equal shape, element type and values; NaN equals NaN, and zeros may differ in sign."""
     first = np.asarray(results[0])
     for other in results[1:]:
         assert first.dtype == as_numpy(other).dtype
-        if framework_of(other) == "tensorflow" and first.dtype.kind == "f":
-            np.testing.assert_array_equal(without_subnormals(first), without_subnormals(as_numpy(other)), strict=True)
-        else:
-            np.testing.assert_array_equal(first, as_numpy(other), strict=True)
-
-
-def without_subnormals(x: np.ndarray) -> np.ndarray:
-    """Zeros in place of what TensorFlow's operations on the CPU take for zeros."""
-    return np.where(np.abs(x) < np.finfo(max(x.dtype, np.dtype("float32"))).tiny, 0, x).astype(x.dtype)
+        np.testing.assert_array_equal(first, as_numpy(other), strict=True)
 
 
 def functions_of(module: ModuleType) -> dict[str, list[str]]:
@@ -78,10 +66,7 @@ def functions_of(module: ModuleType) -> dict[str, list[str]]:
 def test_all_backends_define_the_same_functions_and_numpy_documents_them() -> None:
     expected = functions_of(numpy_arrays)
     for backend in INSTALLED:
-        # TensorFlow's tensors cannot be written to, so that `hosted` takes none of them, and no bucket asks for more.
-        left_out = {"to_numpy", "split_like", "like_originals"} if backend == "tensorflow" else set()
-        found = functions_of(arrays_for(make(backend, [0.0])))
-        assert found == {name: what for name, what in expected.items() if name not in left_out}, backend
+        assert functions_of(arrays_for(make(backend, [0.0]))) == expected, backend
     for name in functions_of(numpy_arrays):
         assert getattr(numpy_arrays, name).__doc__, name
 
@@ -89,7 +74,7 @@ def test_all_backends_define_the_same_functions_and_numpy_documents_them() -> No
 def test_each_array_finds_its_functions() -> None:
     assert arrays_for(np.zeros(1)) is numpy_arrays
     assert arrays_for(np.float32(1)) is numpy_arrays
-    with pytest.raises(TypeError, match=r"builtins\.list; it takes NumPy arrays, PyTorch tensors and TensorFlow tens"):
+    with pytest.raises(TypeError, match=r"builtins\.list; it takes NumPy arrays and PyTorch tensors"):
         arrays_for([1.0])
 
 
@@ -97,12 +82,6 @@ def test_each_tensor_finds_its_functions() -> None:
     torch = pytest.importorskip("torch")
     assert arrays_for(torch.zeros(1)).__name__ == "hvdcomp.arrays.torch_arrays"
     assert arrays_for(torch.nn.Parameter(torch.zeros(1))).__name__ == "hvdcomp.arrays.torch_arrays"
-
-
-def test_each_eager_tensor_finds_its_functions() -> None:
-    tf = pytest.importorskip("tensorflow")
-    assert arrays_for(tf.zeros(1)).__name__ == "hvdcomp.arrays.tensorflow_arrays"
-    assert arrays_for(tf.Variable(tf.zeros(1)).read_value()).__name__ == "hvdcomp.arrays.tensorflow_arrays"
 
 
 @pytest.mark.parametrize(("backend", "dtype"), EVERY_DTYPE)
@@ -159,7 +138,7 @@ def test_concatenate_makes_fresh_storage(pieces: list[np.ndarray]) -> None:
 @given(
     hnp.arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32) | st.sampled_from(SPECIAL).map(np.float32))
 )
-def test_bfloat16_bits_are_those_of_torch_and_tensorflow(x: np.ndarray) -> None:
+def test_bfloat16_bits_are_those_of_torch(x: np.ndarray) -> None:
     ours = numpy_arrays.to_bfloat16_bits(x)
     assert ours.dtype == np.int16
     nan = np.isnan(x)
@@ -319,7 +298,7 @@ def test_spoil_any_layout() -> None:
     assert np.isnan(numpy_arrays.spoil(np.ones((4, 6)).T, np.array([np.nan], np.float32))).sum() == 1
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND[:-1])  # TensorFlow has one layout
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_like_original_takes_type_shape_and_layout(backend: str, dtype: str) -> None:
     values = np.arange(120.0).reshape(2, 3, 4, 5)

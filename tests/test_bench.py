@@ -73,7 +73,7 @@ def test_a_method_is_measured_in_each_framework(framework: str) -> None:
         assert 0 < spread.low <= spread.median <= spread.high
     assert one.compression_factor is not None
     assert one.compression_factor > 40
-    assert (one.operations is None) == (framework == "numpy")
+    assert (one.operations is None) == (framework != "torch")
     assert one.operations is None or one.operations > 0
     assert one.kernel_launches is None
 
@@ -160,7 +160,7 @@ def test_gradients_are_the_same_in_each_framework_and_what_they_were_after_a_ste
 
 
 @pytest.mark.usefixtures("threads_stay")
-@pytest.mark.parametrize(("framework", "operations"), [("torch", 3), ("tensorflow", 3), ("numpy", None)])
+@pytest.mark.parametrize(("framework", "operations"), [("torch", 3), ("tensorflow", None), ("numpy", None)])
 def test_operations_are_counted(framework: str, operations: int | None) -> None:
     gradients = FRAMEWORKS[framework](SHAPES, 1, "cpu")
     weight = gradients.arrays["weight"]

@@ -189,11 +189,7 @@ def test_elements_of_a_vector_are_rows() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "size"),
-    [
-        needing(backend, backend, size, thorough=backend == "tensorflow")
-        for backend in DTYPES
-        for size in [127, 128, 300]
-    ],
+    [needing(backend, backend, size) for backend in DTYPES for size in [127, 128, 300]],
 )
 def test_hundreds_of_votes_are_counted(backend: str, size: int) -> None:
     """Unanimous, decided by one vote (or tied), and with many abstentions."""

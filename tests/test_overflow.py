@@ -16,6 +16,8 @@ from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.engine import Engine
 from tests.harness import (
     BACKENDS,
+    DTYPES,
+    INSTALLED,
     Run,
     SpyFeedback,
     as_numpy,
@@ -23,7 +25,6 @@ from tests.harness import (
     densify,
     infos,
     make,
-    needing,
     run_engines,
     states_of,
 )
@@ -42,7 +43,7 @@ def one_rank(spec: str, gradients: list[Any], memory: Any = None, dtype: str = "
     return run
 
 
-@pytest.mark.parametrize("backend", [needing("torch", "torch"), needing("tensorflow", "tensorflow")])
+@pytest.mark.parametrize("backend", [backend for backend in INSTALLED if "bfloat16" in DTYPES[backend]])
 def test_bfloat16_gradients_beyond_half_precision(backend: str) -> None:
     """65504, the largest half-precision number, is 65536 in bfloat16, which half precision does not hold."""
     spy = SpyFeedback()

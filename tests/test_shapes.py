@@ -51,7 +51,6 @@ CASES: dict[str, Callable[[Any, Any, Any, Any, Any, Any], Any]] = {
     "bitcast": lambda xp, v, m, c, u, p: xp.bitcast(u, "int8"),
     "largest_magnitude": lambda xp, v, m, c, u, p: xp.largest_magnitude(v),
     "row_sums": lambda xp, v, m, c, u, p: xp.row_sums(m) + xp.row_norms(m),
-    "column_sums": lambda xp, v, m, c, u, p: xp.column_sums(m),
     "row_counts": lambda xp, v, m, c, u, p: xp.row_counts(m > 0),
     "rows_with_nonzero": lambda xp, v, m, c, u, p: xp.rows_with_nonzero(m),
 }

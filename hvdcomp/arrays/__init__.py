@@ -14,7 +14,6 @@ from typing import Any
 _MODULES = {
     "numpy": "hvdcomp.arrays.numpy_arrays",
     "torch": "hvdcomp.arrays.torch_arrays",
-    "tensorflow": "hvdcomp.arrays.tensorflow_arrays",
 }
 
 
@@ -22,7 +21,7 @@ def arrays_for(array: Any) -> ModuleType:
     """The module of array functions for the framework that `array` belongs to.
 
     Raises:
-        TypeError: for anything but a NumPy array, a PyTorch tensor or a TensorFlow tensor.
+        TypeError: for anything but a NumPy array or a PyTorch tensor.
     """
     kind = type(array)
     if kind not in _of_type:
@@ -40,5 +39,5 @@ def _module_for(array_type: type) -> ModuleType:
             return importlib.import_module(_MODULES[framework])
     raise TypeError(
         f"hvdcomp cannot compress a {array_type.__module__}.{array_type.__qualname__}; "
-        "it takes NumPy arrays, PyTorch tensors and TensorFlow tensors"
+        "it takes NumPy arrays and PyTorch tensors"
     )

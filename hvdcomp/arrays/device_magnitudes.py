@@ -1,4 +1,4 @@
-"""Questions about the largest magnitudes of a vector, answered on the device of the vector.
+"""Questions about the largest magnitudes of a vector, answered on the device of the vector, in PyTorch.
 
 No answer makes the host wait, and all shapes follow from sizes known before: counts and thresholds stay on the device
 as scalar arrays, and a search runs all its rounds. The docstrings of `magnitudes` hold for the methods of the same
@@ -7,10 +7,10 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
-from types import ModuleType
 from typing import Any
+
+import torch
 
 from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
 from hvdcomp.arrays.types import Array
@@ -20,51 +20,34 @@ class DeviceMagnitudes:
     """The magnitudes |x| of a vector on any device.
 
     Args:
-        xp: the array functions for `x`.
         x: vector of at least one element, float32 or float64.
-        count_nonzero: how many elements of an array of truth values are true, as a scalar array.
-        largest: indices (k,) of the k largest of a vector without negative numbers, given the vector and k.
-        where: as `xp.where`, for scalars that may be Python numbers; they get the type of `x`.
-        counter: the element type, wide enough for the number of elements, in which the device makes running sums.
     """
 
-    def __init__(
-        self,
-        xp: ModuleType,
-        x: Array,
-        count_nonzero: Callable[[Array], Array],
-        largest: Callable[[Array, int], Array],
-        where: Callable[[Any, Any, Any], Array],
-        counter: str,
-    ) -> None:
-        self._xp = xp
+    def __init__(self, x: Array) -> None:
         self._values = abs(x)
-        self._count_nonzero = count_nonzero
-        self._largest = largest
-        self.where = where
-        self._counter = counter
-        self._index_type = "int32" if x.shape[0] < 2**31 else "int64"
+        self._index_type = torch.int32 if x.shape[0] < 2**31 else torch.int64
 
     @cached_property
     def mean(self) -> Any:
-        return self._sum(self._values) / self._values.shape[0]
+        return self._values.sum() / self._values.shape[0]
 
     @cached_property
     def largest(self) -> Any:
-        return self._xp.largest_magnitude(self._values)[0]
+        return self._values.amax()
 
     def sample_threshold(self, ratio: float) -> Any:
         sample = self._values[:: sample_stride(self._values.shape[0])]
-        chosen = self._largest(sample, elements_of_sample(ratio, sample.shape[0]))
-        return self._xp.sort(self._xp.take(sample, chosen))[0]
+        return _largest(sample, elements_of_sample(ratio, sample.shape[0])).values.sort().values[0]
 
     def count(self, threshold: Any) -> Any:
-        return self._count_nonzero(self._values >= threshold)
+        return torch.count_nonzero(self._values >= threshold)
 
     def mean_excess(self, threshold: Any) -> Any:
-        excess = self._xp.clip(self._values - threshold, 0.0, float("inf"))
-        count = self._xp.astype(self.count(threshold), self._xp.dtype_name(excess))
-        return self._sum(excess) / self.where(count > 0, count, 1)
+        excess = (self._values - threshold).clamp(min=0.0)
+        return excess.sum() / self.count(threshold).clamp(min=1)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        return torch.where(condition, x, y)
 
     def settled(self, condition: Any) -> bool:
         return False
@@ -72,20 +55,25 @@ class DeviceMagnitudes:
     def pick(self, low: Any, high: Any, k: int, limit: int) -> Array:
         # Element j of a mask, counted from 0, is where the running count of its elements first exceeds j. Searching for
         # that needs neither the number of elements on the host nor a scatter.
-        xp = self._xp
         front = self._values >= high
         back = ~(front | (self._values < low))
-        front_count = xp.cumulative_sum(xp.astype(front, self._counter))
-        back_count = xp.cumulative_sum(xp.astype(back, self._counter))
-        place = xp.arange(limit, like=front_count)
-        in_front, behind = xp.interval_index(front_count, place), xp.interval_index(back_count, place - front_count[-1])
-        chosen = xp.astype(xp.where(place < front_count[-1], in_front, behind), self._index_type)
-        if limit == k:
-            return chosen
-        return xp.take(chosen, self._largest(xp.take(self._values, chosen), k))
+        front_count = torch.cumsum(front, 0, dtype=self._index_type)
+        back_count = torch.cumsum(back, 0, dtype=self._index_type)
+        place = torch.arange(limit, dtype=self._index_type, device=front.device)
+        behind = place - front_count[-1]
+        chosen = torch.where(behind < 0, _first_above(front_count, place), _first_above(back_count, behind))
+        if limit > k:
+            chosen = chosen[_largest(self._values[chosen], k).indices]
+        return chosen.to(self._index_type)
 
     def top(self, k: int) -> Array:
-        return self._xp.astype(self._largest(self._values, k), self._index_type)
+        return _largest(self._values, k).indices.to(self._index_type)
 
-    def _sum(self, values: Array) -> Any:
-        return self._xp.row_sums(self._xp.reshape(values, (1, -1)))[0, 0]
+
+def _largest(values: Array, k: int) -> Any:
+    return torch.topk(values, k, sorted=False)
+
+
+def _first_above(counts: Array, numbers: Array) -> Array:
+    """For each number the index of the first of the ascending counts above it, or else of the last count."""
+    return torch.searchsorted(counts, numbers, right=True).clamp_(max=counts.shape[0] - 1)

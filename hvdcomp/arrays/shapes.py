@@ -214,10 +214,6 @@ def row_sums(x: ShapeArray) -> ShapeArray:
 row_norms = row_sums
 
 
-def column_sums(x: ShapeArray) -> ShapeArray:
-    return ShapeArray(x.shape[1:], x.dtype)
-
-
 def row_counts(condition: ShapeArray) -> ShapeArray:
     return ShapeArray((condition.shape[0], 1), "float32")
 

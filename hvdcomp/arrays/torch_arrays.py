@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -68,12 +67,6 @@ def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
     return dense, [x.data_ptr() for x in dense]
 
 
-def split_like(arrays: Sequence[Array]) -> list[Array]:
-    sizes = [x.numel() for x in arrays]
-    parts = torch.empty(sum(sizes), dtype=arrays[0].dtype).split(sizes)
-    return [part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]
-
-
 def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
     return torch.cat(list(arrays), axis)
 
@@ -99,15 +92,7 @@ def from_bfloat16_bits(bits: Array) -> Array:
 
 def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
     x = x.detach().float() if x.element_size() < 4 else x.detach()
-    return Magnitudes(x.numpy(), need, torch.from_numpy) if x.device.type == "cpu" else _device_magnitudes(x)
-
-
-def _device_magnitudes(x: Array) -> DeviceMagnitudes:
-    def largest(values: Array, k: int) -> Array:
-        return torch.topk(values, k, sorted=False).indices
-
-    counter = "int32" if x.shape[0] < 2**31 else "int64"
-    return DeviceMagnitudes(sys.modules[__name__], x, torch.count_nonzero, largest, torch.where, counter)
+    return Magnitudes(x.numpy(), need, torch.from_numpy) if x.device.type == "cpu" else DeviceMagnitudes(x)
 
 
 def sort(x: Array) -> Array:
@@ -235,10 +220,6 @@ def largest_magnitude(x: Array) -> Array:
 
 def row_sums(x: Array) -> Array:
     return x.sum(1, keepdim=True)
-
-
-def column_sums(x: Array) -> Array:
-    return x.sum(0, dtype=x.dtype)
 
 
 def row_counts(condition: Array) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Array = Any  # a NumPy array, torch.Tensor or tf.Tensor; the array functions of `hvdcomp.arrays` tell them apart
+Array = Any  # a NumPy array or torch.Tensor; the array functions of `hvdcomp.arrays` tell them apart
 
 _FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, **_FLOATING}

@@ -131,7 +131,7 @@ class Binding(Training):
         if self.coordinator is not None:
             self.coordinator.before_exchange()
         sums = None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
-        results = self.engine.step(gradients, in_place=True, sums=sums)
+        results = self.engine.step(gradients, self.results_in_place, sums)
         self.observe("aggregated", results, self.engine.found_inf)
         self.end_step()
         return results

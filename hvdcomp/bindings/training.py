@@ -26,10 +26,12 @@ class Training(ABC):
 
     Class attributes:
         overlaps_with_policy: whether Horovod carries gradients that are only cast also in a training with a policy.
+        results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
         broadcast: what a user writes to give all ranks the weights of rank 0.
     """
 
     overlaps_with_policy: ClassVar[bool]
+    results_in_place: ClassVar[bool]
     broadcast: ClassVar[str]
     setup: Setup
     communicator: HorovodRanks

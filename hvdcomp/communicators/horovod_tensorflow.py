@@ -1,10 +1,11 @@
-"""Horovod's collectives on TensorFlow tensors."""
+"""Horovod's collectives for TensorFlow, on NumPy arrays."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,56 +13,88 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import global_process_set
 
+from hvdcomp.arrays.tensorflow_tensors import array_of, tensor_of
+from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.errors import ConfigurationError
 
-# Horovod knows an operation by its node's name, which only a graph has: run eagerly, all allreduces would be one and
-# the same to it. So each collective is a graph of one node, made once per name and element type, for any length.
-# Calling it waits for its result; threads make that a start and a wait. A round has fewer collectives than these.
-_THREADS = 16
+# Of each collective its kind, element type and name. Horovod knows an operation by its node's name, which only a graph
+# has: run eagerly, all allreduces would be one and the same to it. So the collectives of a round are one graph, made
+# once for its signature and for any length. Calling it starts all of them, and waits for all.
+Signature = tuple[tuple[str, tf.DType, str], ...]
+
+
+@dataclass(eq=False)
+class _Collective:
+    kind: str
+    tensor: tf.Tensor
+    name: str
+    result: Array | None = None
 
 
 class HorovodTensorFlowCommunicator(HorovodRanks):
-    """The ranks of a Horovod process set (all ranks by default), reached through named operations."""
+    """The ranks of a Horovod process set (all ranks by default), reached through named operations.
+
+    Allreduces and allgathers start when the first of them is waited for, all at once. They belong to one step, which
+    waits for them soon. A broadcast starts by itself: it may travel from one step to the next.
+    """
 
     def __init__(self, process_set: Any = None) -> None:
         _require_threads()
         super().__init__(hvd, process_set or global_process_set)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hvdcomp")
+        self._next: list[_Collective] = []
         self._operation = cache(self._make_operation)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcomp")  # of broadcasts
 
-    def start_allreduce(self, array: tf.Tensor, op: str, name: str) -> Future[tf.Tensor]:
-        return self._start(op, array, name)
+    def start_allreduce(self, array: Array, op: str, name: str) -> _Collective:
+        return self._with_next(_Collective(op, tensor_of(array), name))
 
-    def start_allgather(self, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
-        return self._threads.submit(self._gather, self._operation("allgather", array.dtype, name), array, name)
+    def start_allgather(self, array: Array, name: str) -> _Collective:
+        return self._with_next(_Collective("allgather", tensor_of(array), name))
 
-    def start_broadcast(self, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
-        return self._start("broadcast", array, name)
+    def start_broadcast(self, array: Array, name: str) -> Future[Array]:
+        return self._thread.submit(self._broadcast, _Collective("broadcast", tensor_of(array), name))
 
-    def wait(self, started: Future[tf.Tensor]) -> tf.Tensor:
-        return started.result()
+    def wait(self, started: _Collective | Future[Array]) -> Array:
+        if isinstance(started, Future):
+            return started.result()
+        if started.result is None:
+            together, self._next = self._next, []
+            self._run(together)
+        return started.result
 
-    def _gather(self, operation: Callable[[tf.Tensor], tf.Tensor], array: tf.Tensor, name: str) -> tf.Tensor:
-        gathered = operation(array)
-        self.check_gathered(gathered.shape[0], array.shape[0], name)
-        return tf.reshape(gathered, (self.world_size, array.shape[0]))
+    def _with_next(self, one: _Collective) -> _Collective:
+        self._next.append(one)
+        return one
 
-    def _start(self, kind: str, array: tf.Tensor, name: str) -> Future[tf.Tensor]:
-        return self._threads.submit(self._operation(kind, array.dtype, name), array)
+    def _broadcast(self, one: _Collective) -> Array:
+        self._run([one])
+        return one.result
 
-    def _make_operation(self, kind: str, dtype: tf.DType, name: str) -> Callable[[tf.Tensor], tf.Tensor]:
+    def _run(self, collectives: Sequence[_Collective]) -> None:
+        signature = tuple((one.kind, one.tensor.dtype, one.name) for one in collectives)
+        results = self._operation(signature)(*(one.tensor for one in collectives))
+        for one, result in zip(collectives, results, strict=True):
+            one.result = array_of(result)
+            if one.kind == "allgather":
+                length = one.tensor.shape[0]
+                self.check_gathered(one.result.shape[0], length, one.name)
+                one.result = one.result.reshape(self.world_size, length)
+
+    def _make_operation(self, signature: Signature) -> Callable[..., list[tf.Tensor]]:
+        def operation(*tensors: tf.Tensor) -> list[tf.Tensor]:
+            return [self._node(kind, one, name) for (kind, _, name), one in zip(signature, tensors, strict=True)]
+
+        specs = [tf.TensorSpec([None], dtype) for _, dtype, _ in signature]
+        return tf.function(operation, input_signature=specs, autograph=False).get_concrete_function()
+
+    def _node(self, kind: str, tensor: tf.Tensor, name: str) -> tf.Tensor:
         options: dict[str, Any] = {"name": name, "process_set": self._process_set, "ignore_name_scope": True}
-
-        def operation(array: tf.Tensor) -> tf.Tensor:
-            if kind == "allgather":
-                return hvd.allgather(array, **options)
-            if kind == "broadcast":
-                return hvd.broadcast(array, self.root, **options)
-            return hvd.allreduce(array, op=self._ops[kind], **options)
-
-        signature = [tf.TensorSpec([None], dtype)]
-        return tf.function(operation, input_signature=signature, autograph=False).get_concrete_function()
+        if kind == "allgather":
+            return hvd.allgather(tensor, **options)
+        if kind == "broadcast":
+            return hvd.broadcast(tensor, self.root, **options)
+        return hvd.allreduce(tensor, op=self._ops[kind], **options)
 
 
 def _require_threads() -> None:

@@ -6,7 +6,7 @@ beside Horovod's own, which call back into Python in each step:
 
 - one that begins a step. It needs no gradient, so that it can run ahead of the backward pass: it fixes the plan and
   starts the exchange of the ranks' presence.
-- one that takes all gradients of the list, runs the engine on them eagerly, and returns the means.
+- one that takes all gradients of the list as NumPy arrays, runs the engine on them, and returns the means.
 
 Levels, policies and residuals live in Python, as in PyTorch: nothing is traced again when they change. Horovod itself
 is given one number per gradient, since it has to have something to allreduce. Where the compressor is nothing but a
@@ -23,6 +23,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdcomp.arrays.tensorflow_tensors import in_graph
+from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
@@ -82,6 +84,7 @@ class TensorFlowBinding(Binding):
     """
 
     overlaps_with_policy = False
+    results_in_place = False  # other operations of the graph may read a gradient later
     broadcast = "hvd.broadcast_variables(model.variables, root_rank=0)"
 
     def __init__(self, setup: Setup, tensor: tf.Tensor | None = None) -> None:
@@ -99,8 +102,7 @@ class TensorFlowBinding(Binding):
             TensorInfo(name, tuple(variable.shape), variable.dtype.base_dtype.name)  # float32, where it is float32_ref
             for name, variable in self._variables.items()
         ]
-        with tf.init_scope(), tf.device("CPU:0"):  # not in the graph that is being traced
-            super().__init__(setup, tensors, communicator, tf.zeros((0,)))
+        super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
@@ -155,21 +157,15 @@ class TensorFlowBinding(Binding):
         # Horovod compresses each gradient in a branch of its own, where no other branch can see the result.
         with _graph_of_call().as_default():
             if casting:
-                ordered = sorted(names.values())
-                begun = tf.py_function(lambda: self._begin_casts(ordered), [], tf.int64, name="hvdcomp_begin")
+                compressed = set(names.values())
+                begun = tf.py_function(lambda: self._begin_casts(compressed), [], tf.int64, name="hvdcomp_begin")
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
             factor = self.communicator.world_size if call.op == hvd.Sum else 1
             begun = tf.py_function(self._begin, [], tf.int64, name="hvdcomp_begin")
             with tf.control_dependencies([begun]):
-                results = tf.py_function(
-                    lambda *arrays: self._step(list(names.values()), arrays, factor),
-                    gradients,
-                    [gradient.dtype for gradient in gradients],
-                    name="hvdcomp_step",
-                )
-        for gradient, result in zip(gradients, results, strict=True):
-            result.set_shape(gradient.shape)
+                ordered = list(names.values())
+                results = in_graph(lambda *arrays: self._step(ordered, arrays, factor), gradients, "hvdcomp_step")
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
     def _name(self, variable: tf.Variable) -> str:
@@ -204,22 +200,20 @@ class TensorFlowBinding(Binding):
     def _begin(self) -> int:
         """Begins a step on all ranks, or on none: afterwards Horovod waits for what each rank puts in."""
         self.begin()
-        with tf.device("CPU:0"):  # read on the host
-            presence = tf.constant([self.presence], tf.int64)
-        started = self.communicator.start_allreduce(presence, "sum", "hvdcomp.presence")
+        started = self.communicator.start_allreduce(np.array([self.presence]), "sum", "hvdcomp.presence")
         self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
 
-    def _step(self, names: list[str], gradients: Sequence[tf.Tensor], factor: int) -> list[tf.Tensor]:
+    def _step(self, names: list[str], gradients: Sequence[Array], factor: int) -> list[Array]:
         results = self.run_engine(dict(zip(names, gradients, strict=True)))
         if factor != 1:
-            return [results[name] * factor for name in names]
+            return [results[name] * results[name].dtype.type(factor) for name in names]
         return [results[name] for name in names]
 
-    def _begin_casts(self, names: list[str]) -> int:
+    def _begin_casts(self, names: Set[str]) -> int:
         if not self.agreed:
             self._begin()  # where the ranks compare what they were told
-        self.engine.enter_casts(set(names))
+        self.engine.enter_casts(names)
         return self.engine.step_number
 
     # What `Binding` asks of the framework.
@@ -252,16 +246,15 @@ class TensorFlowBinding(Binding):
     def momentum_of_optimizer(self) -> str | None:
         return momentum_of(self._optimizer)
 
-    def copy(self, array: tf.Tensor) -> tf.Tensor:
-        return array  # nothing can change it
+    def copy(self, array: Array) -> Array:
+        return np.array(array)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with tf.init_scope():  # the first step may be being traced
             super().load_state_dict(state)
 
-    def place(self, array: Any, name: str) -> tf.Tensor:
-        with tf.device(self._variables[name].device):
-            return tf.identity(array)
+    def place(self, array: Any, name: str) -> Array:
+        return np.array(array)  # also of a tensor, which older states hold
 
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:

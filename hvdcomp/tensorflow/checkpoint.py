@@ -14,6 +14,7 @@ import json
 import zipfile
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdcomp.bindings.setup import UsedCompression
@@ -51,7 +52,7 @@ class CompressionState(tf.train.experimental.PythonState):
 
 def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:
     """The value with each array replaced by the name of the file in the archive that holds it."""
-    if isinstance(value, tf.Tensor):
+    if isinstance(value, np.ndarray):
         name = f"array{len(archive.namelist())}"
         archive.writestr(name, tf.io.serialize_tensor(value).numpy())
         return {_ARRAY: name, "dtype": value.dtype.name}
@@ -68,4 +69,4 @@ def _with_array(entry: dict[str, Any], archive: zipfile.ZipFile) -> Any:
         return dict(entry[_PAIRS])
     if _ARRAY not in entry:
         return entry
-    return tf.io.parse_tensor(archive.read(entry[_ARRAY]), entry["dtype"])
+    return np.array(tf.io.parse_tensor(archive.read(entry[_ARRAY]), entry["dtype"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,10 @@ from hvdcomp.compressors import TensorInfo
 
 PEER_FRAMEWORK = "torch"
 """The framework of the hooks that methods are compared with."""
+
+
+Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+"""A step: takes gradients by name, and whether the results may take their place; returns the results by name."""
 
 
 class Gradients(ABC):
@@ -36,6 +40,10 @@ class Gradients(ABC):
         Fresh memory would cost more or less by what a method has freed before. A copy of each tensor by itself would
         depend on how a framework's threads wait for each other, which PyTorch's hooks change.
         """
+
+    def through(self, work: Work) -> None:
+        """Has a step made of `arrays` as the framework's binding does it."""
+        work(self.arrays, True)
 
     def synchronize(self) -> None:
         """Waits until the device has done its work; a CPU has."""
@@ -167,9 +175,11 @@ def _entered_by_callbacks(mode: Any) -> Iterator[None]:
 
 
 class TensorFlowGradients(NumpyGradients):
-    """Eager tensors. They cannot be written to, so that restoring makes them anew, as a backward pass does.
+    """Tensors. They cannot be written to, so restoring makes them anew, as a backward pass does. A step takes them out
+    of a graph and brings results back into it.
 
-    Copies are NumPy's, on one thread: TensorFlow has no operation that copies into memory that is there.
+    Copies are NumPy's, on one thread: TensorFlow has no operation that copies into memory that is there. Operations are
+    not counted: the step is one in TensorFlow's eyes.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
@@ -181,6 +191,8 @@ class TensorFlowGradients(NumpyGradients):
         tf.config.threading.set_inter_op_parallelism_threads(threads)
         with tf.device("CPU:0"):
             self._tensors = {name: tf.constant(original) for name, original in self._originals.items()}
+        self._graph = tf.function(self._called_in_graph, autograph=False)
+        self._work: Work
         self.restore()
 
     def restore(self) -> None:
@@ -189,23 +201,17 @@ class TensorFlowGradients(NumpyGradients):
         with tf.device("CPU:0"):
             self.arrays = {name: tf.raw_ops.DeepCopy(x=tensor) for name, tensor in self._tensors.items()}
 
-    def operations(self, work: Callable[[], Any]) -> int | None:
-        try:
-            from tensorflow.python.framework import op_callbacks  # not public, so that it may go
-        except ImportError:
-            return None
-        calls = 0
+    def through(self, work: Work) -> None:
+        self._work = work
+        self._graph(*self.arrays.values())
 
-        def called(*_args: Any, **_facts: Any) -> None:
-            nonlocal calls
-            calls += 1
+    def _called_in_graph(self, *tensors: Any) -> list[Any]:
+        from hvdcomp.arrays.tensorflow_tensors import in_graph
 
-        op_callbacks.add_op_callback(called)
-        try:
-            work()
-        finally:
-            op_callbacks.remove_op_callback(called)
-        return calls
+        def step(*arrays: Any) -> list[Any]:
+            return list(self._work(dict(zip(self.arrays, arrays, strict=True)), False).values())
+
+        return in_graph(step, tensors, "step")
 
 
 FRAMEWORKS: dict[str, Callable[[Sequence[TensorInfo], int, str], Gradients]] = {

@@ -204,7 +204,7 @@ def _measure(request: Request) -> Measurement:
 def _engine_step(engine: Engine, gradients: Gradients) -> Callable[[], Any]:
     def step() -> None:
         engine.begin()
-        engine.step(gradients.arrays, in_place=True)  # as bindings call it
+        gradients.through(engine.step)
 
     return step
 

@@ -1,10 +1,10 @@
-"""The same gradients, names and seed in NumPy, PyTorch and TensorFlow: the same payloads, and the same aggregates.
+"""The same gradients, names and seed in NumPy and PyTorch: the same payloads, and the same aggregates.
 
 `AGREEMENT` says of each method how nearly. What selects, casts and packs does so bit by bit; what adds many numbers up
 (norms, means, matrix products) adds them in another order in each framework, and what follows from the sum differs as
 far as the last bits of it do.
 
-Each tensor goes by itself here, as in TensorFlow: buckets lay out their payloads otherwise (`test_buckets.py`).
+Each tensor goes by itself here: buckets lay out their payloads otherwise (`test_buckets.py`).
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ MEANS = Agreement("means are sums of the elements, added in another order", roun
 # What is not named here agrees bit by bit. Norms are added up in double precision, and rounded to the same float32.
 AGREEMENT = {
     "randomk:unbiased": Agreement(
-        "PyTorch multiplies half precision by d / k itself, the others by d / k in half precision", halves_only=True
+        "PyTorch multiplies half precision by d / k itself, NumPy by d / k in half precision", halves_only=True
     ),
     "dgc": Agreement(
-        "PyTorch adds momentum times velocity in one rounding, the others in two; of elements that are nearly equal "
+        "PyTorch adds momentum times velocity in one rounding, NumPy in two; of elements that are nearly equal "
         "another may then be sent",
         rounding=8,
         gathered=0.1,
@@ -144,7 +144,7 @@ def agreement_of(spec: str) -> Agreement:
     return AGREEMENT.get(name, Agreement())
 
 
-@pytest.mark.skipif(len(INSTALLED) < 2, reason="needs PyTorch or TensorFlow")
+@pytest.mark.skipif(len(INSTALLED) < 2, reason="needs PyTorch")
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [*((dtype, 2) for dtype in ROUNDING), pytest.param("float32", 4, marks=pytest.mark.thorough)],

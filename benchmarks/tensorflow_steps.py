@@ -1,0 +1,153 @@
+"""The processor time of compressed steps in TensorFlow, beside Horovod's own fp16 and beside the same steps in PyTorch.
+
+    horovodrun -np 2 python benchmarks/tensorflow_steps.py --method topk:ratio=0.01 --output steps.json
+
+Gradients are given: the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. So a step is what
+Horovod and hvdcomp do, and next to nothing else; `compute` says how much that is. All trainings of both frameworks take
+turns in one process, so that whatever else the machine does falls on all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import click
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+import hvdcomp
+
+Step = Callable[[], Any]
+_SETTLING = 2  # steps after others had their turn: a known name with another size costs Horovod a negotiation
+_RATE = 0.01
+
+
+def shapes_of_resnet20() -> list[tuple[int, ...]]:
+    """Kernels, scales, offsets and the last layer, as Keras orders their dimensions."""
+    found: list[tuple[int, ...]] = [(3, 3, 3, 16), (16,), (16,)]
+    before = 16
+    for width in [16] * 6 + [32] * 6 + [64] * 6:
+        found += [(3, 3, before, width), (width,), (width,)]
+        if width != before:
+            found += [(1, 1, before, width), (width,), (width,)]
+        before = width
+    return [*found, (64, 10), (10,)]
+
+
+def gradients_of(rank: int) -> list[np.ndarray]:
+    """The same in every step, different on every rank."""
+    random = np.random.default_rng(rank)
+    return [random.normal(0, 0.1, shape).astype(np.float32) for shape in shapes_of_resnet20()]
+
+
+def step_of_tensorflow(name: str, compression: Any) -> Step:
+    """A traced step with Horovod's tape, or without it if the compression is None."""
+    gradients = [tf.constant(one) for one in gradients_of(hvd.rank())]
+    variables = [tf.Variable(tf.ones_like(one), name=f"{name}{place}") for place, one in enumerate(gradients)]
+    if isinstance(compression, str):
+        compression = hvdcomp.Compression.from_spec(compression, variables=variables)
+
+    @tf.function(autograph=False)
+    def step(*given: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(variables, given, strict=True)])
+        if compression is not None:
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+        for variable, mean in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(_RATE * mean)
+
+    return lambda: step(*gradients)
+
+
+def step_of_torch(name: str, compression: Any) -> Step:
+    """A step of Horovod's optimizer, or of a plain one if the compression is None."""
+    import horovod.torch as hvd_torch
+    import torch
+
+    torch.set_num_threads(1)
+    hvd_torch.init()
+    gradients = [torch.from_numpy(one) for one in gradients_of(hvd.rank())]
+    named = [(f"{name}{place}", torch.nn.Parameter(torch.ones_like(one))) for place, one in enumerate(gradients)]
+    optimizer: Any = torch.optim.SGD([parameter for _, parameter in named], lr=_RATE)
+    if isinstance(compression, str) and compression.startswith("hvd."):
+        compression = getattr(hvd_torch.Compression, compression.removeprefix("hvd."))
+    elif compression is not None:
+        compression = hvdcomp.Compression.from_spec(compression, named_parameters=named)
+    if compression is not None:
+        optimizer = hvd_torch.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        sum((one * other).sum() for (_, one), other in zip(named, gradients, strict=True)).backward()
+        optimizer.step()
+
+    return step
+
+
+class Turns:
+    """What the turns of one training took, in milliseconds a step."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.cpu_ms: list[float] = []
+        self.wall_ms: list[float] = []
+
+    def turn(self, steps: int) -> None:
+        for _ in range(_SETTLING):
+            self._step()
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            self._step()
+        self.cpu_ms.append(1000 * (time.process_time() - cpu) / steps)
+        self.wall_ms.append(1000 * (time.perf_counter() - wall) / steps)
+
+
+@click.command(help=__doc__)
+@click.option("--method", "methods", multiple=True, default=("topk:ratio=0.01",), help="Spec; may be given again.")
+@click.option("--turns", default=15, show_default=True, help="Of each training.")
+@click.option("--steps", default=20, show_default=True, help="In a turn.")
+@click.option("--torch/--no-torch", "with_torch", default=True, help="Whether PyTorch takes turns too.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file.")
+def main(methods: tuple[str, ...], turns: int, steps: int, with_torch: bool, output: Path | None) -> None:
+    hvd.init()
+    stock = {"compute": None, "hvd.none": hvd.Compression.none, "hvd.fp16": hvd.Compression.fp16}
+    makers = [("tensorflow", step_of_tensorflow, stock)]
+    if with_torch:
+        makers.append(("torch", step_of_torch, {"compute": None, "hvd.none": "hvd.none", "hvd.fp16": "hvd.fp16"}))
+    trainings = {
+        f"{framework} {name}": Turns(make(f"{framework}.{name}.", compression))
+        for framework, make, theirs in makers
+        for name, compression in {**theirs, **{method: method for method in methods}}.items()
+    }
+    for turn in range(turns + 1):
+        for training in trainings.values():
+            training.turn(steps)
+            if turn == 0:  # traces, and makes the state
+                training.cpu_ms.clear()
+                training.wall_ms.clear()
+    if hvd.rank() == 0:
+        rows = {
+            name: {
+                "cpu_ms": statistics.median(one.cpu_ms),
+                "cpu_quartiles_ms": statistics.quantiles(one.cpu_ms, n=4),
+                "wall_ms": statistics.median(one.wall_ms),
+            }
+            for name, one in trainings.items()
+        }
+        for name, row in rows.items():
+            click.echo(f"{name:32} cpu {row['cpu_ms']:7.2f} ms   wall {row['wall_ms']:7.2f} ms")
+        if output is not None:
+            output.write_text(json.dumps({"ranks": hvd.size(), "turns": turns, "steps": steps, **rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
