@@ -105,8 +105,9 @@ def test_a_mixture_of_all_compressors(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_ledger_has_every_byte_that_was_handed_over(backend: str, spec: str) -> None:
     (run,) = run_engines(
-        1, infos(SHAPES), parse_compressor(spec), lambda r, s: gradients_of(backend, r, s), STEPS, bytes_per_tensor=4
-    )
+        1, infos(SHAPES), parse_compressor(spec), lambda r, s: gradients_of(backend, r, s), STEPS,
+        bytes_beside=lambda tensors: 4 * tensors,
+    )  # fmt: skip
     handed = sum(size for _, _, _, size in run.engine.communicator.started)
     own = 4 * len(SHAPES) * STEPS  # what the binding sends besides
     assert run.engine.ledger.totals.bytes_sent == handed + own

@@ -66,7 +66,7 @@ class Binding(Training):
             seed=settings.seed,
             min_numel=settings.min_numel,
             min_ndim=settings.min_ndim,
-            bytes_per_tensor=PRESENCE_BYTES,
+            bytes_beside=lambda tensors: PRESENCE_BYTES * (tensors if self.presence_per_tensor else 1),
             ledger=setup.compression.ledger,
         )
         self._waste = WasteWarning(self.engine)

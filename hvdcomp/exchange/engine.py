@@ -38,7 +38,7 @@ class Engine:
         communicator: the ranks to exchange with.
         tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
         seed: of all random choices; the same on all ranks.
-        bytes_per_tensor: what the binding itself sends for each tensor and step, beside the engine's collectives.
+        bytes_beside: of the number of a step's tensors, what the binding itself sends beside the engine's collectives.
         ledger: where costs are entered.
 
     Attributes:
@@ -60,7 +60,7 @@ class Engine:
         seed: int = 0,
         min_numel: int = 1024,
         min_ndim: int = 2,
-        bytes_per_tensor: int = 0,
+        bytes_beside: Callable[[int], int] = lambda tensors: 0,
         ledger: Ledger | None = None,
     ) -> None:
         self.communicator = communicator
@@ -69,7 +69,7 @@ class Engine:
         self.compressor = compressor
         self.memory = self.planner.memory
         self.seed = seed
-        self.bytes_per_tensor = bytes_per_tensor
+        self._bytes_beside = bytes_beside
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
@@ -164,7 +164,7 @@ class Engine:
         for bucket in buckets:
             results |= bucket.finish(counts)
         self._drop_sent_residuals(xp, buckets, tensors, found_inf)
-        self._record(xp, buckets, tensors, rounds, bytes_sent + self.bytes_per_tensor * len(names))
+        self._record(xp, buckets, tensors, rounds, bytes_sent + self._bytes_beside(len(names)))
         self.step_number += 1
         self.found_inf = found_inf
         return results

@@ -9,7 +9,8 @@ beside Horovod's own, which call back into Python in each step:
 - one that takes all gradients of the list as NumPy arrays, runs the engine on them, and returns the means.
 
 Levels, policies and residuals live in Python, as in PyTorch: nothing is traced again when they change. Horovod itself
-is given one number per gradient, since it has to have something to allreduce. Where the compressor is nothing but a
+is given a number in place of each gradient, of which it makes an operation. No result depends on it, so TensorFlow
+leaves the operation out when the graph runs. Where the compressor is nothing but a
 cast, and no policy may change that, Horovod carries the cast gradients itself, as they become ready.
 """
 
@@ -116,11 +117,9 @@ class TensorFlowBinding(Binding):
             position = self._traced.position(tensor)
             assert position is not None
         traced = self._traced
+        if traced.results:
+            return traced.begun, _Ticket(traced.results[position], tensor.dtype)
         with tf.control_dependencies([traced.begun]):
-            if traced.results:
-                # An int64: Horovod fuses tensors of one element type, and must not fuse these with the engine's. It is
-                # made of `begun`, since TensorFlow forgets what a mere constant was to wait for.
-                return tf.reshape(traced.begun, (1,)), _Ticket(traced.results[position], tensor.dtype)
             wire = self.engine.plan[traced.names[position]].wire_dtype(tensor.dtype.name)
             return tf.cast(tensor, wire), _Ticket(None, tensor.dtype)
 
@@ -128,8 +127,7 @@ class TensorFlowBinding(Binding):
     def decompress(self, tensor: tf.Tensor, ticket: _Ticket) -> tf.Tensor:
         if ticket.result is None:
             return tf.cast(tensor, ticket.dtype)
-        with tf.control_dependencies([tensor]):
-            return tf.identity(ticket.result)
+        return tf.identity(ticket.result)
 
     # While a graph is made.
 

@@ -43,6 +43,7 @@ class TorchBinding(Binding):
     """
 
     overlaps_with_policy = True
+    presence_per_tensor = True
     results_in_place = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
