@@ -94,9 +94,6 @@ def test_integer_functions(backend: str) -> None:
     assert as_numpy(octets).tolist() == [1, 130, 255]
     assert as_numpy(xp.arange(3, like=octets)).tolist() == [0, 1, 2]
     assert xp.dtype_name(xp.arange(3, like=octets)) == "uint8"
-    sums = xp.column_sums(make(backend, [[200, 1], [100, 2]], "uint8"))
-    assert as_numpy(sums).tolist() == [44, 3]
-    assert xp.dtype_name(sums) == "uint8"
     assert as_numpy(xp.bitcast(make(backend, [1.0, -2.0]), "int32")).tolist() == [0x3F800000, -0x40000000]
     assert as_numpy(xp.row_counts(make(backend, [[1.0, -1.0], [2.0, 3.0]]) > 0)).tolist() == [[1], [2]]
 
