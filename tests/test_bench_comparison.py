@@ -195,7 +195,8 @@ def test_the_command_writes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(one["step_ms_quartiles"]) == len(one["ratio_to_copy_quartiles"]) == 2
         assert one["ratio_to_peer"] is None
     assert measured[0]["compression_factor"] > 40
-    assert "| topk:ratio=0.01" in (tmp_path / "encode.md").read_text()
+    steady = measured[0]["steady"]  # which a busy machine may not be
+    assert f"| topk:ratio=0.01{'' if steady else ' (unsteady)'} |" in (tmp_path / "encode.md").read_text()
     assert (tmp_path / "encode.png").read_bytes().startswith(b"\x89PNG")
 
 

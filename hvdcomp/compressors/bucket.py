@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp import kernels
-from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import tensor_keys
 from hvdcomp.kernels.tables import Table
@@ -71,6 +71,11 @@ class Bucket:
         """Whether what is not sent is kept."""
         return not isinstance(self.memory, NoMemory)
 
+    @property
+    def masks(self) -> bool:
+        """Whether the momentum of an element ends where it is sent."""
+        return isinstance(self.memory, MomentumCorrection) and self.memory.masking
+
     def keys(self, purpose: str) -> np.ndarray:
         """The keys of the tensors' random numbers, for `step_keys`."""
         return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
@@ -88,6 +93,11 @@ class Bucket:
         function = getattr(kernels.library(release=self._elements > _QUICK), f"hvd_{kernel}")
         addresses = (one.__array_interface__["data"][0] if isinstance(one, np.ndarray) else one for one in arguments)
         return bool(function(self.table.address, *addresses))
+
+    def sums_of(self, kernel: str) -> np.ndarray:
+        """Calls a kernel that adds up something of each tensor; the sums, float64 (tensors,)."""
+        self.call(kernel)
+        return self.segments["sums"][:, 0].copy()
 
 
 def gathered(ranks: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, int, int]:

@@ -84,14 +84,14 @@ class MultiplesLayout:
         segments = bucket.segments
         sizes = segments["size"]
         self.length = length or int(sizes.max())
-        self.bytes_of_scales = 4 * -(-sizes // self.length)
-        self.bytes_of_codes = packed_bytes(np.array(bits), sizes)
+        of_scales = 4 * -(-sizes // self.length)
+        of_codes = packed_bytes(np.array(bits), sizes)
         segments["count"] = bits
-        begin = self.bytes_of_scales.sum()
-        segments["place"][:, 0] = begin + np.cumsum(self.bytes_of_codes) - self.bytes_of_codes
-        segments["place"][:, 1] = np.cumsum(self.bytes_of_scales) - self.bytes_of_scales
+        begin = of_scales.sum()
+        segments["place"][:, 0] = begin + np.cumsum(of_codes) - of_codes
+        segments["place"][:, 1] = np.cumsum(of_scales) - of_scales
         self.keys = bucket.keys(purpose)
-        self.payload = Payload(int(begin + self.bytes_of_codes.sum()))
+        self.payload = Payload(int(begin + of_codes.sum()))
 
 
 def aggregate_multiples(

@@ -13,7 +13,6 @@ import numpy as np
 from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
-from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.protocol import AllGather
 
 LARGEST, BISECT, SAMPLED = range(3)
@@ -63,15 +62,14 @@ class SparsePlaces:
 
     def __init__(self, bucket: Bucket, values: str) -> None:
         self.half = values == "fp16"
-        self._sizes = [tensor.size for tensor in bucket.tensors]
-        self._counts = [
-            sparse_payload.elements_kept(one.ratio, size)
-            for one, size in zip(bucket.compressors, self._sizes, strict=True)
+        sizes = [tensor.size for tensor in bucket.tensors]
+        counts = [
+            sparse_payload.elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)
         ]
         value_bytes = sparse_payload.value_bytes(values)
         parts = []  # bytes of an element, of the part, and which it is
         widths = []
-        for number, (size, count) in enumerate(zip(self._sizes, self._counts, strict=True)):
+        for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
             width, blocks = sparse_payload.index_bytes(count, size), sparse_payload.counted_blocks(count, size)
             widths.append(width)
             parts.append((value_bytes, value_bytes * count, 0, number))
@@ -84,14 +82,8 @@ class SparsePlaces:
             places[number, part] = end if length else -1
             end += length
         places[:, 3] = widths
-        bucket.segments["count"] = self._counts
+        bucket.segments["count"] = counts
         self.payload = Payload(end)
-
-    def keep(self, bucket: Bucket) -> None:
-        """Takes what this rank sent off x and, with masking, off the velocity."""
-        memory = bucket.memory
-        masking = isinstance(memory, MomentumCorrection) and memory.masking
-        bucket.call("sparse_keep", self.payload.vector, self.half, masking)
 
 
 class _Layout:
@@ -149,6 +141,6 @@ def aggregate_by_magnitude(
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.address, payload.vector)
     if bucket.keeps:
-        places.keep(bucket)
+        bucket.call("sparse_keep", payload.vector, places.half, bucket.masks)
     ranks = yield AllGather((payload.vector,), payload.with_room)
     return bucket.call("sparse_decode", *gathered(ranks), places.half)

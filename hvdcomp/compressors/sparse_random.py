@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
-from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations, step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
@@ -32,24 +31,16 @@ class _Layout:
         sizes = segments["size"].tolist()
         counts = [elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)]
         segments["count"] = counts
-        self._ends = np.cumsum(counts)
-        segments["place"][:, 0] = self._ends - counts
+        segments["place"][:, 0] = np.cumsum(counts) - counts
         tasks = np.bincount(bucket.table.tasks["segment"], minlength=len(segments))
-        self._tasks = np.cumsum(tasks)
-        segments["place"][:, 1] = self._tasks - tasks
-        total = int(self._ends[-1])
+        segments["place"][:, 1] = np.cumsum(tasks) - tasks
+        total = sum(counts)
         self.payload = Payload(total, "float16" if values == "fp16" else "float32")
         self.sent = np.zeros(total, np.float32)
         self.drawn = np.zeros(total, np.uint64)
         self.places = np.zeros(total, np.uint16)
-        self.ends = np.zeros(int(self._tasks[-1]), np.int64)
+        self.ends = np.zeros(len(bucket.table.tasks), np.int64)
         self.keys = bucket.keys("randomk")
-
-    def keep(self, bucket: Bucket) -> None:
-        """Takes what this rank sent off x and, with masking, off the velocity."""
-        memory = bucket.memory
-        masking = isinstance(memory, MomentumCorrection) and memory.masking
-        bucket.call("random_keep", self.sent, self.places, self.ends, masking)
 
 
 def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAggregation:
@@ -72,6 +63,6 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
         "random_encode", payload.vector, layout.sent, layout.drawn, places, ends, bound, unbiased
     )
     if bucket.keeps:
-        layout.keep(bucket)
+        bucket.call("random_keep", layout.sent, places, ends, bucket.masks)
     mean = yield AllReduce(payload.vector, with_room=payload.with_room)
     return bucket.call("random_decode", mean, places, ends, half)

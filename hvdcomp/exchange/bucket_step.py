@@ -74,9 +74,9 @@ class BucketStep:
     def make_x(self) -> np.ndarray:
         """Makes x now rather than while it is compressed, for those who look at it; returns ||x||^2 of each tensor."""
         start = self._xp.mark(self.like)
-        self.group.bucket.call("make_x")
+        energies = self.group.bucket.sums_of("make_x")
         self.marks.append((start, self._xp.mark(self.like)))
-        return self.group.bucket.segments["sums"][:, 0].copy()
+        return energies
 
     @property
     def addresses(self) -> list[int]:
@@ -94,8 +94,7 @@ class BucketStep:
 
     def left(self) -> np.ndarray:
         """||x - C(x)||^2 of each tensor, once the generator has ended, where the memory keeps something."""
-        self.group.bucket.call("measure_left")
-        return self.group.bucket.segments["sums"][:, 0].copy()
+        return self.group.bucket.sums_of("measure_left")
 
     def open(
         self,

@@ -192,9 +192,8 @@ class Group:
     @cached_property
     def aside(self) -> np.ndarray:
         """Addresses of memory for the results of a step that are not yet to be seen."""
-        sizes = self.bucket.segments["size"]
-        self._aside = np.empty(int(sizes.sum()), np.float32)  # what lies at the addresses stays as long as this
-        return self._aside.ctypes.data + 4 * (np.cumsum(sizes) - sizes).astype(np.uint64)
+        self._aside, addresses = self._fresh.arrays()  # nobody else gets their storage as long as this holds them
+        return addresses
 
     def fresh_results(self, xp: ModuleType) -> tuple[list[Array], np.ndarray]:
         """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""

@@ -99,6 +99,8 @@ class Previews:
 
     def _grouped(self, names: tuple[str, ...], compressors: Mapping[str, Compressor]) -> list[_Bucket]:
         """Tensors that are compressed together, in buckets; those of methods without a bucket form are in none."""
+        if not names:
+            return []
         key = (names, id(compressors))
         if key not in self._buckets:
             if len(self._buckets) == _MOST_BUCKETS:
@@ -154,7 +156,9 @@ class _Bucket:
         self.names = [tensor.name for tensor in tensors]
         self._bucket = Bucket(tensors, compressors, ErrorFeedback())
         self._room = room
-        self._ends = np.cumsum(self._bucket.segments["size"])
+        sizes = self._bucket.segments["size"]
+        self._ends = np.cumsum(sizes)
+        self._offsets = 4 * (self._ends - sizes).astype(np.uint64)
 
     def run(
         self,
@@ -174,9 +178,8 @@ class _Bucket:
         bucket.context = context
         bucket.states = states
         bucket.table.bucket.threads = kernels.threads()
-        starts = 4 * (self._ends - segments["size"]).astype(np.uint64)
         for field, vector in zip(("x", "result"), self._room.at_least(int(self._ends[-1])), strict=True):
-            segments[field] = vector.ctypes.data + starts
+            segments[field] = vector.ctypes.data + self._offsets
         segments["gradient"] = [addresses[name] for name in self.names]
         segments["source"] = segments["sent_rule"] = 0
         if sources:
@@ -191,5 +194,4 @@ class _Bucket:
 
     def lost(self) -> np.ndarray:
         """||x - C(x)||^2 of each tensor, float64 (tensors,)."""
-        self._bucket.call("measure_left")
-        return self._bucket.segments["sums"][:, 0].copy()
+        return self._bucket.sums_of("measure_left")
