@@ -80,16 +80,16 @@ def copies(arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(copy(array) for array in arrays)
 
 
-def assert_close(runs: list[Run], plain: list[Run]) -> None:
+def assert_close(runs: list[Run], plain: list[Run], atol: float = 1e-6) -> None:
     """Sums run in another order, so that the last bits may differ."""
     for mine, theirs in zip(runs, plain, strict=True):
         for step, (found, expected) in enumerate(zip(mine.results, theirs.results, strict=True)):
             for name, one in expected.items():
                 where = f"{name} in step {step}"
-                np.testing.assert_allclose(as_numpy(found[name]), as_numpy(one), rtol=2e-5, atol=1e-6, err_msg=where)
+                np.testing.assert_allclose(as_numpy(found[name]), as_numpy(one), rtol=2e-5, atol=atol, err_msg=where)
         for name, state in theirs.engine.states.items():
             for found, expected in zip(mine.engine.states[name].memory, state.memory, strict=True):
-                np.testing.assert_allclose(as_numpy(found), as_numpy(expected), rtol=2e-5, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(as_numpy(found), as_numpy(expected), rtol=2e-5, atol=atol, err_msg=name)
         assert mine.engine.ledger.last.tensors.keys() == theirs.engine.ledger.last.tensors.keys()
         for name, cost in theirs.engine.ledger.last.tensors.items():
             assert mine.engine.ledger.last.tensors[name].bytes_sent == cost.bytes_sent, name

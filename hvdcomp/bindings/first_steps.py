@@ -14,6 +14,7 @@ from hvdcomp import kernels
 from hvdcomp.bindings.training import Training
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.kernels import cuda
 
 
 class FirstSteps:
@@ -78,6 +79,7 @@ class FirstSteps:
             "hvdcomp": version("hvdcomp"),
             "numpy": numpy.__version__,
             KERNELS: "compiled" if kernels.available() else "none",
+            f"{KERNELS} for CUDA": cuda.described(),
             "parameters that are not trained": [name for name in tensors if name not in trained],
             **parameters,
         }

@@ -7,13 +7,16 @@ and what the memory kept, compress it in the same pass, and write the mean over 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from hvdcomp import kernels
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import tensor_keys
@@ -22,8 +25,8 @@ from hvdcomp.kernels.tables import Table
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 
-BucketAggregation = Generator[Request, Any, bool]
-"""A bucket's step; returns whether a mean holds an inf or NaN.
+BucketAggregation = Generator[Request, Any, bool | Array]
+"""A bucket's step; returns whether a mean holds an inf or NaN, as of `Bucket.call`.
 
 At its end the means lie where the table's `result` says. If the memory keeps anything, the table's `x` holds what is
 left: the residual, or an x of which `sent_rule` says what was sent.
@@ -38,11 +41,14 @@ class Bucket:
         tensors: float32, of at least one element each.
         compressors: of the tensors; they are of one class, and differ in their level alone.
         memory: of all tensors.
+        device: where the bucket's kernels work; None for the host.
+        xp: the array functions of payloads: NumPy's on the host.
         context: of the step; its name is empty.
         states: what the method keeps of the tensors, fitted by `prepare`; None if it keeps nothing.
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
-        found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request.
+        found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request, to what
+            `call` returned.
         factors: the object whose storage the table's `sent_product` points into, None if there is none. Who keeps the
             product keeps it too. Its `commit` is called if the step counts.
     """
@@ -50,15 +56,25 @@ class Bucket:
     tensors: Sequence[TensorInfo]
     compressors: Sequence[Any]
     memory: Memory
+    device: Any = None
+    xp: ModuleType = numpy_arrays
     context: Context = field(init=False)
     states: BucketStates | None = None
     table: Table = field(init=False)
     layout: Any = None
-    found_inf: bool = False
+    found_inf: bool | Array = False
     factors: Any = field(default=None, repr=False)
+    kernels: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.table = Table([tensor.size for tensor in self.tensors])
+        sizes = [tensor.size for tensor in self.tensors]
+        if self.device is None:
+            self.table = Table(sizes)
+        else:
+            from hvdcomp.kernels.cuda.device import PIECE, DeviceKernels
+
+            self.table = Table(sizes, PIECE)
+            self.kernels = DeviceKernels(self.table, self.device, self.keeps)
         self._elements = sum(tensor.size for tensor in self.tensors)
 
     @property
@@ -80,16 +96,18 @@ class Bucket:
         """The keys of the tensors' random numbers, for `step_keys`."""
         return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
 
-    def call(self, kernel: str, *arguments: Any) -> bool:
+    def call(self, kernel: str, *arguments: Any) -> bool | Array:
         """Calls a kernel with the table.
 
         Args:
             kernel: its name in `src/kernels.def`.
-            arguments: numbers, and arrays of NumPy, of which the kernel gets the addresses.
+            arguments: numbers, and arrays as of `xp`, of which the kernel gets the addresses.
 
         Returns:
-            Whether it has found an inf or NaN.
+            Whether it has found an inf or NaN; on a device an element that is NaN if so, and else 0.
         """
+        if self.device is not None:
+            return self.kernels.call(kernel, *arguments)
         function = getattr(kernels.library(release=self._elements > _QUICK), f"hvd_{kernel}")
         addresses = (one.__array_interface__["data"][0] if isinstance(one, np.ndarray) else one for one in arguments)
         return bool(function(self.table.address, *addresses))
@@ -99,15 +117,27 @@ class Bucket:
         self.call(kernel)
         return self.segments["sums"][:, 0].copy()
 
+    def zeros(self, count: int, dtype: str = "uint8") -> Array:
+        """A vector where the kernels work."""
+        return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
 
-def gathered(ranks: Sequence[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, int, int]:
+    def payload(self, count: int, dtype: str = "uint8") -> Payload:
+        """Storage for what is sent, where the kernels work."""
+        return Payload(count, dtype, self.zeros)
+
+
+def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
     """What kernels take of an `AllGather`'s answer of one part each: the first rank's, the number of ranks, and how
     many bytes each begins behind the one before."""
     first = ranks[0][0]
     if len(ranks) == 1:
         return first, 1, 0
-    addresses = [part.__array_interface__["data"][0] for (part,) in ranks[:2]]
+    addresses = [_address(part) for (part,) in ranks[:2]]
     return first, len(ranks), addresses[1] - addresses[0]
+
+
+def _address(array: Array) -> int:
+    return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 
 class BucketStates:
@@ -117,24 +147,26 @@ class BucketStates:
     in one vector, the second ones in another; each of them column by column.
 
     Args:
-        states: of each tensor, in NumPy, float32.
+        states: of each tensor, float32.
+        xp: the array functions.
 
     Attributes:
         kept: the vectors that a step starts from. It does not change them.
         next: as many, which a step fills. If it counts, the two change their roles.
     """
 
-    def __init__(self, states: Sequence[tuple[np.ndarray, ...]]) -> None:
+    def __init__(self, states: Sequence[tuple[Array, ...]], xp: ModuleType = numpy_arrays) -> None:
         kinds = list(zip(*states, strict=True))
-        self.kept = [np.concatenate([array.T.reshape(-1) for array in kind]) for kind in kinds]
-        self.next = [np.empty_like(vector) for vector in self.kept]
-        self._shapes = [[array.T.shape for array in kind] for kind in kinds]
-        self._starts = [np.cumsum([0, *(array.size for array in kind)]) for kind in kinds]
+        self._xp = xp
+        self._shapes = [[tuple(array.shape)[::-1] for array in kind] for kind in kinds]
+        self._starts = [np.cumsum([0, *(rows * columns for rows, columns in kind)]).tolist() for kind in self._shapes]
+        self.kept = [xp.concatenate([xp.flatten(xp.transpose(array)) for array in kind]) for kind in kinds]
+        self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
-    def arrays(self, place: int) -> tuple[np.ndarray, ...]:
+    def arrays(self, place: int) -> tuple[Array, ...]:
         """What is kept of the tensor at a place of the bucket, (length, columns) each, in storage that steps reuse."""
         return tuple(
-            vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
+            self._xp.transpose(vector[starts[place] : starts[place + 1]].reshape(shapes[place]))
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)
         )
 
@@ -142,20 +174,26 @@ class BucketStates:
         """After a step that counts: what it has filled is what is kept."""
         self.kept, self.next = self.next, self.kept
 
+    def settle(self, found_inf: Array) -> None:
+        """The same after a step of which the host does not know whether it counts."""
+        self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
+        self.commit()
+
 
 class Payload:
     """Storage for what a bucket sends, which is used in each step anew.
 
     Args:
         count: of elements, rounded up to whole four bytes: ranks' payloads lie behind each other.
+        zeros: makes the storage.
 
     Attributes:
         vector: (count,).
         with_room: the same storage with room for four bytes more, and whole eight in all.
     """
 
-    def __init__(self, count: int, dtype: str = "uint8") -> None:
+    def __init__(self, count: int, dtype: str = "uint8", zeros: Callable[[int, str], Array] = np.zeros) -> None:
         size = np.dtype(dtype).itemsize
         used = -(-count * size // 4) * 4
-        self.with_room = np.zeros(-(-(used + 4) // 8) * 8 // size, dtype)
+        self.with_room = zeros(-(-(used + 4) // 8) * 8 // size, dtype)
         self.vector = self.with_room[: used // size]

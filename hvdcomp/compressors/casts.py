@@ -83,7 +83,7 @@ class BF16(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         wire = _wire(bucket, "int16")
         bucket.found_inf = bucket.call("bfloat16_encode", wire.with_room)
-        ranks = yield AllGather((wire.vector.view(np.uint8),), wire.with_room.view(np.uint8))
+        ranks = yield AllGather((bucket.xp.as_bytes(wire.vector),), bucket.xp.as_bytes(wire.with_room))
         return bucket.call("bfloat16_decode", *gathered(ranks))
 
 
@@ -92,6 +92,6 @@ def _wire(bucket: Bucket, dtype: str) -> Payload:
     if bucket.layout is None:
         ends = np.cumsum(bucket.segments["size"])
         bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
-        bucket.layout = Payload(int(ends[-1]), dtype)
+        bucket.layout = bucket.payload(int(ends[-1]), dtype)
     wire: Payload = bucket.layout
     return wire

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.kernels.tables import FACTORS, PRODUCT, TASK
 
@@ -34,11 +35,16 @@ class LowRankBucket:
         segments["place"][1:, :2] = ends[:-1]
         segments["place"][:, 2] = [columns for _, columns in shapes]
         self._bucket = bucket
-        self._p, self._q = (Payload(int(end), "float32") for end in ends[-1])
-        self._unit_p, self._unit_q = np.empty_like(self._p.vector), np.empty_like(self._q.vector)
-        self._kept = _Kept(segments, int(ends[-1, 0]), int(ends[-1, 1])) if bucket.keeps else None
-        self._rows = Tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
-        self._columns = Tasks([(columns, _width(rows)) for rows, columns in shapes])
+        self._p, self._q = (bucket.payload(int(end), "float32") for end in ends[-1])
+        self._unit_p, self._unit_q = (bucket.zeros(int(end), "float32") for end in ends[-1])
+        self._kept: _Kept | None = None  # on a device, P Q' is taken off x as it is decoded,
+        self._rows: tuple[int, ...] = ()  # and kernels share the work out by themselves
+        self._columns: tuple[int, ...] = ()
+        if bucket.device is None:
+            self._kept = _Kept(segments, int(ends[-1, 0]), int(ends[-1, 1])) if bucket.keeps else None
+            self._of_rows = Tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
+            self._of_columns = Tasks([(columns, _width(rows)) for rows, columns in shapes])
+            self._rows, self._columns = self._of_rows.passed, self._of_columns.passed
 
     def iterate(self, iterations: int) -> BucketAggregation:
         """Whole power iterations."""
@@ -67,26 +73,28 @@ class LowRankBucket:
         states.next[1 - even][:] = states.kept[1 - even]
         return found_inf
 
-    def _send_p(self, q: np.ndarray, first: bool) -> AllReduce:
+    def _send_p(self, q: Array, first: bool) -> AllReduce:
         """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
         sent = self._p
-        found = self._bucket.call("lowrank_p", *self._rows.passed, q, self._unit_q, sent.vector, first)
-        self._bucket.found_inf |= first and found
+        found = self._bucket.call("lowrank_p", *self._rows, q, self._unit_q, sent.vector, first)
+        if first:
+            self._bucket.found_inf = found
         return AllReduce(sent.vector, with_room=sent.with_room)
 
-    def _send_q(self, p: np.ndarray, first: bool) -> AllReduce:
+    def _send_q(self, p: Array, first: bool) -> AllReduce:
         """Q = M' P, P orthogonalised."""
         sent = self._q
-        found = self._bucket.call("lowrank_q", *self._columns.passed, p, self._unit_p, sent.vector, first)
-        self._bucket.found_inf |= first and found
+        found = self._bucket.call("lowrank_q", *self._columns, p, self._unit_p, sent.vector, first)
+        if first:
+            self._bucket.found_inf = found
         return AllReduce(sent.vector, with_room=sent.with_room)
 
-    def _decode(self, p: np.ndarray, q: np.ndarray) -> bool:
+    def _decode(self, p: Array, q: Array) -> bool | Array:
         if self._kept is not None:
             self._kept.write(self._bucket, p, q)
-        return self._bucket.call("lowrank_decode", *self._rows.passed, p, q)
+        return self._bucket.call("lowrank_decode", *self._rows, p, q)
 
-    def _keep(self, kind: int, new: np.ndarray) -> None:
+    def _keep(self, kind: int, new: Array) -> None:
         states = self._bucket.states
         assert states is not None
         self._bucket.call("lowrank_keep", new, states.kept[kind], states.next[kind], kind)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
@@ -91,7 +91,7 @@ class MultiplesLayout:
         segments["place"][:, 0] = begin + np.cumsum(of_codes) - of_codes
         segments["place"][:, 1] = np.cumsum(of_scales) - of_scales
         self.keys = bucket.keys(purpose)
-        self.payload = Payload(int(begin + of_codes.sum()))
+        self.payload = bucket.payload(int(begin + of_codes.sum()))
 
 
 def aggregate_multiples(

@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, require_count
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
@@ -151,7 +151,7 @@ class Natural(Compressor):
             of_signs = packed_bytes(1, sizes)
             segments["place"][:, 0] = np.cumsum(sizes) - sizes
             segments["place"][:, 1] = sizes.sum() + np.cumsum(of_signs) - of_signs
-            bucket.layout = Payload(int(sizes.sum() + of_signs.sum())), bucket.keys(self.name)
+            bucket.layout = bucket.payload(int(sizes.sum() + of_signs.sum())), bucket.keys(self.name)
         payload, keys = bucket.layout
         segments["key"] = step_keys(keys, context.step, context.rank)
         bucket.found_inf = bucket.call("natural_encode", payload.vector)
@@ -272,8 +272,8 @@ class _GlobalLayout:
         segments["count"] = [one.bits for one in bucket.compressors]
         words = -(-segments["size"] // (32 // segments["count"]))
         segments["place"][:, 0] = np.cumsum(words) - words
-        self.maxima = np.zeros(len(words), np.float32)
-        self.words = np.zeros(words.sum(), np.int32)
+        self.maxima = bucket.zeros(len(words), "float32")
+        self.words = bucket.zeros(int(words.sum()), "int32")
         self.keys = bucket.keys(purpose)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
@@ -217,8 +217,8 @@ class _BitsLayout:
         of_bits = packed_bytes(1, sizes)
         bucket.segments["place"][:, 0] = of_values + np.cumsum(of_bits) - of_bits
         bucket.segments["place"][:, 1] = bytes_of_values * np.arange(len(sizes))
-        self.payload = Payload(int(of_values + of_bits.sum()))
-        self.values = self.payload.vector[:of_values].view(np.float32)
+        self.payload = bucket.payload(int(of_values + of_bits.sum()))
+        self.values = bucket.xp.bitcast(self.payload.vector[:of_values], "float32")
 
 
 class _VotesLayout:
@@ -237,8 +237,8 @@ class _VotesLayout:
         bucket.segments["place"][:, 0] = ends[0] - bytes_of[0]
         bucket.segments["place"][:, 1] = ends[0][-1] + ends[1] - bytes_of[1]
         bucket.segments["place"][:, 2] = np.cumsum(rows) - rows
-        self.payload = Payload(int(bytes_of.sum()))
-        self.votes = np.zeros(int(rows.sum()), np.uint8)
+        self.payload = bucket.payload(int(bytes_of.sum()))
+        self.votes = bucket.zeros(int(rows.sum()))
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:

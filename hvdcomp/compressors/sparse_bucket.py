@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.protocol import AllGather
 
 LARGEST, BISECT, SAMPLED = range(3)
@@ -83,7 +83,7 @@ class SparsePlaces:
             end += length
         places[:, 3] = widths
         bucket.segments["count"] = counts
-        self.payload = Payload(end)
+        self.payload = bucket.payload(end)
 
 
 class _Layout:
@@ -120,7 +120,16 @@ class _Layout:
         arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
         addresses = [array.ctypes.data for array in arrays]
         self._sparse = _Sparse(*addresses, method, rounds, self.places.half, 0)
-        self.address = ctypes.addressof(self._sparse)
+        self.passed = ctypes.addressof(self._sparse)
+
+
+class _DeviceLayout:
+    """The same on a device, where the kernels look for the k largest elements only, and have room of their own."""
+
+    def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
+        assert method == LARGEST
+        self.places = SparsePlaces(bucket, values)
+        self.passed = self.places.half
 
 
 def aggregate_by_magnitude(
@@ -135,11 +144,12 @@ def aggregate_by_magnitude(
         rounds: of the search.
     """
     if bucket.layout is None:
-        bucket.layout = _Layout(bucket, values, method, room, rounds)
+        layout_of = _Layout if bucket.device is None else _DeviceLayout
+        bucket.layout = layout_of(bucket, values, method, room, rounds)
     layout = bucket.layout
     places = layout.places
     payload = places.payload
-    bucket.found_inf = bucket.call("sparse_encode", layout.address, payload.vector)
+    bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
     if bucket.keeps:
         bucket.call("sparse_keep", payload.vector, places.half, bucket.masks)
     ranks = yield AllGather((payload.vector,), payload.with_room)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations, step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
@@ -35,12 +35,24 @@ class _Layout:
         tasks = np.bincount(bucket.table.tasks["segment"], minlength=len(segments))
         segments["place"][:, 1] = np.cumsum(tasks) - tasks
         total = sum(counts)
-        self.payload = Payload(total, "float16" if values == "fp16" else "float32")
-        self.sent = np.zeros(total, np.float32)
+        self.payload = bucket.payload(total, "float16" if values == "fp16" else "float32")
+        self.sent = bucket.zeros(total, "float32")
+        self.keys = bucket.keys("randomk")
+        if bucket.device is not None:
+            # Kernels work the places out again instead of keeping them.
+            scales = np.array([size / count for size, count in zip(sizes, counts, strict=True)], np.float32)
+            self.scales = bucket.xp.from_numpy(scales, like=self.sent)
+            return
         self.drawn = np.zeros(total, np.uint64)
         self.places = np.zeros(total, np.uint16)
         self.ends = np.zeros(len(bucket.table.tasks), np.int64)
-        self.keys = bucket.keys("randomk")
+
+    def keep(self, bucket: Bucket) -> None:
+        """Takes what this rank sent off x and, with masking, off the velocity."""
+        if bucket.device is None:
+            bucket.call("random_keep", self.sent, self.places, self.ends, bucket.masks)
+        else:
+            bucket.call("random_take_off", self.sent, bucket.masks)
 
 
 def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAggregation:
@@ -58,11 +70,15 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     keys = step_keys(layout.keys, context.step, None)
     bucket.segments["key"] = keys
     bucket.segments["place"][:, 2] = rotations(keys, bucket.segments["size"])
-    payload, places, ends = layout.payload, layout.places, layout.ends
-    bucket.found_inf = bucket.call(
-        "random_encode", payload.vector, layout.sent, layout.drawn, places, ends, bound, unbiased
-    )
+    payload, sent = layout.payload, layout.sent
+    if bucket.device is None:
+        scratch = layout.drawn, layout.places, layout.ends
+        bucket.found_inf = bucket.call("random_encode", payload.vector, sent, *scratch, bound, unbiased)
+    else:
+        bucket.found_inf = bucket.call("random_take", payload.vector, sent, layout.scales, bound, unbiased)
     if bucket.keeps:
-        bucket.call("random_keep", layout.sent, places, ends, bucket.masks)
+        layout.keep(bucket)
     mean = yield AllReduce(payload.vector, with_room=payload.with_room)
-    return bucket.call("random_decode", mean, places, ends, half)
+    if bucket.device is None:
+        return bucket.call("random_decode", mean, layout.places, layout.ends, half)
+    return bucket.call("random_put", mean, half)

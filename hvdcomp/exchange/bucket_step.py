@@ -46,30 +46,37 @@ class BucketStep:
         marks: start and end of each turn: the first, each of the generator's, the end.
     """
 
+    on_device = False
+
     def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None) -> None:
         self._xp = xp
         self.group = group
         self.like = group.arrays[0]
         start = xp.mark(self.like)
-        bucket, memory = group.bucket, group.bucket.memory
+        bucket = group.bucket
         bucket.context = context
         bucket.found_inf = False
         bucket.segments["source"] = 0
         bucket.segments["sent_rule"] = 0
+        self._enter(group, factor)
+        self._generator: BucketAggregation
+        self._given: Sequence[Array] = ()
+        self._results: Sequence[Array] = ()
+        self._aside = self._adds = self._dense = False  # dense: results have the gradients' layout as they are
+        self.found_inf_after: bool | Array = False
+        self.had_residual = False
+        self.marks = [(start, xp.mark(self.like))]
+
+    def _enter(self, group: Group, factor: Array | None) -> None:
+        """Tells the kernels of the step."""
+        bucket, memory = group.bucket, group.bucket.memory
         settings = bucket.table.bucket
         settings.factor = 1.0 if factor is None else float(factor)
         settings.decay = memory.keeps
         if isinstance(memory, MomentumCorrection):
             settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
-        if group.bucket.keeps:
+        if bucket.keeps:
             group.residuals.enter(bucket.segments, group.numbers, memory)
-        self._generator: BucketAggregation
-        self._given: Sequence[Array] = ()
-        self._results: Sequence[Array] = ()
-        self._aside = self._adds = self._dense = False  # dense: results have the gradients' layout as they are
-        self.found_inf_after = False
-        self.had_residual = False
-        self.marks = [(start, xp.mark(self.like))]
 
     def make_x(self) -> np.ndarray:
         """Makes x now rather than while it is compressed, for those who look at it; returns ||x||^2 of each tensor."""
@@ -150,7 +157,7 @@ class BucketStep:
         return request
 
     @property
-    def found_inf(self) -> bool:
+    def found_inf(self) -> bool | Array:
         """Whether x, or what is sent of it, holds an inf or NaN: known after the first turn."""
         return self.group.bucket.found_inf
 

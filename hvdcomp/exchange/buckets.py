@@ -1,11 +1,12 @@
 """Which tensors of a step are compressed together, as buckets, and which one by one.
 
-A bucket takes float32 gradients on the host, of a compressor that has a bucket form, where kernels were compiled.
-Everything else goes one by one: other element types, accelerators, methods without such a form.
+A bucket takes float32 gradients of a compressor that has a bucket form, on the host, where kernels were compiled, or on
+a device that kernels serve. Everything else goes one by one: other element types, methods without such a form.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.sizes import payloads_of_step
+from hvdcomp.exchange.device_residuals import DeviceResiduals
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.recycled import Recycled
 from hvdcomp.exchange.residuals import Residuals
 from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.kernels import cuda
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
 """The memories whose arithmetic kernels do; a memory of a user's own takes tensors one by one."""
@@ -54,9 +57,10 @@ class Buckets:
         self._states = states
         self._memory_for = memory_for
         self._numbers = {name: number for number, name in enumerate(tensors)}
-        self._residuals = Residuals([tensor.size for tensor in tensors.values()])
+        self._sizes = [tensor.size for tensor in tensors.values()]
+        self._residuals: Any = Residuals(self._sizes)
         self.now: list[Group] = []
-        self._able: list[str] = []  # of the latest step, the float32 tensors on the host
+        self._able: list[str] = []  # of the latest step, the float32 tensors where kernels are
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._grouped: list[str] = []
         self._grouped_states: list[TensorState] = []
@@ -64,16 +68,20 @@ class Buckets:
         self._released = 0
 
     def groups(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan, watched: bool = False
     ) -> tuple[list[Group], list[str]]:
         """The buckets of a step, and the tensors that are in none of them and go one by one.
 
         Args:
             names: of the tensors that take part.
+            watched: whether somebody looks at x, or adds gradients up, which buckets on devices do not offer.
         """
+        if watched and cuda.placed([gradients[names[0]]]) is not None:
+            self._made_for = None
+            return [], list(names)
         if not self._still_right(names, plan):
-            able = [name for name in names if self._tensors[name].dtype == "float32"] if kernels.available() else []
-            self._able = able if able and xp.hosted([gradients[name] for name in able]) else []
+            able = [name for name in names if self._tensors[name].dtype == "float32"]
+            self._able = able if able and self._placed(xp, [gradients[name] for name in able]) else []
             self.now = list(self._group(xp, self._able, gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
@@ -81,16 +89,24 @@ class Buckets:
             self._rest = [name for name in names if name not in grouped]
             self._released = self._residuals.released
             self._made_for = (plan, names)
-        hosted = xp.hosted([gradients[name] for name in self._able]) if self._able else None
-        if hosted is None:
+        placed = self._placed(xp, [gradients[name] for name in self._able]) if self._able else None
+        if placed is None:
             return [], list(names)
-        arrays, addresses = hosted
+        arrays, addresses = placed
         threads = kernels.threads()
         for group in self.now:
             group.bucket.table.bucket.threads = threads
             group.arrays = group.pick(arrays)
             group.bucket.segments["gradient"] = group.pick(addresses)
         return self.now, self._rest
+
+    def _placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
+        """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
+        if (placed := cuda.placed(arrays)) is not None:
+            if not isinstance(self._residuals, DeviceResiduals) and not self._grouped:
+                self._residuals = DeviceResiduals(self._sizes, xp, xp.flatten(arrays[0])[:0])
+            return placed if isinstance(self._residuals, DeviceResiduals) else None
+        return xp.hosted(arrays) if kernels.available() and isinstance(self._residuals, Residuals) else None
 
     def drop(self, group: Group) -> None:
         """Forgets the residuals of a bucket's tensors, which may then go with others."""
@@ -107,23 +123,28 @@ class Buckets:
     def _group(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> Iterator[Group]:
+        on_device = isinstance(self._residuals, DeviceResiduals)
         places: dict[Any, list[int]] = {}
         for place, name in enumerate(names):
             family, memory = plan[name].bucket_family, self._memory_for(name, plan[name])
+            if on_device and not cuda.takes(plan[name].name, self._tensors[name].size):
+                continue
             if family is not None and self._tensors[name].size and type(memory) in KNOWN_TO_KERNELS:
                 places.setdefault((family, memory), []).append(place)
         known = {group.key: group for group in self.now}
+        bridges = _no_bridges if on_device else _bridges
+        where = (gradients[names[0]].device, xp) if on_device and names else ()
         for (_, memory), members in places.items():
             mine = [names[place] for place in members]
             compressors = tuple(plan[name] for name in mine)
             tensors = []
             for name in mine:
                 state, number = self._states[name], self._numbers[name]
-                wrap, unwrap = _bridges(xp, gradients[name], self._tensors[name].shape)
+                wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
                 state.lie_in(self._residuals, number, unwrap, wrap)
                 tensors.append((name, state, number))
             key = (tuple(tensors), compressors, memory)
-            group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals)
+            group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
             group.pick = operator.itemgetter(*members) if len(members) > 1 else _one_of(members[0])
             group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
             yield group
@@ -148,6 +169,17 @@ def _bridges(
     return wrap, unwrap
 
 
+def _itself(array: Array) -> Array:
+    return array
+
+
+def _no_bridges(
+    xp: ModuleType, like: Array, shape: tuple[int, ...]
+) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+    """The same on a device, where vectors are arrays of the framework."""
+    return lambda vector: xp.reshape(vector, shape), xp.flatten
+
+
 class Group:
     """A bucket, and what only the engine knows of its tensors.
 
@@ -155,6 +187,7 @@ class Group:
         tensors: name, state, and number in flat storage of each tensor.
         compressors, memory, described: as of `Bucket`.
         residuals: the flat storage.
+        where: device and array functions of the bucket; empty on the host.
 
     Attributes:
         key: two groups of the same key are the same bucket.
@@ -172,7 +205,8 @@ class Group:
         compressors: tuple[Compressor, ...],
         memory: Memory,
         described: Sequence[TensorInfo],
-        residuals: Residuals,
+        residuals: Any,
+        where: tuple[Any, ...] = (),
     ) -> None:
         self.tensors = tensors
         self.residuals = residuals
@@ -180,7 +214,7 @@ class Group:
         self.places = {name: place for place, name in enumerate(self.names)}
         self.numbers = np.array([number for _, _, number in tensors])
         self.key = (tensors, compressors, memory)
-        self.bucket = Bucket(described, compressors, memory)
+        self.bucket = Bucket(described, compressors, memory, *where)
         self.pick: Callable[[Sequence[Any]], Sequence[Any]]
         self.arrays: Sequence[Array] = ()
         period = compressors[0].period
@@ -226,6 +260,13 @@ class Group:
         if self.has_states:
             return
         bucket = self.bucket
+        if bucket.device is not None:
+            states = []
+            for place, (name, state, _) in enumerate(self.tensors):
+                context = dataclasses.replace(bucket.context, name=name)
+                states.append(state.prepare(xp, self.arrays[place], bucket.compressors[place], context))
+            bucket.states = BucketStates(states, xp)
+            return
         bucket.states = BucketStates(
             [
                 state.prepare_on_host(xp, tensor, compressor, bucket.context)
@@ -235,13 +276,17 @@ class Group:
             ]
         )
 
-    def keep_states(self, xp: ModuleType) -> None:
-        """Keeps what a step has made of the compressors' arrays for the next one."""
+    def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
+        """Keeps what a step has made of the compressors' arrays for the next one; on a device, if it counts."""
         assert self.bucket.states is not None
-        self.bucket.states.commit()
+        if found_inf is None:
+            self.bucket.states.commit()
+        else:
+            self.bucket.states.settle(found_inf)
         if not self.has_states:
             like = xp.zeros((0,), like=self.arrays[0])
-            self._wrap_state = functools.partial(xp.from_numpy, like=like)
+            on_host = self.bucket.device is None
+            self._wrap_state = functools.partial(xp.from_numpy, like=like) if on_host else _itself
             for place, (_, state, _) in enumerate(self.tensors):
                 state.method = self.bucket.compressors[place].name
                 state.lie_in_bucket(self, place)

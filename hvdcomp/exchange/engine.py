@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
+from typing import Any
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -20,6 +21,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.device_step import DeviceStep
 from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
 from hvdcomp.exchange.lockstep import run_in_lockstep
 from hvdcomp.exchange.look import Look
@@ -159,7 +161,7 @@ class Engine:
             look.tell(buckets, tensors)
         if sums is not None and tensors:
             sums.add({one.name: gradients[one.name] for one in tensors}, found_inf)
-        counts = bool(buckets) and xp.is_zero(found_inf)
+        counts: Any = found_inf if buckets and buckets[0].on_device else bool(buckets) and xp.is_zero(found_inf)
         results = {one.name: one.finish(found_inf) for one in tensors}
         for bucket in buckets:
             results |= bucket.finish(counts)
@@ -179,9 +181,13 @@ class Engine:
         context = self._context("")
 
         def make(names: Sequence[str]) -> tuple[list[BucketStep], list[TensorStep]]:
-            groups, rest = self.buckets.groups(xp, names, gradients, self.plan)
+            watched = sums is not None or self.before_compress is not None
+            groups, rest = self.buckets.groups(xp, names, gradients, self.plan, watched)
             memory_for = self.planner.memory_for
-            return [BucketStep(xp, group, context, factor) for group in groups], [
+            return [
+                (BucketStep if group.bucket.device is None else DeviceStep)(xp, group, context, factor)
+                for group in groups
+            ], [
                 TensorStep(xp, name, gradients[name], factor, self.states[name], memory_for(self.plan[name]))
                 for name in rest
             ]

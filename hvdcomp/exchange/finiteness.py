@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
-def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], found: bool) -> Array:
+def flag_of(
+    xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], found: Sequence[bool | Array]
+) -> Array:
     """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
 
     Args:
         waiting: of each tensor that is in no bucket x, its gradient with what was kept back, and its first request, if
             it has one. Not the gradient itself: the sum may overflow, and an infinity must not be kept.
-        found: whether a bucket has found an inf or NaN.
+        found: whether each bucket has found an inf or NaN, as of `Bucket.call`.
     """
     casts = [
         request.array
@@ -32,9 +35,13 @@ def flag_of(xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], fou
         and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
         and xp.dtype_name(x) != "float16"
     ]
-    if waiting and not found:
-        return xp.found_inf([x for x, _ in waiting] + casts)
-    return np.array([np.nan if found else 0.0], np.float32)
+    flags = [one for one in found if not isinstance(one, bool)]
+    on_host = any(one for one in found if isinstance(one, bool))
+    if waiting and not on_host:
+        flags.append(xp.found_inf([x for x, _ in waiting] + casts))
+    if flags:
+        return sum(flags[1:], flags[0])
+    return np.array([np.nan if on_host else 0.0], np.float32)
 
 
 def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]]) -> Array:
@@ -66,8 +73,11 @@ def with_flag(
     requests = list(requests)
     for place, request in enumerate(requests):
         if request.with_room is not None and not (isinstance(request, AllReduce) and request.op != "mean"):
-            on_host = flag if isinstance(flag, np.ndarray) else xp.to_numpy(flag)
-            requests[place], take = _in_room_of(request, place, on_host)
+            inside = arrays_for(request.with_room)
+            there = inside.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
+            if inside is numpy_arrays and not isinstance(flag, np.ndarray):
+                there = xp.to_numpy(flag)
+            requests[place], take = _in_room_of(inside, request, place, there)
             return requests, take
     flag = of_framework(xp, flag, like)
     means = [one.array for one in requests if isinstance(one, AllReduce) and one.op == "mean"]
@@ -78,25 +88,27 @@ def with_flag(
     return requests, lambda answers: xp.astype(answers.pop(), "float32")
 
 
-def _in_room_of(request: Request, place: int, flag: np.ndarray) -> tuple[Request, Callable[[list[Any]], np.ndarray]]:
+def _in_room_of(
+    xp: ModuleType, request: Request, place: int, flag: Array
+) -> tuple[Request, Callable[[list[Any]], Array]]:
     """A request with the flag behind its vector, and what takes it out of the answer at this place."""
     room: Any = request.with_room
     if isinstance(request, AllReduce):
         length = len(request.array)
         room[length] = flag[0]
 
-        def from_mean(answers: list[Any]) -> np.ndarray:
+        def from_mean(answers: list[Any]) -> Array:
             mean = answers[place]
             answers[place] = mean[:length]
-            return mean[length:].astype(np.float32)
+            return xp.astype(mean[length:], "float32")
 
         return AllReduce(room[: length + 1], with_room=room), from_mean
     length = len(request.parts[0])
-    room[length : length + 4] = flag.view(np.uint8)
+    room[length : length + 4] = xp.as_bytes(flag)
 
-    def from_parts(answers: list[Any]) -> np.ndarray:
+    def from_parts(answers: list[Any]) -> Array:
         ranks = [whole for (whole,) in answers[place]]
         answers[place] = [(whole[:length],) for whole in ranks]
-        return sum(whole[length : length + 4].view(np.float32) for whole in ranks)
+        return sum(xp.from_bytes(whole[length : length + 4], like=flag) for whole in ranks)
 
     return AllGather((room,), room), from_parts

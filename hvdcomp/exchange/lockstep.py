@@ -31,7 +31,7 @@ def run_in_lockstep(
     rounds: list[tuple[Any, Any]] = []
     waiting = [(one, one.advance(None)) for one in steps]
     of_tensors = [(one.x, request) for one, (_, request) in zip(tensors, waiting[len(buckets) :], strict=True)]
-    flag = flag_of(xp, of_tensors, any(one.found_inf for one in buckets))
+    flag = flag_of(xp, of_tensors, [one.found_inf for one in buckets])
     found_inf = flag
     while waiting := [(one, request) for one, request in waiting if request is not None]:
         requests = [request for _, request in waiting]
@@ -46,9 +46,10 @@ def run_in_lockstep(
         rounds.append((start, xp.mark(like)))
         bytes_sent += padding
         waiting = [(one, one.advance(answer)) for (one, _), answer in zip(waiting, answers, strict=True)]
-    if any(one.found_inf_after for one in buckets):
+    after = [one.found_inf_after for one in buckets]
+    if any(one for one in after if isinstance(one, bool)):
         found_inf = found_inf + float("nan")
-    found_inf = of_framework(xp, found_inf, like)
+    found_inf = sum((one for one in after if not isinstance(one, bool)), of_framework(xp, found_inf, like))
     if tensors:
         found_inf = found_inf + flag_of_outcomes(xp, [one.made for one in tensors])
     return found_inf, rounds, bytes_sent

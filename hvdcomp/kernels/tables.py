@@ -81,6 +81,7 @@ class Table:
 
     Args:
         sizes: elements of each tensor, at least one each.
+        piece: elements of a task.
 
     Attributes:
         segments: `SEGMENT` (tensors,); what is written to it, kernels see.
@@ -89,15 +90,15 @@ class Table:
         address: of the C structure, what kernels take.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], piece: int = _PIECE) -> None:
         self.segments = np.zeros(len(sizes), SEGMENT)
         self.segments["size"] = sizes
-        pieces = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, _PIECE)]
+        pieces = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, piece)]
         self.tasks = np.zeros(len(pieces), TASK)
         if pieces:
             self.tasks["segment"], self.tasks["start"] = np.array(pieces, np.int64).T
         sizes_of_tasks = self.segments["size"][self.tasks["segment"]]
-        self.tasks["length"] = np.minimum(sizes_of_tasks - self.tasks["start"], _PIECE)
+        self.tasks["length"] = np.minimum(sizes_of_tasks - self.tasks["start"], piece)
         self.bucket = _Bucket(
             self.segments.ctypes.data, self.tasks.ctypes.data, len(self.segments), len(self.tasks), 1.0, 1.0, 0.0
         )

@@ -1,0 +1,112 @@
+"""The kernels of buckets on CUDA devices, in Triton: the same names and the same arithmetic as those in C.
+
+Triton and PyTorch are imported at the first use, not with hvdcomp. Where TRITON_INTERPRET=1 is in the environment then,
+Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+__all__ = ["METHODS", "available", "described", "placed", "serves", "serving_host", "split_like", "takes", "why_not"]
+
+METHODS = {
+    "none",
+    "fp16",
+    "bf16",
+    "signsgd",
+    "efsignsgd",
+    "onebit",
+    "qsgd",
+    "terngrad",
+    "natural",
+    "globalqsgd",
+    "topk",
+    "randomk",
+    "powersgd",
+}
+"""Whose bucket forms find all their kernels here."""
+
+_serves_host = False
+
+
+def available() -> bool:
+    """Whether there are kernels for CUDA devices."""
+    return not why_not()
+
+
+def why_not() -> str:
+    """Why there are none; empty where there are some."""
+    if os.environ.get("HVDCOMP_KERNELS", "") == "off":
+        return "HVDCOMP_KERNELS=off is in the environment"
+    return _missing()
+
+
+@functools.cache
+def _missing() -> str:
+    try:
+        import torch  # noqa: F401
+
+        from hvdcomp.kernels.cuda import language  # noqa: F401
+    except ImportError as error:
+        return f"{error}; PyTorch's packages for CUDA bring Triton"
+    return ""
+
+
+def described() -> str:
+    """What ranks compare, for their payloads to fit: whether gradients on CUDA devices have these kernels."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return "no CUDA"
+    return f"Triton {version('triton')}" if available() else "none"
+
+
+def takes(method: str, size: int) -> bool:
+    """Whether kernels take a tensor of a number of elements and a method."""
+    return method in METHODS and size < 2**31
+
+
+def serves(array: Any) -> bool:
+    """Whether kernels can work on an array of PyTorch where it is."""
+    return bool(array.is_cuda or (_serves_host and array.is_cpu)) and available()
+
+
+@contextmanager
+def serving_host() -> Iterator[None]:
+    """Within it, these kernels serve arrays on the CPU too. For tests, one at a time."""
+    global _serves_host
+    _serves_host = True
+    try:
+        yield
+    finally:
+        _serves_host = False
+
+
+def placed(arrays: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+    """The arrays in row-major order, and the addresses of their first elements.
+
+    Returns:
+        The arrays themselves, or copies of those that lie otherwise; None if they are not all of float32, on one device
+        that kernels serve.
+    """
+    first = arrays[0]
+    if not hasattr(first, "is_cuda") or not serves(first):
+        return None
+    if any(x.dtype != first.dtype or x.device != first.device or x.element_size() != 4 for x in arrays):
+        return None
+    dense = [x if x.is_contiguous() else x.contiguous() for x in arrays]
+    return dense, [x.data_ptr() for x in dense]
+
+
+def split_like(arrays: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Fresh arrays, not filled, in the shapes of the given ones, in one storage, and their addresses."""
+    sizes = [x.numel() for x in arrays]
+    flat = arrays[0].new_empty(sum(sizes))
+    parts = [part.view(x.shape) for part, x in zip(flat.split(sizes), arrays, strict=True)]
+    return parts, [part.data_ptr() for part in parts]

@@ -1,0 +1,202 @@
+"""Launches kernels for a bucket, on one device.
+
+Nothing here waits for the device. How often it is launched does not depend on the number of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdcomp.kernels.cuda import casts, dense, lowrank, quant, quant_more, random, signs, sparse
+from hvdcomp.kernels.cuda.language import INTERPRETED
+from hvdcomp.kernels.cuda.x import COLUMNS
+from hvdcomp.kernels.tables import Table
+
+PIECE = 8192
+"""Elements of a program: a multiple of `packing.GROUP`."""
+
+_BLOCK = 1024  # elements that a program works on at a time
+_FLAGS = 64  # of a step; more are not asked for
+_LAUNCHERS: dict[str, Callable[..., Any]] = {
+    name: launcher
+    for module in (dense, casts, signs, quant, quant_more, sparse, random, lowrank)
+    for name, launcher in module.KERNELS.items()
+}
+_interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time
+
+
+class _Rows:
+    """The table as it was last brought to a device.
+
+    Attributes:
+        sent: addresses of what says what was sent of the kept x, and where that of x goes, int64 (2, tensors).
+        there: the table on the device.
+    """
+
+    def __init__(self, table: Table) -> None:
+        tensors = len(table.segments)
+        self._fixed = {
+            "first_task": np.searchsorted(table.tasks["segment"], np.arange(tensors)),
+            "tasks": np.bincount(table.tasks["segment"], minlength=tensors),
+        }
+        self.sent = np.zeros((2, tensors), np.int64)
+        self._now = np.zeros((len(COLUMNS), tensors), np.int64)
+        self._before: np.ndarray | None = None
+        self.there: torch.Tensor
+
+    def bring(self, segments: np.ndarray, device: torch.device) -> None:
+        """Brings it to the device, if it has changed."""
+        for number, name in enumerate(COLUMNS):
+            if name.startswith("place"):
+                self._now[number] = segments["place"][:, int(name[-1])]
+            elif name in ("kept_sent", "x_sent"):
+                self._now[number] = self.sent[int(name == "x_sent")]
+            else:
+                self._now[number] = self._fixed[name] if name in self._fixed else segments[name].astype(np.int64)
+        if self._before is None or not np.array_equal(self._now, self._before):
+            rows = torch.from_numpy(self._now.copy())
+            self._before = rows.numpy()
+            if device.type == "cuda":
+                rows = rows.pin_memory()  # from other memory, a copy may wait for the device
+            self.there = rows.to(device, non_blocking=True)
+
+
+class DeviceKernels:
+    """The kernels of a bucket on a device.
+
+    Args:
+        table: of the bucket, with pieces of `PIECE`.
+        device: of PyTorch.
+        keeps: whether the memory keeps anything.
+
+    Attributes:
+        tasks: number of pieces.
+        factor: of the step, what gradients are multiplied with, float32 (1,) on the device.
+        moves: whether there is momentum correction.
+        flag: address of what says whether the kernels of the call under way have found an inf or NaN.
+        plans: what kernels have worked out of the tensors and levels once, beside `static`.
+    """
+
+    interpreting = INTERPRETED
+    block = PIECE if INTERPRETED else _BLOCK
+    piece = PIECE
+
+    def __init__(self, table: Table, device: torch.device, keeps: bool) -> None:
+        self.table = table
+        self.device = device
+        self.keeps = keeps
+        self.tasks = len(table.tasks)
+        self._rows = _Rows(table)
+        self._memory: dict[str, torch.Tensor] = {}
+        self.plans: dict[str, Any] = {}
+        pieces = np.stack([table.tasks["segment"], table.tasks["start"]], axis=1).astype(np.int64)
+        self._pieces = self.static("pieces", lambda: pieces)
+        self.factor = self.static("one", lambda: np.ones(1, np.float32))
+        self.moves = False
+        self._flags: torch.Tensor
+        self._asked = self.flag = 0
+
+    @property
+    def segments(self) -> np.ndarray:
+        """The table's rows, on the host."""
+        return self.table.segments
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The table on the device."""
+        return self._rows.there
+
+    @property
+    def sent(self) -> np.ndarray:
+        """As of `_Rows`."""
+        return self._rows.sent
+
+    def begin(self, factor: torch.Tensor | None, moves: bool) -> None:
+        """Before the first kernel of a step."""
+        self.factor = self._memory["one"] if factor is None else factor.to(torch.float32)
+        self.moves = moves
+        self._flags = torch.zeros(_FLAGS, device=self.device)
+        self._asked = 0
+
+    def zeros(self, count: int, dtype: str) -> torch.Tensor:
+        """A vector on the device."""
+        return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
+
+    def scratch(self, name: str, count: int, dtype: str) -> torch.Tensor:
+        """Memory that only one kernel after the other looks at."""
+        found = self._memory.get(name)
+        if found is None or found.shape[0] < count:
+            found = self._memory[name] = self.zeros(count, dtype)
+        return found
+
+    def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        """Numbers that follow from the tensors and levels alone, on the device."""
+        found = self._memory.get(name)
+        if found is None:
+            found = self._memory[name] = torch.from_numpy(make()).to(self.device)
+        return found
+
+    def call(self, name: str, *arguments: Any) -> torch.Tensor:
+        """Launches what `name` needs.
+
+        Returns:
+            What says whether it has found an inf or NaN, float32 (1,): NaN if so, else 0.
+        """
+        self._rows.bring(self.segments, self.device)
+        flag = self._flags[self._asked : self._asked + 1]
+        self._asked += 1
+        self.flag = flag.data_ptr()
+        _LAUNCHERS[name](self, *arguments)
+        return flag
+
+    def pieces(self, kernel: Any, *arguments: Any, x: bool = False, **constants: Any) -> None:
+        """Launches a program for each piece of the tensors. x: whether it makes x."""
+        common: tuple[Any, ...] = (self.rows, len(self.segments), self._pieces, self.flag)
+        if x:
+            common += self.arguments_of_x()
+            constants |= self.constants_of_x()
+        constants = {"PIECE": PIECE, "BLOCK": self.block} | constants
+        self.launch(kernel, self.tasks, *common, *arguments, **constants)
+
+    def arguments_of_x(self) -> tuple[Any, ...]:
+        """What `make_x` takes behind the table."""
+        return self.factor, self.table.bucket.decay, self.table.bucket.momentum
+
+    def constants_of_x(self) -> dict[str, bool]:
+        """What `make_x` is compiled for."""
+        nesterov = bool(self.table.bucket.nesterov)
+        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "SOURCED": self.sourced}
+
+    @property
+    def sourced(self) -> bool:
+        """Whether what is compressed lies at `source`."""
+        return bool(self.segments["source"][0])
+
+    def tensors(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
+        """Launches a program for each tensor."""
+        self.launch(kernel, len(self.segments), self.rows, len(self.segments), *arguments, **constants)
+
+    def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        """Launches a number of programs; of tensors they get the addresses.
+
+        Multiplications and additions are not fused, so that results are those of the kernels in C.
+        """
+        numbers = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        with _interpreter if self.interpreting else nullcontext(), _on(self.device):
+            kernel[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+
+
+@functools.cache
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(_index_of(device)) if device.type == "cuda" else nullcontext()

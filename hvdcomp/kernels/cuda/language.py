@@ -1,0 +1,23 @@
+"""Triton, loaded so that it can stand beside TensorFlow.
+
+TensorFlow 2.20 and later show the symbols of their LLVM to every library that is loaded after them, and Triton, which
+has an LLVM of its own, ends the process then. Bound to its own symbols first, it works beside it.
+"""
+
+import os
+import sys
+
+_flags = sys.getdlopenflags()
+sys.setdlopenflags(os.RTLD_NOW | os.RTLD_LOCAL | getattr(os, "RTLD_DEEPBIND", 0))
+try:
+    import triton._C.libtriton
+finally:
+    sys.setdlopenflags(_flags)
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+__all__ = ["INTERPRETED", "tl", "triton"]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether Triton's interpreter runs kernels: TRITON_INTERPRET=1 was in the environment when they were imported."""

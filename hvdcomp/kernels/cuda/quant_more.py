@@ -1,0 +1,210 @@
+"""Natural compression, whose elements become powers of two, and Global-QSGD, whose ranks share a scale."""
+
+from hvdcomp.kernels.cuda.language import tl, triton
+from hvdcomp.kernels.cuda.quant import packed_code, reciprocal_of, tile_of
+from hvdcomp.kernels.cuda.x import (
+    COUNT,
+    FIRST_TASK,
+    KEY,
+    PLACE0,
+    PLACE1,
+    RESULT,
+    TASKS,
+    X,
+    entry,
+    floats,
+    left_of,
+    made,
+    magnitude,
+    make_x,
+    piece,
+    pointer,
+    report,
+    size_of,
+    word,
+)
+
+
+@triton.jit
+def _power(exponent, negative):
+    """The power of two of an exponent's byte, with a sign."""
+    return ((exponent << 23) | (negative << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def natural_encode(
+    table, segments, tasks, flag, factor, decay, momentum, payload,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, its packed signs at place 1, and its exponents, a byte each, at place 0: random bits below the exponent, of
+    which no more than the carry stays."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    size = size_of(table, segments, segment)
+    key = entry(table, segments, segment, KEY)
+    exponents = pointer(payload + entry(table, segments, segment, PLACE0), tl.uint8)
+    signs = pointer(payload + entry(table, segments, segment, PLACE1), tl.uint8)
+    largest = tl.zeros((8, BLOCK // 8), tl.int32)
+    for block in range(start // 8, (end + 7) // 8, BLOCK // 8):
+        i, there, at = tile_of(block, size, 8, BLOCK // 8)
+        there &= i < end
+        x = make_x(table, segments, segment, i, there, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        largest = tl.maximum(largest, magnitude(x))
+        negative = (x < 0).to(tl.int32)
+        exponent = tl.minimum((magnitude(x).to(tl.uint32) + (word(i, key) >> 9)) >> 23, 254).to(tl.int32)
+        tl.store(exponents + i, exponent.to(tl.uint8), mask=there)
+        byte = block + tl.arange(0, BLOCK // 8)
+        packed = tl.sum(tl.where(there, negative << at, 0), 0).to(tl.uint8)
+        tl.store(signs + byte, packed, mask=byte < (end + 7) // 8)
+        if KEEPS:
+            kept = floats(table, segments, segment, X) + i
+            if SOURCED:
+                x = tl.load(kept, mask=there, other=0.0)
+            tl.store(kept, left_of(x, _power(exponent, negative)), mask=there)
+    report(flag, tl.max(largest, 0))
+
+
+@triton.jit
+def natural_decode(
+    table, segments, tasks, flag, payloads, ranks, row, share, PIECE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The mean of the ranks' powers of two, in rank order."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    size = size_of(table, segments, segment)
+    place = entry(table, segments, segment, PLACE0)
+    signs_at = entry(table, segments, segment, PLACE1)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in range(0, ranks):
+            payload = payloads + rank * row
+            exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=inside, other=0).to(tl.int32)
+            total += _power(exponent, packed_code(payload, signs_at, size, 1, i, inside))
+        total *= share
+        largest = tl.maximum(largest, magnitude(total))
+        tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
+    report(flag, largest)
+
+
+@triton.jit
+def global_measure(
+    table, segments, tasks, flag, factor, decay, momentum, maxima,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, and the bits of each piece's largest magnitude."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        largest = tl.maximum(largest, magnitude(x))
+    tl.store(pointer(maxima, tl.int32) + tl.program_id(0), tl.max(largest, 0))
+    report(flag, largest)
+
+
+@triton.jit
+def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
+    """The largest magnitude of each tensor."""
+    segment = tl.program_id(0)
+    first = entry(table, segments, segment, FIRST_TASK)
+    tasks = entry(table, segments, segment, TASKS)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(0, tasks, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(pointer(maxima, tl.int32) + first + i, mask=i < tasks, other=0))
+    tl.store(pointer(scales, tl.int32) + segment, tl.max(largest, 0))
+
+
+@triton.jit
+def _digits(table, segments, segment, start, end, ranks):
+    """Bits of a digit, digits of a word, words of the tensor, a piece's first word, the one behind its last, and the
+    levels of one rank."""
+    bits = entry(table, segments, segment, COUNT).to(tl.int32)
+    size = size_of(table, segments, segment)
+    fields = 32 // bits
+    words = (size + fields - 1) // fields
+    last = tl.where(end == size, words, end // fields)
+    levels = ((1 << bits) - 1) // (2 * ranks)
+    return bits, fields, words, start // fields, last, levels
+
+
+@triton.jit
+def global_encode(
+    table, segments, tasks, flag, scales, ranks, digits,
+    KEEPS: tl.constexpr, SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Words of digits. NaN is taken as the lowest digit. Word i of n holds the elements i, i + n, i + 2 n, ..."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    size = size_of(table, segments, segment)
+    key = entry(table, segments, segment, KEY)
+    bits, fields, words, first, last, levels = _digits(table, segments, segment, start, end, ranks)
+    out = pointer(digits, tl.int32) + entry(table, segments, segment, PLACE0)
+    scale = tl.load(pointer(scales, tl.float32) + segment)
+    highest = levels.to(tl.float32)
+    factor = reciprocal_of(scale) * highest
+    unit = scale * tl.div_rn(highest * 0 + 1.0, highest)
+    for block in range(first, last, BLOCK):
+        number = block + tl.arange(0, BLOCK)
+        total = tl.zeros((BLOCK,), tl.int32)
+        for field in range(0, fields):
+            i = number + field * words
+            inside = (number < last) & (i < size)
+            x = made(table, segments, segment, i, inside, KEEPS, SOURCED)
+            value = x * factor + (word(i, key) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+            value = tl.where(value > -highest, value, -highest)
+            value = tl.floor(tl.where(value < highest, value, highest))
+            total += tl.where(inside, value.to(tl.int32), 0) << (field * bits).to(tl.int32)
+            if KEEPS:
+                kept = floats(table, segments, segment, X) + i
+                tl.store(kept, left_of(tl.load(kept, mask=inside, other=0.0), value * unit), mask=inside)
+        tl.store(out + number, total, mask=number < last)
+
+
+@triton.jit
+def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Means of what sums of words stand for."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    size = size_of(table, segments, segment)
+    bits, fields, words, first, last, levels = _digits(table, segments, segment, start, end, ranks)
+    sums = pointer(digits, tl.int32) + entry(table, segments, segment, PLACE0)
+    largest_sum = (levels * ranks).to(tl.int32)
+    of_all = largest_sum.to(tl.float32)
+    unit = tl.load(pointer(scales, tl.float32) + segment) * tl.div_rn(of_all * 0 + 1.0, of_all)
+    # With the largest sum added to each digit, all are positive and lie in bits of their own.
+    offset = tl.zeros((), tl.int32)
+    for field in range(0, fields):
+        offset += largest_sum << (field * bits).to(tl.int32)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(first, last, BLOCK):
+        number = block + tl.arange(0, BLOCK)
+        word_ = (tl.load(sums + number, mask=number < last, other=0) + offset).to(tl.uint32, bitcast=True)
+        for field in range(0, fields):
+            i = number + field * words
+            inside = (number < last) & (i < size)
+            digit = ((word_ >> (field * bits).to(tl.uint32)) & ((1 << bits) - 1).to(tl.uint32)).to(tl.int32)
+            mean = (digit - largest_sum).to(tl.float32) * unit
+            largest = tl.maximum(largest, tl.where(inside, magnitude(mean), 0))
+            tl.store(floats(table, segments, segment, RESULT) + i, mean, mask=inside)
+    report(flag, largest)
+
+
+def _measure(on, scales):
+    maxima = on.scratch("maxima", on.tasks, "int32")
+    on.pieces(global_measure, maxima, x=True)
+    on.tensors(global_maxima, maxima, scales, BLOCK=1024)
+
+
+KERNELS = {
+    "natural_encode": lambda on, payload: on.pieces(natural_encode, payload, x=True),
+    "natural_decode": lambda on, first, ranks, row: on.pieces(natural_decode, first, ranks, row, 1 / ranks),
+    "globalqsgd_measure": _measure,
+    "globalqsgd_encode": lambda on, scales, ranks, words: on.pieces(
+        global_encode, scales, ranks, words, KEEPS=on.keeps, SOURCED=on.sourced
+    ),
+    "globalqsgd_decode": lambda on, scales, ranks, words: on.pieces(global_decode, scales, ranks, words),
+}
+"""How each is launched, by its name."""

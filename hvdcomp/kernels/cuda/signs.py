@@ -1,0 +1,236 @@
+"""Signs read as one of two values, and signs that vote.
+
+A bit an element, element i of a tensor in bit i % 8 of byte i / 8; a tensor's bits begin at place 0 of a payload.
+"""
+
+from hvdcomp.kernels.cuda.language import tl, triton
+from hvdcomp.kernels.cuda.x import (
+    COUNT,
+    FIRST_TASK,
+    PLACE0,
+    PLACE1,
+    PLACE2,
+    RESULT,
+    TASKS,
+    X_SENT,
+    X,
+    entry,
+    floats,
+    magnitude,
+    make_x,
+    piece,
+    pointer,
+    report,
+    size_of,
+)
+
+
+@triton.jit
+def _store_bits(payload, place, block, end, ones, BLOCK: tl.constexpr):
+    """Packs a block's bits. The block begins at a multiple of 8."""
+    bytes_ = tl.sum(tl.reshape(ones.to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :], 1)
+    i = tl.arange(0, BLOCK // 8)
+    tl.store(pointer(payload, tl.uint8) + place + block // 8 + i, bytes_.to(tl.uint8), mask=block + 8 * i < end)
+
+
+@triton.jit
+def _bits(payload, place, i, inside):
+    """Bits i of packed ones."""
+    return (tl.load(pointer(payload, tl.uint8) + place + i // 8, mask=inside, other=0).to(tl.int32) >> (i % 8)) & 1
+
+
+@triton.jit
+def two_values_encode(
+    table, segments, tasks, flag, factor, decay, momentum, payload, sums, counts,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x and its signs; of each piece, the shares of the mean magnitude that are above and below, and how many are
+    above. Divided before they are added, so that no sum overflows."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    size = size_of(table, segments, segment)
+    share = tl.div_rn(tl.full((), 1.0, tl.float32), size.to(tl.float32))
+    largest = tl.zeros((BLOCK,), tl.int32)
+    upper = tl.zeros((), tl.float64)
+    lower = tl.zeros((), tl.float64)
+    above = tl.zeros((), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        largest = tl.maximum(largest, magnitude(x))
+        positive = (x > 0 if STRICTLY else x >= 0) & inside
+        _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
+        part = tl.abs(x) * share
+        upper += tl.sum(tl.where(positive, part, 0.0), 0).to(tl.float64)
+        lower += tl.sum(tl.where(positive, 0.0, part), 0).to(tl.float64)
+        above += tl.sum(positive.to(tl.int32), 0)
+    task = tl.program_id(0)
+    tl.store(pointer(sums, tl.float64) + 2 * task, upper)
+    tl.store(pointer(sums, tl.float64) + 2 * task + 1, lower)
+    tl.store(pointer(counts, tl.int32) + task, above)
+    report(flag, largest)
+
+
+@triton.jit
+def two_values(table, segments, payload, sums, counts, STRICTLY: tl.constexpr, BLOCK: tl.constexpr):
+    """The values of each tensor, from the sums of its pieces."""
+    segment = tl.program_id(0)
+    first = entry(table, segments, segment, FIRST_TASK)
+    tasks = entry(table, segments, segment, TASKS)
+    upper = tl.zeros((), tl.float64)
+    lower = tl.zeros((), tl.float64)
+    above = tl.zeros((), tl.int64)
+    for block in range(0, tasks, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < tasks
+        upper += tl.sum(tl.load(pointer(sums, tl.float64) + 2 * (first + i), mask=inside, other=0.0), 0)
+        lower += tl.sum(tl.load(pointer(sums, tl.float64) + 2 * (first + i) + 1, mask=inside, other=0.0), 0)
+        above += tl.sum(tl.load(pointer(counts, tl.int32) + first + i, mask=inside, other=0).to(tl.int64), 0)
+    values = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
+    sent = floats(table, segments, segment, X_SENT)
+    if STRICTLY:
+        size = size_of(table, segments, segment)
+        below = size - above
+        sent_above = (upper * (size.to(tl.float64) / tl.maximum(above, 1).to(tl.float64))).to(tl.float32)
+        sent_below = (-lower * (size.to(tl.float64) / tl.maximum(below, 1).to(tl.float64))).to(tl.float32)
+        tl.store(values + 1, sent_below)
+    else:
+        sent_above = (upper + lower).to(tl.float32)
+        sent_below = -sent_above
+    tl.store(values, sent_above)
+    tl.store(sent + 1, sent_above)
+    tl.store(sent + 2, sent_below)
+
+
+@triton.jit
+def two_values_decode(
+    table, segments, tasks, flag, payloads, ranks, row, share,
+    STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The mean of what the ranks' bits say, in rank order."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    place = entry(table, segments, segment, PLACE0)
+    values_at = entry(table, segments, segment, PLACE1)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        total = tl.zeros((BLOCK,), tl.float32)
+        for rank in range(0, ranks):
+            payload = payloads + rank * row
+            values = pointer(payload + values_at, tl.float32)
+            above = tl.load(values)
+            below = tl.load(values + 1) if STRICTLY else -above
+            total += tl.where(_bits(payload, place, i, inside) != 0, above, below)
+        total *= share
+        largest = tl.maximum(largest, magnitude(total))
+        tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
+    report(flag, largest)
+
+
+# Votes. A tensor is a matrix of `count` columns; place 1 is where the bits of its rows' votes begin in a payload, and
+# place 2 where its rows' votes begin in scratch memory, a byte each.
+
+
+@triton.jit
+def votes_encode(
+    table, segments, tasks, flag, factor, decay, momentum, payload, votes,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x and its signs; a byte of 1 for each row that holds a nonzero element."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    columns = entry(table, segments, segment, COUNT).to(tl.int32)
+    rows = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        largest = tl.maximum(largest, magnitude(x))
+        positive = (x > 0 if STRICTLY else x >= 0) & inside
+        _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
+        # Several programs may write a row's vote, all the same.
+        tl.store(rows + i // columns, tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
+    report(flag, largest)
+
+
+@triton.jit
+def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Takes back the bits of rows that do not vote, which are all zero, and packs the votes."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    columns = entry(table, segments, segment, COUNT).to(tl.int32)
+    rows = size_of(table, segments, segment) // columns
+    own = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
+    bits_at = entry(table, segments, segment, PLACE0)
+    votes_at = entry(table, segments, segment, PLACE1)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        voting = tl.load(own + i // columns, mask=inside, other=0) != 0
+        positive = (_bits(payload, bits_at, i, inside) != 0) & voting
+        _store_bits(payload, bits_at, block, end, positive, BLOCK)
+        # The tensor's rows, numbered as its elements are: a piece packs those of its numbers.
+        if block < rows:
+            cast = tl.load(own + i, mask=inside & (i < rows), other=0) != 0
+            _store_bits(payload, votes_at, block, tl.minimum(end, rows), cast, BLOCK)
+
+
+@triton.jit
+def votes_decode(
+    table, segments, tasks, flag, payloads, ranks, row, PIECE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The sign of the majority, 0 in a tie."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    columns = entry(table, segments, segment, COUNT).to(tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        balance = tl.zeros((BLOCK,), tl.int32)
+        for rank in range(0, ranks):
+            payload = payloads + rank * row
+            balance += 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
+            balance -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
+        mean = (balance > 0).to(tl.float32) - (balance < 0).to(tl.float32)
+        tl.store(floats(table, segments, segment, RESULT) + i, mean, mask=inside)
+
+
+@triton.jit
+def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Takes this rank's own votes off x."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    columns = entry(table, segments, segment, COUNT).to(tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        sent = 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
+        sent -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
+        x = floats(table, segments, segment, X) + i
+        tl.store(x, tl.load(x, mask=inside, other=0.0) - sent.to(tl.float32), mask=inside)
+
+
+def _encode_two_values(on, rule, payload, values):
+    strictly = rule == 2
+    sums, counts = on.scratch("sums", 2 * on.tasks, "float64"), on.scratch("counts", on.tasks, "int32")
+    on.pieces(two_values_encode, payload, sums, counts, x=True, STRICTLY=strictly)
+    on.tensors(two_values, payload, sums, counts, STRICTLY=strictly, BLOCK=1024)
+    on.segments["sent_rule"] = rule
+
+
+def _encode_votes(on, zero_is_positive, payload, votes, rows):
+    votes.zero_()
+    on.pieces(votes_encode, payload, votes, x=True, STRICTLY=not zero_is_positive)
+    on.pieces(votes_close, payload, votes)
+
+
+KERNELS = {
+    "two_values_encode": _encode_two_values,
+    "two_values_decode": lambda on, rule, first, ranks, row: on.pieces(
+        two_values_decode, first, ranks, row, 1 / ranks, STRICTLY=rule == 2
+    ),
+    "votes_encode": _encode_votes,
+    "votes_decode": lambda on, first, ranks, row: on.pieces(votes_decode, first, ranks, row),
+    "votes_keep": lambda on, payload: on.pieces(votes_keep, payload),
+}
+"""How each is launched, by its name."""

@@ -1,0 +1,173 @@
+"""What all kernels need: the table of a bucket on the device, its pieces, and x.
+
+A table has a row of int64 for each field of `COLUMNS`, and in it a number for each tensor. Addresses are numbers, 0 for
+nothing. Arrays come to kernels as addresses too. A program works on one piece of a tensor, or on one tensor.
+"""
+
+from hvdcomp.kernels.cuda.language import tl, triton
+
+COLUMNS = (
+    "size",
+    "gradient",
+    "result",
+    "source",
+    "kept",
+    "x",
+    "velocity",
+    "next_velocity",
+    "count",
+    "place0",
+    "place1",
+    "place2",
+    "place3",
+    "key",
+    "sent_rule",
+    "kept_sent",
+    "x_sent",
+    "first_task",
+    "tasks",
+)
+"""Fields as of `hvd_segment` in `src/bucket.h`; and `kept_sent`: where the rule that says what was sent of `kept` is, a
+float32 number, and behind it what was sent above and below; `x_sent`: where those of x go; `first_task` and `tasks`:
+which pieces are the tensor's."""
+
+SIZE = tl.constexpr(0)
+GRADIENT = tl.constexpr(1)
+RESULT = tl.constexpr(2)
+SOURCE = tl.constexpr(3)
+KEPT = tl.constexpr(4)
+X = tl.constexpr(5)
+VELOCITY = tl.constexpr(6)
+NEXT_VELOCITY = tl.constexpr(7)
+COUNT = tl.constexpr(8)
+PLACE0 = tl.constexpr(9)
+PLACE1 = tl.constexpr(10)
+PLACE2 = tl.constexpr(11)
+PLACE3 = tl.constexpr(12)
+KEY = tl.constexpr(13)
+SENT_RULE = tl.constexpr(14)
+KEPT_SENT = tl.constexpr(15)
+X_SENT = tl.constexpr(16)
+FIRST_TASK = tl.constexpr(17)
+TASKS = tl.constexpr(18)
+
+INFINITE = tl.constexpr(0x7F800000)  # the magnitude bits of inf; those of NaN are higher
+NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def pointer(address, TYPE: tl.constexpr):
+    """An address as a pointer to elements of a type."""
+    return address.to(tl.int64).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def entry(table, segments, segment, COLUMN: tl.constexpr):
+    """A field of a tensor."""
+    return tl.load(pointer(table, tl.int64) + COLUMN * segments + segment)
+
+
+@triton.jit
+def floats(table, segments, segment, COLUMN: tl.constexpr):
+    """A field that is the address of float32 numbers."""
+    return pointer(entry(table, segments, segment, COLUMN), tl.float32)
+
+
+@triton.jit
+def size_of(table, segments, segment):
+    """Elements of a tensor, int32: more have no place here."""
+    return entry(table, segments, segment, SIZE).to(tl.int32)
+
+
+@triton.jit
+def piece(table, segments, tasks, PIECE: tl.constexpr):
+    """This program's tensor, and where its piece of it begins and ends, int32."""
+    task = pointer(tasks, tl.int64) + 2 * tl.program_id(0)
+    segment = tl.load(task)
+    start = tl.load(task + 1).to(tl.int32)
+    return segment, start, tl.minimum(start + PIECE, size_of(table, segments, segment))
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of magnitudes, as integers in their order."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def report(flag, largest):
+    """Makes the flag NaN if the bits of some magnitude are those of an inf or NaN."""
+    if tl.max(largest, 0) >= INFINITE:
+        tl.store(pointer(flag, tl.int32), NAN_BITS)
+
+
+@triton.jit
+def is_address(address, i):
+    """Whether there is anything, for each element."""
+    return i.to(tl.int64) * 0 + address != 0  # a number for each element: Triton's interpreter spreads no truth values
+
+
+@triton.jit
+def residual(table, segments, segment, i, inside):
+    """What was not sent of the kept x, and whether there is one."""
+    address = entry(table, segments, segment, KEPT)
+    holds = is_address(address, i)
+    kept = tl.load(pointer(address, tl.float32) + i, mask=inside & holds, other=0.0)
+    sent = floats(table, segments, segment, KEPT_SENT)
+    rule = i * 0 + tl.load(sent).to(tl.int32)
+    upper = (kept > 0) | ((kept == 0) & (rule == 1))
+    left = kept - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
+    return tl.where(rule == 4, 0.0, tl.where(rule == 0, kept, left)), holds
+
+
+@triton.jit
+def make_x(
+    table, segments, segment, i, inside, factor, decay, momentum,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+):  # fmt: skip
+    """Elements i of x, made and written where x goes; or of what is to be compressed in its place."""
+    if SOURCED:
+        x = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
+    else:
+        x = tl.load(floats(table, segments, segment, GRADIENT) + i, mask=inside, other=0.0)
+        if KEEPS:
+            gradient = x * tl.load(pointer(factor, tl.float32))
+            left, holds = residual(table, segments, segment, i, inside)
+            left *= decay
+            if MOMENTUM:
+                address = entry(table, segments, segment, VELOCITY)
+                moving = is_address(address, i)
+                velocity = tl.load(pointer(address, tl.float32) + i, mask=inside & moving, other=0.0)
+                velocity = tl.where(moving, velocity * momentum + gradient, gradient)
+                tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, velocity, mask=inside)
+                x = velocity * momentum + (left + gradient) if NESTEROV else left + velocity
+            else:
+                x = tl.where(holds, left + gradient, gradient)
+            tl.store(floats(table, segments, segment, X) + i, x, mask=inside)
+    return x
+
+
+@triton.jit
+def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, SOURCED: tl.constexpr):
+    """Elements i of what is compressed, once `make_x` has made them."""
+    if SOURCED:
+        return tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
+    elif KEEPS:  # noqa: RET505 - Triton compiles one branch of the two
+        return tl.load(floats(table, segments, segment, X) + i, mask=inside, other=0.0)
+    else:
+        return tl.load(floats(table, segments, segment, GRADIENT) + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def left_of(x, sent):
+    """x less what was sent; zero where that overflows."""
+    left = x - sent
+    return tl.where(magnitude(left) < INFINITE, left, 0.0)
+
+
+@triton.jit
+def word(index, key):
+    """Random words by key and index, as in `src/randomness.h`."""
+    weyl = index.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
+    mixed = (weyl ^ (weyl >> 16)) * 0x21F0AAAD
+    return (mixed ^ (mixed >> 15) ^ (key.to(tl.uint64) >> 32).to(tl.uint32)) * 0xD35A2D97

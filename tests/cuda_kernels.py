@@ -1,0 +1,142 @@
+"""Kernels for CUDA devices, where there is none: their launches are recorded, and what they launch is compiled.
+
+    python -m tests.cuda_kernels 70 80 90
+
+compiles each kernel in each form that the methods of `SPECS` launch, for these compute capabilities, and prints the
+registers and the bytes of spilled registers that it takes. It fails if any does not compile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hvdcomp import ErrorFeedback
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.kernels import cuda
+
+SPECS = (
+    "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
+    "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
+    "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
+)  # fmt: skip
+
+MOST_SPILLED = 64  # bytes a thread
+
+Launch = tuple[Any, tuple[str, ...], tuple[tuple[str, Any], ...]]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Within it, kernels are not launched, but noted with the types of their arguments, and their constants."""
+    from hvdcomp.kernels.cuda.device import DeviceKernels
+
+    found: list[Launch] = []
+
+    def launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        types = tuple("fp32" if isinstance(one, float) else "i64" for one in arguments)
+        found.append((kernel, types, tuple(sorted(constants.items()))))
+
+    before = DeviceKernels.launch
+    DeviceKernels.launch = launch  # type: ignore[method-assign]
+    try:
+        with cuda.serving_host():
+            yield found
+    finally:
+        DeviceKernels.launch = before  # type: ignore[method-assign]
+
+
+def launches(spec: str, shapes: list[tuple[int, ...]], memory: Memory | None = None, steps: int = 1) -> list[Launch]:
+    """What one rank of two launches in some steps."""
+    import torch
+
+    tensors = [TensorInfo(f"t{number}", shape, "float32") for number, shape in enumerate(shapes)]
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
+        for _ in range(steps):
+            engine.begin()
+            engine.step({one.name: torch.zeros(one.shape) for one in tensors}, in_place=True)
+        assert engine.buckets.now
+        assert engine.buckets.now[0].bucket.device is not None
+
+    with recorded() as found:
+        run_ranks(1, work)
+    return found
+
+
+def every_form() -> list[Launch]:
+    """The different launches of all methods and memories."""
+    found: dict[Any, Launch] = {}
+    memories = (NoMemory(), ErrorFeedback(), MomentumCorrection(0.9, nesterov=True))
+    for spec in SPECS:
+        for memory in memories:
+            for kernel, types, constants in launches(spec, [(64, 1100), (7,)], memory):
+                found[kernel.__name__, types, constants] = kernel, types, constants
+    return list(found.values())
+
+
+def compile_for(launch: Launch, capability: int) -> tuple[str, int]:
+    """Compiles one for a compute capability, as `DeviceKernels.launch` does.
+
+    Returns:
+        Its assembly (PTX), and the bytes of shared memory that a program takes.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kernel, types, constants = launch
+    names = [name for name in kernel.arg_names if name not in dict(constants)]
+    signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name, _ in constants}
+    source = ASTSource(kernel, signature, dict(constants))
+    found = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    assert found.asm["cubin"]
+    return str(found.asm["ptx"]), int(found.metadata.shared)
+
+
+def resources(assembly: str, capability: int) -> tuple[int, int]:
+    """Registers of a thread, and bytes of registers that it stores and loads again."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(assembly)
+        name = re.search(r"\.target (sm_\w+)", assembly)
+        assert name is not None
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={name[1]}", str(path), "-o", f"{folder}/kernel.o"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.findall(r"(\d+) bytes spill", said)
+    assert registers is not None, said
+    return int(registers[1]), sum(map(int, spilled))
+
+
+def main(capabilities: list[int]) -> None:
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+    forms = every_form()
+    print(f"{len(forms)} kernels; registers / bytes spilled / bytes of shared memory")
+    print(f"{'kernel':<20}" + "".join(f"{f'sm_{one}':>16}" for one in capabilities))
+    for form in sorted(forms, key=lambda form: form[0].__name__):
+        cells = []
+        for one in capabilities:
+            assembly, shared = compile_for(form, one)
+            cells.append((*resources(assembly, one), shared))
+        row = "".join(f"{f'{r} / {s} / {m}':>16}" for r, s, m in cells)
+        constants = " ".join(f"{name}={int(value)}" for name, value in form[2] if name not in ("PIECE", "BLOCK"))
+        print(f"{form[0].__name__:<20}{row}  {constants}", flush=True)
+        assert max(spilled for _, spilled, _ in cells) <= MOST_SPILLED, f"{form[0].__name__} spills registers"
+
+
+if __name__ == "__main__":
+    main([int(one) for one in sys.argv[1:]])

@@ -1,0 +1,218 @@
+"""Buckets on CUDA devices: the same kernels in Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.communicators.in_process import run_ranks
+from hvdcomp.compressors.memory import MomentumCorrection
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.kernels import cuda
+from tests import test_buckets
+from tests.cuda_kernels import SPECS, launches
+from tests.harness import bits, infos, make, states_of
+from tests.test_buckets import Recorded, assert_close, gradients, needs_kernels, run
+
+torch = pytest.importorskip("torch")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    if cuda.available():
+        import hvdcomp.kernels.cuda.device  # noqa: F401
+pytestmark = pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}")
+
+SHAPES = {"matrix": (6, 8), "long": (3, 3_001), "vector": (77,), "odd": (5, 7, 3), "one": (1,), "scalar": ()}
+FORMS = (
+    *SPECS, "qsgd:bits=7", "qsgd:bits=1,bucket=100", "signsgd:zeros=elements", "topk:ratio=0.3,values=fp16",
+    "powersgd:rank=2,iterations=2",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gradients on the CPU are served as if they were on a device."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(test_buckets, "SHAPES", SHAPES)
+    with cuda.serving_host():
+        yield
+
+
+def off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDCOMP_KERNELS", "off")
+    kernels.reset()
+
+
+def quick_are(*specs: str) -> list[Any]:
+    """All methods' forms, of which those that are not named run in `make test-all` only."""
+    return [pytest.param(one, marks=[pytest.mark.thorough] * (one not in specs)) for one in FORMS if one != "none"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["none", *quick_are(
+        "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
+        "topk:ratio=0.01", "topk:ratio=0.3,values=fp16", "powersgd:rank=4", "randomk:ratio=0.01",
+    )],
+)  # fmt: skip
+def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = SHAPES
+    if spec.startswith("randomk"):  # whose draws from few elements are repeated many times, slowly here
+        shapes = {name: shape for name, shape in SHAPES.items() if np.prod(shape) > 32}
+        monkeypatch.setattr(test_buckets, "SHAPES", shapes)
+    recorded = Recorded()
+    found = run("torch", spec, steps=2, before=recorded.keep)
+    assert all(one.bucket.device is not None for run in found for one in run.engine.buckets.now)
+    assert {name for one in found[0].engine.buckets.now for name in one.names} == shapes.keys()
+    off(monkeypatch)
+    if parse_compressor(spec).keeps_state:
+        plain = run("torch", spec, steps=2, before=recorded.set)
+    else:
+        plain = run("numpy", spec, steps=2)
+    assert not plain[0].engine.buckets.now
+    assert_close(found, plain, atol=5e-6)
+    monkeypatch.undo()
+    kernels.reset()
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["topk:ratio=0.01", "topk:ratio=0.5,values=fp16"])
+def test_indices_in_blocks(spec: str) -> None:
+    """Of a tensor of more than one block of 2**16 elements, many of them equal: the same as with kernels in C."""
+    shape = (3, 47_000)
+
+    def step(backend: str) -> list[bytes]:
+        def work(communicator: Any) -> list[bytes]:
+            engine = Engine(communicator, infos({"long": shape}), parse_compressor(spec))
+            engine.begin()
+            rng = np.random.default_rng(communicator.rank)
+            result = engine.step({"long": make(backend, rng.integers(-3, 4, shape))})["long"]
+            (group,) = engine.buckets.now
+            assert (group.bucket.device is None) == (backend == "numpy")
+            return [bits(result), *states_of(engine)["long"]]
+
+        return [one for rank in run_ranks(2, work) for one in rank]
+
+    assert step("torch") == step("numpy")
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory"),
+    [
+        ("efsignsgd", MomentumCorrection(0.9, nesterov=True, clip=1.0)),
+        ("topk:ratio=0.1", MomentumCorrection(0.9)),
+        ("powersgd:rank=2", ErrorFeedback(0.5)),
+    ],
+)
+def test_a_step_that_does_not_count_leaves_everything_as_it_was(spec: str, memory: Any) -> None:
+    """In no rank, although one alone has met an inf; and the host does not ask whether it counts."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), memory, min_numel=0, min_ndim=0)
+        for step in range(4):
+            engine.begin()
+            given = gradients("torch")(communicator.rank, step)
+            if step == 2 and communicator.rank == 1:
+                given["odd"][0, 0, 0] = float("inf")
+            before = states_of(engine)
+            found = engine.step(given)
+            assert engine.found_inf is not None
+            assert bool(torch.isnan(engine.found_inf)) == (step == 2)
+            for name, result in found.items():
+                assert bool(torch.isnan(result).any()) == (step == 2), name
+            if step == 2:
+                assert states_of(engine) == before
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("spec", quick_are("fp16", "onebit", "qsgd:bits=4", "topk:ratio=0.01"))
+def test_what_was_not_sent_is_kept_exactly(spec: str) -> None:
+    """Of a rank that is alone the result is C(x), so that the residual is x less the result, bit by bit."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        for step in range(2):
+            engine.begin()
+            given = gradients("torch")(0, step)
+            kept = {name: one.numpy().copy() for name, one in given.items()}
+            found = engine.step(given, in_place=True)
+            assert all(found[name] is given[name] for name in given)
+            for name, result in found.items():
+                after = [one.numpy().copy() for one in engine.states[name].memory] or [0 * kept[name]]
+                np.testing.assert_array_equal(after[0], kept[name] + before[name] - result.numpy(), err_msg=name)
+                assert after[0].any() or name != "matrix"
+                before[name] = after[0]
+
+    run_ranks(1, work)
+
+
+def test_residuals_are_sent_by_dense_steps_and_taken_over_by_other_methods() -> None:
+    """And a dense step that does not count drops nothing."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("none"), ErrorFeedback(), min_numel=0, min_ndim=0)
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        specs = ["efsignsgd", "topk:ratio=0.1", "onebit", "none", "none", "sidco:ratio=0.1", "fp16"]
+        for step, spec in enumerate(specs):
+            engine.set_plan(dict.fromkeys(SHAPES, parse_compressor(spec)))
+            engine.begin()
+            given = gradients("torch")(0, step)
+            if step == 3:
+                given["one"][0] = float("nan")
+            found = engine.step(given)
+            for name, result in found.items():
+                kept = [one.numpy().copy() for one in engine.states[name].memory] or [0 * result.numpy()]
+                if step == 3:
+                    np.testing.assert_array_equal(kept[-1], before[name], err_msg=name)
+                else:
+                    x = given[name].numpy() + before[name]
+                    np.testing.assert_array_equal(kept[-1], x - result.numpy(), err_msg=f"{name} of {spec}")
+                before[name] = kept[-1]
+
+    run_ranks(1, work)
+
+
+def test_while_somebody_looks_at_x_tensors_go_one_by_one() -> None:
+    """And what was kept follows them."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("fp16"), ErrorFeedback(), min_numel=0, min_ndim=0)
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        for step in range(4):
+            engine.before_compress = (lambda look: {}) if step % 2 == 0 else None
+            engine.begin()
+            given = gradients("torch")(0, step)
+            found = engine.step(given)
+            for name, result in found.items():
+                assert engine.states[name].is_flat == (step % 2 == 1)
+                (after,) = (one.numpy().copy() for one in engine.states[name].memory)
+                np.testing.assert_array_equal(after, given[name].numpy() + before[name] - result.numpy(), err_msg=name)
+                before[name] = after
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_number_of_launches_does_not_depend_on_the_number_of_tensors(spec: str) -> None:
+    counts = [len(launches(spec, [(3, 5)] * tensors, steps=2)) for tensors in (10, 100, 1000)]
+    assert len(set(counts)) == 1
+    assert counts[0] <= 2 * 16
+
+
+@pytest.mark.thorough
+def test_every_kernel_compiles_for_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed for that; the registers that kernels take are printed."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    command = [sys.executable, "-m", "tests.cuda_kernels", "70", "80", "90"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    print(run.stdout)
+    assert run.returncode == 0, run.stderr
