@@ -33,6 +33,7 @@ METHODS = {
 }
 """Whose bucket forms find all their kernels here."""
 
+_OLDEST = 3, 7  # of Triton
 _serves_host = False
 
 
@@ -52,6 +53,10 @@ def why_not() -> str:
 def _missing() -> str:
     try:
         import torch  # noqa: F401
+
+        found = version("triton")
+        if tuple(map(int, found.split(".")[:2])) < _OLDEST:
+            return f"Triton {found} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed"
 
         from hvdcomp.kernels.cuda import language  # noqa: F401
     except ImportError as error:
