@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdcomp
+from hvdcomp.kernels import cuda
 
 Step = Callable[[], Any]
 _SETTLING = 2  # steps after others had their turn: a known name with another size costs Horovod a negotiation
@@ -73,6 +74,7 @@ def step_of_torch(name: str, compression: Any) -> Step:
     import horovod.torch as hvd_torch
     import torch
 
+    cuda.available()  # PyTorch's optimizers import Triton, which ends this process unless hvdcomp has loaded it before
     torch.set_num_threads(1)
     hvd_torch.init()
     gradients = [torch.from_numpy(one) for one in gradients_of(hvd.rank())]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import kernels
+from hvdcomp.kernels import cuda
 
 # No deadline, because machines differ. Examples are derived from the test's own code, so that a run can be repeated;
 # `make test-all` asks for "fresh" ones, by a seed that it prints.
@@ -68,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
     except ImportError:
         return
     torch.set_num_threads(1)  # the ranks of a test are threads already
+    # PyTorch's optimizers import Triton, which ends a process that has TensorFlow unless hvdcomp has loaded it before.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        cuda.available()
 
 
 @pytest.fixture

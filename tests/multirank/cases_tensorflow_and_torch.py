@@ -10,6 +10,7 @@ import torch
 
 import hvdcomp
 from hvdcomp.bindings.base import PRESENCE_BYTES
+from hvdcomp.kernels import cuda
 from tests.multirank.training_tensorflow import (
     TapeTraining,
     assert_like_horovods,
@@ -19,6 +20,9 @@ from tests.multirank.training_tensorflow import (
     own_generator,
     sgd,
 )
+
+# PyTorch's optimizers import Triton, which ends a process that has TensorFlow unless hvdcomp has loaded it before.
+cuda.available()
 
 
 class TorchNetwork(torch.nn.Module):
