@@ -209,15 +209,20 @@ def test_a_job_replaced_by_another_of_its_name_counts_as_gone(api: KubernetesApi
     assert (last.phase, last.exit_code) == ("deleted", None)
 
 
-def test_the_end_waits_for_a_log_that_comes_late(api: KubernetesApi) -> None:
-    def over() -> bool:
-        return "status" in api.objects["mpijobs", "mnist"] and api.asked("list", "pods$") > 1
+def test_the_end_waits_for_a_log_that_comes_late(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    noticed = threading.Event()
+    finish = following._Log.finish
+
+    def finished(log: Any) -> None:
+        if api.asked("list", "/log$"):
+            threading.Timer(0.2, noticed.set).start()
+        finish(log)
 
     def fail(verb: str, path: str, query: dict[str, str]) -> None:
         if path.endswith("/log"):
-            with api.changed:
-                api.changed.wait_for(lambda: over() or api.stopping, 20)
+            noticed.wait(20)
 
+    monkeypatch.setattr(following._Log, "finish", finished)
     api.fail = fail
     result = play(api, succeeds(api, lambda: api.asked("list", "/log$")))
     assert result.stdout == "epoch 1\nepoch 2\n"

@@ -38,10 +38,7 @@ def test_a_level_beyond_the_largest_float() -> None:
 
 
 def nested(depth: int) -> str:
-    spec = '"none"'
-    for _ in range(depth):
-        spec = '{"numel<10": "none", "*": ' + spec + "}"
-    return spec
+    return '{"numel<10": "none", "*": ' * depth + '"none"' + "}" * depth
 
 
 @pytest.mark.parametrize(
