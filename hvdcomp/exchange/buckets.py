@@ -127,7 +127,7 @@ class Buckets:
         places: dict[Any, list[int]] = {}
         for place, name in enumerate(names):
             family, memory = plan[name].bucket_family, self._memory_for(name, plan[name])
-            if on_device and not cuda.takes(plan[name].name, self._tensors[name].size):
+            if on_device and not cuda.takes(plan[name], self._tensors[name].size):
                 continue
             if family is not None and self._tensors[name].size and type(memory) in KNOWN_TO_KERNELS:
                 places.setdefault((family, memory), []).append(place)

@@ -34,6 +34,7 @@ METHODS = {
 """Whose bucket forms find all their kernels here."""
 
 _OLDEST = 3, 7  # of Triton
+_HIGHEST_RANK = 32  # whose products a program can hold
 _serves_host = False
 
 
@@ -72,9 +73,9 @@ def described() -> str:
     return f"Triton {version('triton')}" if available() else "none"
 
 
-def takes(method: str, size: int) -> bool:
-    """Whether kernels take a tensor of a number of elements and a method."""
-    return method in METHODS and size < 2**31
+def takes(compressor: Any, size: int) -> bool:
+    """Whether kernels take a tensor of a number of elements and its compressor."""
+    return compressor.name in METHODS and size < 2**31 and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
 
 
 def serves(array: Any) -> bool:
