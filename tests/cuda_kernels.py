@@ -59,8 +59,10 @@ def recorded() -> Iterator[list[Launch]]:
         DeviceKernels.launch = before  # type: ignore[method-assign]
 
 
-def launches(spec: str, shapes: list[tuple[int, ...]], memory: Memory | None = None, steps: int = 1) -> list[Launch]:
-    """What one rank of two launches in some steps."""
+def launches(
+    spec: str, shapes: list[tuple[int, ...]], memory: Memory | None = None, steps: int = 1, ranks: int = 1
+) -> list[Launch]:
+    """What some ranks together launch in some steps."""
     import torch
 
     tensors = [TensorInfo(f"t{number}", shape, "float32") for number, shape in enumerate(shapes)]
@@ -74,7 +76,7 @@ def launches(spec: str, shapes: list[tuple[int, ...]], memory: Memory | None = N
         assert engine.buckets.now[0].bucket.device is not None
 
     with recorded() as found:
-        run_ranks(1, work)
+        run_ranks(ranks, work)
     return found
 
 
@@ -84,7 +86,7 @@ def every_form() -> list[Launch]:
     memories = (NoMemory(), ErrorFeedback(), MomentumCorrection(0.9, nesterov=True))
     for spec in COMPILED:
         for memory in memories:
-            for kernel, types, constants in launches(spec, [(64, 1100), (7,)], memory):
+            for kernel, types, constants in launches(spec, [(64, 1100), (7,)], memory, ranks=3):
                 found[kernel.__name__, types, constants] = kernel, types, constants
     return list(found.values())
 

@@ -273,18 +273,6 @@ def zero_results(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def add_sent(table, segments, flag, chunks, payload, share, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    """Adds one rank's elements to the results, of which each has at most one."""
-    chunk = pointer(chunks, tl.int64) + 3 * tl.program_id(0)
-    segment = tl.load(chunk)
-    i, value, there = _sent(table, segments, segment, tl.load(chunk + 1), payload, HALF, CHUNK)
-    result = floats(table, segments, segment, RESULT) + i
-    total = tl.load(result, mask=there, other=0.0) + value * share
-    tl.store(result, total, mask=there)
-    report(flag, tl.where(there, magnitude(total), 0))
-
-
-@triton.jit
 def sparse_keep(table, segments, flag, chunks, payload, HALF: tl.constexpr, MASKING: tl.constexpr, CHUNK: tl.constexpr):
     """Takes what this rank sent off x; MASKING: ends the momentum of these elements."""
     chunk = pointer(chunks, tl.int64) + 3 * tl.program_id(0)
@@ -327,16 +315,6 @@ def _encode(on, half, payload):
     on.pieces(pack_chosen, found, places, counts, chosen, payload, HALF=bool(half), **read)
 
 
-def _decode(on, first, ranks, row, half):
-    on.pieces(zero_results)
-    chunks = chunks_of(on)
-    for rank in range(ranks):
-        on.launch(
-            add_sent, chunks.shape[0], on.rows, len(on.segments), on.flag, chunks, first.data_ptr() + rank * row,
-            1 / ranks, HALF=bool(half), CHUNK=CHUNK,
-        )  # fmt: skip
-
-
 def _keep(on, payload, half, masking):
     chunks = chunks_of(on)
     on.launch(
@@ -345,5 +323,5 @@ def _keep(on, payload, half, masking):
     )  # fmt: skip
 
 
-KERNELS = {"sparse_encode": _encode, "sparse_decode": _decode, "sparse_keep": _keep}
+KERNELS = {"sparse_encode": _encode, "sparse_keep": _keep}
 """How each is launched, by its name."""

@@ -1,0 +1,130 @@
+"""The mean of the elements that the ranks sent, in one launch, whatever the number of ranks.
+
+A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so those of
+one piece lie behind each other, and a binary search, of all ranks at once, finds where. The program fills its piece
+with zeros and adds to it rank after rank, as the kernel in C does: so the bits are the same.
+"""
+
+from hvdcomp.kernels.cuda.language import tl, triton
+from hvdcomp.kernels.cuda.x import (
+    COUNT,
+    PLACE0,
+    PLACE1,
+    PLACE2,
+    PLACE3,
+    RESULT,
+    entry,
+    floats,
+    magnitude,
+    piece,
+    pointer,
+    report,
+    size_of,
+)
+
+COUNTED = tl.constexpr(65536)  # elements of a block of `sparse_payload`
+_COUNTS = 1024  # of blocks, of all ranks together, that a program adds up at a time
+_CHUNK = 256  # elements of a rank that it adds at a time
+
+
+@triton.jit
+def _indices(address, number, width, mask):
+    """Indices as they travel: in the tensor, or in a block of it."""
+    if width == 2:
+        index = tl.load(pointer(address, tl.int16) + number, mask=mask, other=0).to(tl.int32) & 0xFFFF
+    else:
+        index = tl.load(pointer(address, tl.int32) + number, mask=mask, other=0)
+    return index
+
+
+@triton.jit
+def _reaching(address, width, low, high, bound):
+    """One step on the way to the first number from `low` to `high` whose index reaches the bound: closer ones."""
+    middle = (low + high) // 2
+    asks = low < high
+    below = asks & (_indices(address, middle, width, asks) < bound)
+    return tl.where(below, middle + 1, low), tl.where(below, high, middle)
+
+
+@triton.jit
+def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.constexpr, COUNTS: tl.constexpr):
+    """Which elements of each rank lie in the piece that begins at `start`: the first, and that behind the last.
+
+    origin: where in the tensor the block of these elements begins, 0 if there are no blocks.
+    payloads: addresses, (at least ranks,).
+    """
+    rank = tl.arange(0, payloads.shape[0])
+    count = entry(table, segments, segment, COUNT).to(tl.int32)
+    counts_at = entry(table, segments, segment, PLACE1)
+    first = rank * 0
+    last = tl.where(rank < ranks, count, 0)
+    if counts_at >= 0:
+        counts = pointer(payloads + counts_at, tl.int32)
+        block = origin // COUNTED
+        for number in range(0, block, COUNTS):
+            before = number + tl.arange(0, COUNTS)
+            asks = (rank < ranks)[:, None] & (before < block)[None, :]
+            first += tl.sum(tl.load(counts[:, None] + before[None, :], mask=asks, other=0), 1)
+        last = first + tl.load(counts + block, mask=rank < ranks, other=0)
+    if size_of(table, segments, segment) > PIECE:
+        indices = payloads + entry(table, segments, segment, PLACE2)
+        width = entry(table, segments, segment, PLACE3)
+        low, high = first, last
+        behind_low, behind_high = first, last
+        steps = tl.minimum(count, COUNTED) if counts_at >= 0 else count
+        while steps > 0:
+            low, high = _reaching(indices, width, low, high, start - origin)
+            behind_low, behind_high = _reaching(indices, width, behind_low, behind_high, start - origin + PIECE)
+            steps = steps // 2
+        first, last = low, behind_low
+    return first, last
+
+
+@triton.jit
+def sparse_decode(
+    table, segments, tasks, flag, payload, ranks, row, share,
+    HALF: tl.constexpr, RANKS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Means of what `ranks` have sent, whose payloads are `row` bytes apart."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    result = floats(table, segments, segment, RESULT)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        tl.store(result + i, tl.zeros((BLOCK,), tl.float32), mask=i < end)
+    values_at = entry(table, segments, segment, PLACE0)
+    indices_at = entry(table, segments, segment, PLACE2)
+    width = entry(table, segments, segment, PLACE3)
+    origin = start // COUNTED * COUNTED if entry(table, segments, segment, PLACE1) >= 0 else start * 0
+    number_of_rank = tl.arange(0, RANKS)
+    payloads = payload + number_of_rank.to(tl.int64) * row
+    firsts, lasts = _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE, COUNTS)
+    largest = tl.zeros((CHUNK,), tl.int32)
+    own = payload
+    for rank in range(0, ranks):
+        tl.debug_barrier()  # what other threads of this program wrote is read next
+        first = tl.sum(tl.where(number_of_rank == rank, firsts, 0), 0)
+        last = tl.sum(tl.where(number_of_rank == rank, lasts, 0), 0)
+        for chunk in range(first, last, CHUNK):
+            number = chunk + tl.arange(0, CHUNK)
+            there = number < last
+            i = origin + _indices(own + indices_at, number, width, there)
+            if HALF:
+                value = tl.load(pointer(own + values_at, tl.float16) + number, mask=there, other=0.0).to(tl.float32)
+            else:
+                value = tl.load(pointer(own + values_at, tl.float32) + number, mask=there, other=0.0)
+            total = tl.load(result + i, mask=there, other=0.0) + value * share
+            tl.store(result + i, total, mask=there)
+            largest = tl.maximum(largest, tl.where(there, magnitude(total), 0))
+        own += row
+    report(flag, largest)
+
+
+def _decode(on, first, ranks, row, half):
+    lanes = triton.next_power_of_2(ranks)
+    counts = max(1, _COUNTS // lanes)
+    on.pieces(sparse_decode, first, ranks, row, 1 / ranks, HALF=bool(half), RANKS=lanes, COUNTS=counts, CHUNK=_CHUNK)
+
+
+KERNELS = {"sparse_decode": _decode}
+"""How it is launched, by its name."""
