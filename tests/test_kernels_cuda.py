@@ -86,7 +86,7 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
 @pytest.mark.parametrize("spec", ["topk:ratio=0.01", "topk:ratio=0.5,values=fp16"])
 def test_indices_in_blocks(spec: str) -> None:
     """Of a tensor of more than one block of 2**16 elements, many of them equal: the same as with kernels in C."""
-    shape = (3, 47_000)
+    shape = (3, 23_000)
 
     def step(backend: str) -> list[bytes]:
         def work(communicator: Any) -> list[bytes]:
