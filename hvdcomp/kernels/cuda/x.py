@@ -109,7 +109,7 @@ def is_address(address, i):
 
 @triton.jit
 def residual(table, segments, segment, i, inside):
-    """What was not sent of the kept x, and whether there is one."""
+    """What was not sent of the kept x, zero beyond a tensor's end, and whether there is one."""
     address = entry(table, segments, segment, KEPT)
     holds = is_address(address, i)
     kept = tl.load(pointer(address, tl.float32) + i, mask=inside & holds, other=0.0)
@@ -117,7 +117,7 @@ def residual(table, segments, segment, i, inside):
     rule = i * 0 + tl.load(sent).to(tl.int32)
     upper = (kept > 0) | ((kept == 0) & (rule == 1))
     left = kept - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
-    return tl.where(rule == 4, 0.0, tl.where(rule == 0, kept, left)), holds
+    return tl.where(inside & (rule != 4), tl.where(rule == 0, kept, left), 0.0), holds
 
 
 @triton.jit
