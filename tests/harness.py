@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -53,6 +54,22 @@ BACKENDS_AND_DTYPES = [
     for backend, dtypes in DTYPES.items()
     for dtype in dtypes
 ]
+
+
+def in_turns(values: Iterable[Any]) -> list[Any]:
+    """Parameters: each value, or tuple of values, with each backend; in the quick tests with one of them, in turns."""
+    return [
+        needing(backend, *(value if isinstance(value, tuple) else (value,)), backend, thorough=(place + turn) % 2 == 1)
+        for place, value in enumerate(values)
+        for turn, backend in enumerate(DTYPES)
+    ]
+
+
+def fewer_examples(share: int) -> hypothesis.settings:
+    """One in `share` of the random examples that a test usually gets: for one that has them for each of many cases."""
+    return hypothesis.settings(max_examples=max(1, hypothesis.settings().max_examples // share))
+
+
 # Every compressor in each of its forms; a larger share is sent of tensors as small as they are here.
 EXAMPLES = [
     str(compressor.at_level(0.1) if compressor.level_name == "ratio" else compressor)

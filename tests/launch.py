@@ -12,6 +12,12 @@ from pathlib import Path
 import pytest
 
 _BIN = Path(sys.executable).parent
+# `horovodrun`, but for its question whether Horovod was built with Gloo: to answer it, it imports TensorFlow each time.
+_HOROVODRUN = """
+from horovod.runner import launch
+launch.gloo_built = lambda verbose=False: True
+launch.run_commandline()
+"""
 
 
 def available(controller: str) -> bool:
@@ -25,12 +31,14 @@ def run_ranks(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     timeout: float = 300,
+    horovodrun: Sequence[str] = (sys.executable, "-c", _HOROVODRUN),
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python arguments...` on `count` ranks of this machine and waits.
 
     Args:
         controller: "gloo" or "mpi".
         timeout: seconds, after which all ranks are killed and TimeoutExpired is raised.
+        horovodrun: the program that starts ranks with Gloo.
 
     Returns:
         The finished launcher with its output; the exit code is not checked.
@@ -38,7 +46,7 @@ def run_ranks(
     if not available(controller):
         pytest.skip(f"no launcher for {controller} ranks is installed")
     if controller == "gloo":
-        launcher = ["horovodrun", "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
+        launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
     else:
         launcher = ["mpirun", "-np", str(count), "--oversubscribe", "--bind-to", "none"]
     variables = os.environ | {

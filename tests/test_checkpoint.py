@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.base import Policy
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
-from tests.harness import BACKENDS, as_numpy, bits, copy, infos, make, states_of
+from tests.harness import BACKENDS, as_numpy, bits, copy, in_turns, infos, make, states_of
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 EPOCH = 2  # steps
@@ -61,8 +62,7 @@ def driven(
     return Driven(communicator, policy, backend, spec=spec, steps_per_epoch=EPOCH, rates=falling, state=state)
 
 
-@every_backend
-@pytest.mark.parametrize(("spec", "text", "lag"), CASES)
+@pytest.mark.parametrize(("spec", "text", "lag", "backend"), in_turns(CASES))
 def test_a_training_goes_on_from_any_step_as_if_never_stopped(spec: str, text: str, lag: int, backend: str) -> None:
     """Checkpoints are used only after the run that wrote them is over, so that they must have copied everything."""
     policy = policy_of(text, lag)
@@ -97,13 +97,18 @@ def test_a_training_goes_on_from_any_step_as_if_never_stopped(spec: str, text: s
     assert len({*first[0]}) > 1 or len({*first[1]}) > 1 or text.startswith("constant")
 
 
-@every_backend
 @pytest.mark.parametrize(
-    "memory", [ErrorFeedback(decay=0.5), MomentumCorrection(momentum=0.5, clip=3.0), NoMemory(), None], ids=str
+    ("memory", "spec", "backend"),
+    in_turns(
+        itertools.product(
+            [ErrorFeedback(decay=0.5), MomentumCorrection(momentum=0.5, clip=3.0), NoMemory(), None],
+            ["topk:ratio=0.1", "powersgd:rank=2,alternating=true", "qsgd:bits=4"],
+        )
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "powersgd:rank=2,alternating=true", "qsgd:bits=4"])
 def test_an_engine_without_a_policy_goes_on_with_its_level_and_what_other_memories_left(
-    spec: str, memory: Any, backend: str
+    memory: Any, spec: str, backend: str
 ) -> None:
     """The level is set in the middle; then a dense step, after which warm starts are kept and residuals gone."""
     levels = {2: {"topk": 0.5, "powersgd": 1, "qsgd": 2}[spec.partition(":")[0]], 5: "dense", 6: None}

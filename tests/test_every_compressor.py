@@ -28,6 +28,7 @@ from tests.harness import (
     bits,
     densify,
     dtype_of,
+    in_turns,
     make,
     random_states_untouched,
 )
@@ -103,9 +104,9 @@ def test_zero_and_constant_gradients(spec: str, backend: str, dtype: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what is meant to happen here
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize(
+    ("spec", "bad", "backend"), in_turns(itertools.product(EXAMPLES, (np.inf, -np.inf, np.nan)))
+)
 def test_a_non_finite_gradient_reaches_all_ranks_and_leaves_no_trace(spec: str, bad: float, backend: str) -> None:
     poisoned = normal(1)
     poisoned[3, 5] = bad

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.alone
 _EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
+@pytest.mark.thorough
 def test_keras_fit_learns_and_compresses_harder_in_the_end() -> None:
     finished = run_ranks(2, "gloo", [str(_EXAMPLES / "keras_fit.py")])
     assert finished.returncode == 0, finished.stdout[-3000:]

@@ -118,8 +118,17 @@ def test_a_process_that_used_it_ends(ending: str) -> None:
 def test_signals_are_left_to_the_processs_own_threads() -> None:
     """Else Python's handler would run late, when a worker took the signal."""
     blocked = """
-masks = [open(f"/proc/self/task/{task}/status").read().partition("SigBlk:")[2].split()[0]
-         for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
-print(len(masks), all(int(mask, 16) >> 1 & 1 for mask in masks))  # signal 2 is that of Ctrl-C
+import time
+
+def told(task, what):
+    return open(f"/proc/self/task/{task}/status").read().partition(f"\\n{what}:")[2].split()[0]
+
+workers = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+# Before a thread has run, the C library itself blocks its signals. A worker that sleeps has run.
+end = time.monotonic() + 30
+while {told(task, "State") for task in workers} != {"S"}:
+    assert time.monotonic() < end
+    time.sleep(0.01)
+print(len(workers), all(int(told(task, "SigBlk"), 16) >> 1 & 1 for task in workers))  # signal 2 is that of Ctrl-C
 """
     assert python(PROGRAM + blocked, OPENBLAS_NUM_THREADS="1") == "3 True"

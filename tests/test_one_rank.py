@@ -32,7 +32,7 @@ print("same weights")
 """
 
 
-@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_one_rank_trains_as_without_compression(controller: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

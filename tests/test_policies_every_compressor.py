@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from hvdcomp.policies import POLICIES as REGISTRY
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates
 from tests.driven import Driven
-from tests.harness import BACKENDS, EXAMPLES
+from tests.harness import EXAMPLES, in_turns
 from tests.pairs import compressor_for
 
 SHAPES = {"a": (40, 30), "b": (24, 50)}
@@ -34,9 +36,7 @@ def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("spec", LEVELLED)
+@pytest.mark.parametrize(("spec", "policy", "backend"), in_turns(itertools.product(LEVELLED, POLICIES)))
 def test_levels_change_on_all_ranks_alike(spec: str, policy: str, backend: str) -> None:
     own = parse_compressor(spec).level
     assert own is not None

@@ -38,22 +38,11 @@ def test_on_real_ranks(request: pytest.FixtureRequest, module: str, case: str, c
 
 # What a process decides when it starts needs processes of its own.
 
-_ONE_THREAD = """
+# Keras 3, and then a step where TensorFlow has only one thread.
+_REFUSED = """
 import tensorflow as tf
 tf.config.threading.set_inter_op_parallelism_threads(1)
 import horovod.tensorflow as hvd
-hvd.init()
-from hvdcomp import ConfigurationError
-from tests.multirank.training_tensorflow import TapeTraining
-try:
-    TapeTraining("topk:ratio=0.1").step()
-except ConfigurationError as error:
-    print("refused:", error, flush=True)
-"""
-
-_KERAS_3 = """
-import horovod.tensorflow as hvd
-import tensorflow as tf
 hvd.init()
 import hvdcomp
 assert tf.keras.__version__.startswith("3")
@@ -69,6 +58,11 @@ try:
     optimizer = DistributedOptimizer(tf.keras.optimizers.SGD(), compression=compression)
     model.compile(optimizer, "mse")
     model.fit(tf.zeros((16, 64)), tf.zeros((16, 40)), callbacks=[hvdcomp.tensorflow.keras.PolicyCallback(compression)])
+except hvdcomp.ConfigurationError as error:
+    print("refused:", error, flush=True)
+from tests.multirank.training_tensorflow import TapeTraining
+try:
+    TapeTraining("topk:ratio=0.1").step()
 except hvdcomp.ConfigurationError as error:
     print("refused:", error, flush=True)
 """
@@ -94,15 +88,11 @@ def _output(program: str, folder: Path, count: int, **environment: str) -> str:
     return run_ranks(count, "gloo", [str(path)], environment, timeout=120).stdout
 
 
-def test_one_inter_op_thread_is_refused_on_every_rank(tmp_path: Path) -> None:
-    output = _output(_ONE_THREAD, tmp_path, 2)
-    assert output.count("refused: TensorFlow runs with 1 inter-op thread") == 2, output[-3000:]
-
-
-def test_keras_3_is_refused_on_every_rank(tmp_path: Path) -> None:
-    output = _output(_KERAS_3, tmp_path, 2, TF_USE_LEGACY_KERAS="0")
-    assert output.count("refused: ") == 4, output[-3000:]
+def test_keras_3_and_one_inter_op_thread_are_refused_on_every_rank(tmp_path: Path) -> None:
+    output = _output(_REFUSED, tmp_path, 2, TF_USE_LEGACY_KERAS="0")
+    assert output.count("refused: ") == 6, output[-3000:]
     assert output.count("TF_USE_LEGACY_KERAS=1") >= 4, output[-3000:]
+    assert output.count("refused: TensorFlow runs with 1 inter-op thread") == 2, output[-3000:]
 
 
 def test_one_rank_trains_as_without_compression(tmp_path: Path) -> None:

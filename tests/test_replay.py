@@ -22,6 +22,7 @@ from hvdcomp.adaptation.replay import replay
 from hvdcomp.cli import main
 from hvdcomp.policies import POLICIES, Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistic, Statistics, Timing
+from tests.harness import fewer_examples
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number
 SPECS = [
@@ -125,6 +126,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+@fewer_examples(3)
 @given(moments=st.integers(0, 30), seed=st.integers(0, 2**32), stop=st.integers(0, 30))
 @example(moments=0, seed=1979627, stop=15)  # step times of 5e-324 s, which no clock can tell
 def test_all_is_made_again(spec: str, moments: int, seed: int, stop: int) -> None:

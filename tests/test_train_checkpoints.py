@@ -239,18 +239,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     assert other_ranks.count("is of a run with ranks=1, and this one has 2") == 1
 
 
-def test_a_checkpoint_that_cannot_be_written_stops_all_ranks_with_the_reason(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    # In the middle of the run the folder is gone and a file stands in its place.
-    do = f"rank == 0 and (shutil.rmtree({str(folder)!r}), Path({str(folder)!r}).write_text(''))"
-    options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(folder), "--checkpoint-every", "7"]
-    said = _run(2, tmp_path, [{"options": options, "at": {"step": 10, "do": do}}])
-    assert said.count(f"the checkpoint in {folder} cannot be written on rank 0: ") == 2, "once per rank"
-    assert "the one before it, if any, is complete" in said
-    assert _summary(tmp_path / "b")["status"] == "failed"
-    assert [line["step"] for line in _lines(tmp_path / "b" / "steps.jsonl")] == list(range(1, 15))
-
-
 @pytest.mark.thorough
 def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
     """Rank 1 alone reads what is damaged. What the run then does is what it had done, bit for bit."""
@@ -299,9 +287,14 @@ if rank == 0:
     assert "holds no checkpoint that can be read" in " ".join(said.split())
 
 
-def test_a_full_disk_ends_all_ranks_with_the_first_cause(tmp_path: Path) -> None:
+def test_what_cannot_be_written_ends_all_ranks_with_the_first_cause(tmp_path: Path) -> None:
+    """On a full disk, and where a file has taken a folder's place."""
     folder, output = tmp_path / "c", tmp_path / "b"
     (tmp_path / "file").write_text("")
+    # In the middle of the run the folder is gone and a file stands in its place.
+    gone, failed = tmp_path / "gone", tmp_path / "failed"
+    replace = f"rank == 0 and (shutil.rmtree({str(gone)!r}), Path({str(gone)!r}).write_text(''))"
+    into_gone = ["--output", str(failed), "--checkpoint-folder", str(gone), "--checkpoint-every", "7"]
     saved = [*_TOPK, "--checkpoint-folder", str(folder), "--checkpoint-every", "7"]
     file = str(output / "steps.jsonl")
     runs: list[dict[str, Any]] = [
@@ -315,10 +308,11 @@ def test_a_full_disk_ends_all_ranks_with_the_first_cause(tmp_path: Path) -> None
         {"options": [*_TOPK, "--output", str(tmp_path / "file" / "below")]},
         {"options": [*_TOPK, "--output", "/proc/hvdcomp"]},
         {"options": [*_TOPK, "--output", str(tmp_path / ("long" * 100))]},
+        {"options": [*_TOPK, *into_gone], "at": {"step": 10, "do": replace}},
     ]
     said = _run(2, tmp_path, runs)
     assert "Traceback" not in said
-    for number, code in enumerate((0, 1, 1, 0, 2, 2, 2)):
+    for number, code in enumerate((0, 1, 1, 0, 2, 2, 2, 1)):
         for rank in (0, 1):
             assert f"run {number} ends on rank {rank} with {code}" in said, number
     assert said.count(f"Error: {file} cannot be written: File too large; what was written before is whole") == 2
@@ -332,6 +326,10 @@ def test_a_full_disk_ends_all_ranks_with_the_first_cause(tmp_path: Path) -> None
     assert weights[0].read_bytes() == weights[1].read_bytes(), "the run of before, bit for bit"
     for place in (tmp_path / "file" / "below", Path("/proc/hvdcomp"), tmp_path / ("long" * 100)):
         assert said.count(f"--output {place}") == 1, "rank 0 alone says it"
+    assert said.count(f"the checkpoint in {gone} cannot be written on rank 0: ") == 2, "once per rank"
+    assert "the one before it, if any, is complete" in said
+    assert _summary(failed)["status"] == "failed"
+    assert [line["step"] for line in _lines(failed / "steps.jsonl")] == list(range(1, 15))
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,24 @@ _STEP_FIELDS = {
 }
 
 
-def _alone(*options: str) -> subprocess.CompletedProcess[str]:
+# Runs the command once per list of options, on ranks that stay; RANK in an option is the rank's number.
+_RUNS = """
+import json, os, sys
+from hvdcomp.commands.train import command
+
+rank = os.environ.get("OMPI_COMM_WORLD_RANK", "0")
+for options in json.loads(sys.argv[1]):
+    code = command.main([option.replace("RANK", rank) for option in options], "train", standalone_mode=False)
+    print(f"rank {rank} ends with {code if isinstance(code, int) else 0}", flush=True)
+"""
+
+
+def _alone(*options: str, program: Sequence[str] = (_COMMAND, "train")) -> subprocess.CompletedProcess[str]:
     """One process, started by no launcher."""
     mine = ("OPAL_", "OMPI_", "PMIX_", "HOROVOD_", "SLURM_")
     variables = {key: value for key, value in os.environ.items() if not key.startswith(mine)}
     return subprocess.run(
-        [_COMMAND, "train", *options],
+        [*program, *options],
         env=variables | {"COLUMNS": "160"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -90,8 +103,12 @@ def test_one_process(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     folder = tmp_path / "run"
     options = ["--model", "mlp", "--samples", "320", "--batch-size", "32", "--epochs", "3", "--output", str(folder)]
-    done = _alone(*options, "--tensorboard", "--compression", "topk:ratio=0.01")
+    first = [*options, "--tensorboard", "--compression", "topk:ratio=0.01"]
+    # The second run is refused: the folder is not written over unasked, and what it holds stays.
+    done = _alone(json.dumps([first, options]), program=(sys.executable, "-c", _RUNS))
     assert done.returncode == 0, done.stdout
+    assert [line[-1] for line in done.stdout.splitlines() if line.startswith("rank 0 ends with ")] == ["0", "2"]
+    assert done.stdout.count("holds a run already") == 1
     summary = _check_files(folder, steps=30, epochs=3)
     assert (summary["world_size"], summary["bytes_sent"], summary["compression_factor"]) == (1, 0, None)
     assert summary["spec"] == "topk:ratio=0.01"
@@ -105,12 +122,6 @@ def test_one_process(tmp_path: Path) -> None:
     assert summary["options"]["lr"] == 0.05
     assert list((folder / "tensorboard").glob("events*"))
     _check_tensorboard(folder)
-    # The folder is not written over unasked, and what it holds stays.
-    before = (folder / "steps.jsonl").read_bytes()
-    refused = _alone(*options)
-    assert refused.returncode == 2
-    assert "holds a run already" in refused.stdout
-    assert (folder / "steps.jsonl").read_bytes() == before
     again = _alone(*options, "--overwrite", "--no-progress", "--epochs", "1")
     assert again.returncode == 0, again.stdout
     assert "epoch 1/1" not in again.stdout
@@ -207,21 +218,9 @@ def test_batch_norm_on_two_ranks(tmp_path: Path) -> None:
     assert _check_files(tmp_path, steps=8, epochs=2)["dense_bytes"] == 8 * 4 * 272_474
 
 
-def test_divergence_ends_the_run(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    done = _ranks("mpi", "--model", "mlp", "--lr", "1e20", "--output", str(folder))
-    assert done.returncode != 0
-    assert "the loss is no longer a finite number" in done.stdout
-    assert "Traceback" not in done.stdout
-    summary = _summary(folder)
-    assert summary["status"] == "diverged"
-    assert summary["epochs"] == 0
-    assert summary["steps"] == 20
-    assert _lines(folder / "steps.jsonl")[-1]["loss"] is None
-
-
 def test_bad_spec_under_horovodrun() -> None:
-    done = _ranks("gloo", "--compression", "topk:ratio=7")
+    command = [_COMMAND, "train", "--compression", "topk:ratio=7"]
+    done = run_ranks(2, "gloo", command, {"COLUMNS": "160"}, timeout=120, horovodrun=["horovodrun"])
     assert done.returncode != 0
     assert "Error: " in done.stdout
     assert "ratio" in done.stdout
@@ -229,21 +228,11 @@ def test_bad_spec_under_horovodrun() -> None:
     assert "trainer.py" not in done.stdout, "a traceback of horovodrun's own is all there may be"
 
 
-# Runs the command once per list of options, on ranks that stay; RANK in an option is the rank's number.
-_REFUSED_RUNS = """
-import json, os, sys
-from hvdcomp.commands.train import command
-
-rank = os.environ["OMPI_COMM_WORLD_RANK"]
-for options in json.loads(sys.argv[1]):
-    code = command.main([option.replace("RANK", rank) for option in options], "train", standalone_mode=False)
-    print(f"rank {rank} ends with {code}", flush=True)
-"""
-
-
 def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) -> None:
+    """And a run that diverges ends."""
     program = tmp_path / "program.py"
-    program.write_text(_REFUSED_RUNS)
+    program.write_text(_RUNS)
+    folder = tmp_path / "run"
     (tmp_path / "data0").mkdir()
     for name in ("wiki.train.tokens", "wiki.test.tokens"):
         (tmp_path / "data0" / name).write_text("a cat and a dog \n" * 1000)
@@ -258,12 +247,20 @@ def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) ->
         ],
         "the ranks differ in seed: 0 on rank 0, 1 on rank 1": ["--seed", "RANK"],
     }
-    arguments = [str(program), json.dumps(list(refused.values()))]
+    diverging = ["--model", "mlp", "--lr", "1e20", "--no-progress", "--output", str(folder)]
+    arguments = [str(program), json.dumps([*refused.values(), diverging])]
     done = run_ranks(2, "mpi", arguments, {"COLUMNS": "160"}, timeout=120)
     assert done.returncode == 0, done.stdout
     for message in refused:
         assert done.stdout.count(message) == 1, done.stdout
-    assert done.stdout.count("Error: ") == len(refused)
+    assert done.stdout.count("the loss is no longer a finite number") == 1
+    assert done.stdout.count("Error: ") == len(refused) + 1
     assert "Traceback" not in done.stdout
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank} ends with 2") == len(refused)
+        assert done.stdout.count(f"rank {rank} ends with 1") == 1
+    summary = _summary(folder)
+    assert summary["status"] == "diverged"
+    assert summary["epochs"] == 0
+    assert summary["steps"] == 20
+    assert _lines(folder / "steps.jsonl")[-1]["loss"] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
 from hvdcomp.policies.decisions import MultiLevel
 from tests.driven import COMPRESSED, SHAPES, gradients_of, random_gradients
-from tests.harness import BACKENDS, as_numpy, bits, copy, densify, infos, make, run_engines, states_of
+from tests.harness import BACKENDS, as_numpy, bits, copy, densify, in_turns, infos, make, run_engines, states_of
 from tests.test_policies_every_compressor import LEVELLED
 from tests.two_levels import Model
 
@@ -363,17 +364,21 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
     run_ranks(2, work)
 
 
-@every_backend
 @pytest.mark.parametrize(
-    ("what", "candidate"),
-    [("dense", None), ("dense", 8.0), ("minimum", None), ("minimum", 8.0), ("candidate", 8.0)],
+    ("spec", "sent", "backend"),
+    in_turns(
+        itertools.product(
+            LEVELLED, [("dense", None), ("dense", 8.0), ("minimum", None), ("minimum", 8.0), ("candidate", 8.0)]
+        )
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("spec", LEVELLED)
 def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing(
-    spec: str, what: Any, candidate: float | None, backend: str
+    spec: str, sent: tuple[Any, float | None], backend: str
 ) -> None:
     """Of two ranks the first measures while it sends. A third training previews both levels in each step, and in a
     fourth nobody looks: results, residuals and warm starts are the same bits in all."""
+    what, candidate = sent
     decision = MultiLevel(3.0, candidate, what)
     told: list[tuple[float, float | None]] = []
     previewed: list[tuple[float, float | None]] = []

@@ -13,8 +13,14 @@ from tests.multirank.training_tensorflow import Network, TapeTraining, assert_sa
 
 
 def case_element_types() -> None:
-    for dtype in ("float64", "float16", "bfloat16"):
-        for spec in ("fp16", "topk:ratio=0.05", "powersgd:rank=2") + (("none",) if dtype != "bfloat16" else ()):
+    # How the methods reckon in each of them is tested in `tests.test_every_compressor`.
+    methods = {
+        "float64": ("none", "fp16", "topk:ratio=0.05"),
+        "float16": ("none", "powersgd:rank=2"),
+        "bfloat16": ("fp16", "topk:ratio=0.05"),
+    }
+    for dtype, specs in methods.items():
+        for spec in specs:
             training = TapeTraining(spec, model=Network(dtype), optimizer=PlainSGD(0.01))
             start = training.weights
             training.run(4)

@@ -432,14 +432,14 @@ def case_global_random_state_is_untouched() -> None:
 
 
 def case_the_same_seed_gives_the_same_run() -> None:
-    for spec in SPECS:
+    for spec in ("fp16", "topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2"):
         results = []
         for seed in (1, 1, 2):
             model = small_model()
             train(model, distribute(model, compression(spec, model, seed=seed)), steps=8)
             results.append(weights(model))
-        if spec in ("none", "fp16") and hvd.size() > 2:
-            continue  # Horovod carries these, and what it fuses, and so the order of additions, depends on timing
+        if spec == "fp16" and hvd.size() > 2:
+            continue  # Horovod carries it, and what it fuses, and so the order of additions, depends on timing
         assert torch.equal(results[0], results[1]), spec
         assert torch.equal(results[0], results[2]) == (spec not in ("randomk:ratio=0.1", "powersgd:rank=2")), spec
 
