@@ -4,7 +4,8 @@
 
 Gradients are given: the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. So a step is what
 Horovod and hvdcomp do, and next to nothing else; `compute` says how much that is. All trainings of both frameworks take
-turns in one process, so that whatever else the machine does falls on all alike.
+turns in one process, so that whatever else the machine does falls on all alike. In the end each method's time in
+TensorFlow stands as a multiple of Horovod's fp16, and of the same method in PyTorch: the median of the turns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,34 @@ class Turns:
         self.cpu_ms.append(1000 * (time.process_time() - cpu) / steps)
         self.wall_ms.append(1000 * (time.perf_counter() - wall) / steps)
 
+    def forget(self) -> None:
+        """Drops what was measured so far."""
+        self.cpu_ms.clear()
+        self.wall_ms.clear()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cpu_ms": statistics.median(self.cpu_ms),
+            "cpu_quartiles_ms": statistics.quantiles(self.cpu_ms, n=4),
+            "wall_ms": statistics.median(self.wall_ms),
+            "wall_quartiles_ms": statistics.quantiles(self.wall_ms, n=4),
+        }
+
+
+def take_turns(trainings: dict[str, Turns], turns: int, steps: int) -> None:
+    """All trainings in turns; the first turn does not count: it traces graphs, and makes what is kept."""
+    for turn in range(turns + 1):
+        for training in trainings.values():
+            training.turn(steps)
+            if turn == 0:
+                training.forget()
+
+
+def of_all_turns(values: Iterable[float]) -> dict[str, float | list[float]]:
+    """The median of what was found in each turn, and the quartiles."""
+    found = list(values)
+    return {"median": statistics.median(found), "quartiles": statistics.quantiles(found, n=4)}
+
 
 @click.command(help=__doc__)
 @click.option("--method", "methods", multiple=True, default=("topk:ratio=0.01",), help="Spec; may be given again.")
@@ -130,25 +159,23 @@ def main(methods: tuple[str, ...], turns: int, steps: int, with_torch: bool, out
         for framework, make, theirs in makers
         for name, compression in {**theirs, **{method: method for method in methods}}.items()
     }
-    for turn in range(turns + 1):
-        for training in trainings.values():
-            training.turn(steps)
-            if turn == 0:  # traces, and makes the state
-                training.cpu_ms.clear()
-                training.wall_ms.clear()
-    if hvd.rank() == 0:
-        rows = {
-            name: {
-                "cpu_ms": statistics.median(one.cpu_ms),
-                "cpu_quartiles_ms": statistics.quantiles(one.cpu_ms, n=4),
-                "wall_ms": statistics.median(one.wall_ms),
-            }
-            for name, one in trainings.items()
-        }
-        for name, row in rows.items():
-            click.echo(f"{name:32} cpu {row['cpu_ms']:7.2f} ms   wall {row['wall_ms']:7.2f} ms")
-        if output is not None:
-            output.write_text(json.dumps({"ranks": hvd.size(), "turns": turns, "steps": steps, **rows}, indent=1))
+    take_turns(trainings, turns, steps)
+    if hvd.rank() != 0:
+        return
+    rows = {name: training.as_json() for name, training in trainings.items()}
+    for name, row in rows.items():
+        click.echo(f"{name:32} cpu {row['cpu_ms']:7.2f} ms   wall {row['wall_ms']:7.2f} ms")
+    ratios = {}
+    for method in methods:
+        one = trainings[f"tensorflow {method}"].cpu_ms
+        for name in ["tensorflow hvd.fp16", *([f"torch {method}"] if with_torch else [])]:
+            other = trainings[name].cpu_ms
+            ratio = of_all_turns(mine / theirs for mine, theirs in zip(one, other, strict=True))
+            ratios[f"cpu of tensorflow {method} / {name}"] = ratio
+            click.echo(f"tensorflow {method}: {ratio['median']:.2f} times the processor time of {name}")
+    if output is not None:
+        facts = {"ranks": hvd.size(), "turns": turns, "steps": steps}
+        output.write_text(json.dumps({**facts, **rows, "ratios": ratios}, indent=1))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,13 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("quick")
 
+# Whose tests take longest. They come first, so that in the end none of several processes waits long for another.
+_LONGEST = {"test_bench", "test_buckets", "test_kernels_build", "test_kernels_cuda", "test_train_tensorflow"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in _LONGEST)
+
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Where the machine is there for the tests, installs what some of them need beside Python's packages.

@@ -1,0 +1,84 @@
+"""What compression adds to a step of `hvdcomp train`, in TensorFlow and in PyTorch.
+
+    horovodrun -np 2 python benchmarks/tensorflow_training.py --model cnn --output training.json
+
+The steps are those of `hvdcomp train` with its usual settings, on one batch that each rank draws once. Each framework
+trains with Horovod's own compression "none" and with a method of hvdcomp, and all four trainings take turns in one
+process. What compression adds is the time of a step with the method less that of a step of Horovod's own, turn by turn:
+in processor time of this rank, and in time on the clock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import click
+from tensorflow_steps import Step, Turns, of_all_turns, take_turns
+
+from hvdcomp.kernels import cuda
+from hvdcomp.train.data import load_data
+from hvdcomp.train.frameworks import learner_class
+from hvdcomp.train.options import FRAMEWORKS, MODELS, TrainingOptions
+from hvdcomp.train.ranks import Ranks
+
+NONE = "hvd.none"
+
+
+def step_of(framework: str, method: str, options: dict[str, Any]) -> Step:
+    """A step of `hvdcomp train`."""
+    kind, ranks = learner_class(framework), Ranks(framework)
+    kind.prepare(ranks.local_rank, ranks.local_size)
+    settings = TrainingOptions(framework=framework, **options).resolved()
+    data = load_data(settings)
+    learner = kind(settings, data, ranks.rank)
+    learner.broadcast()
+    stock = importlib.import_module(f"horovod.{framework}").Compression.none
+    learner.distribute(stock if method == NONE else learner.compression(method))
+    learner.set_learning_rate(1e-4)
+    first = ranks.rank * settings.batch_size
+    batch = data.train_x[first : first + settings.batch_size], data.train_y[first : first + settings.batch_size]
+    return lambda: learner.step(*batch, 1)
+
+
+@click.command(help=__doc__)
+@click.option("--method", default="topk:ratio=0.01", show_default=True, help="Spec of a compressor.")
+@click.option("--model", type=click.Choice(MODELS), default="cnn", show_default=True)
+@click.option("--data", default="digits", show_default=True, help="As of `hvdcomp train`.")
+@click.option("--batch-size", default=16, show_default=True, help="Of each rank.")
+@click.option("--turns", default=15, show_default=True, help="Of each training.")
+@click.option("--steps", default=20, show_default=True, help="In a turn.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file.")
+def main(method: str, turns: int, steps: int, output: Path | None, **options: Any) -> None:
+    cuda.available()  # PyTorch's optimizers import Triton, which ends this process unless hvdcomp has loaded it before
+    trainings = {
+        f"{framework} {one}": Turns(step_of(framework, one, options))
+        for framework in reversed(FRAMEWORKS)  # TensorFlow chooses its threads before anything runs
+        for one in (NONE, method)
+    }
+    take_turns(trainings, turns, steps)
+    if Ranks("torch").rank != 0:
+        return
+    rows = {name: training.as_json() for name, training in trainings.items()}
+    for name, row in rows.items():
+        click.echo(f"{name:32} cpu {row['cpu_ms']:7.2f} ms   wall {row['wall_ms']:7.2f} ms")
+    added: dict[str, Any] = {}
+    for unit in ("cpu_ms", "wall_ms"):
+        for framework in FRAMEWORKS:
+            ours, theirs = (getattr(trainings[f"{framework} {one}"], unit) for one in (method, NONE))
+            added[f"{framework} {unit}"] = of_all_turns(x - y for x, y in zip(ours, theirs, strict=True))
+        medians = [added[f"{framework} {unit}"]["median"] for framework in FRAMEWORKS]
+        told = ", ".join(f"{one:.2f} ms in {name}" for one, name in zip(medians, FRAMEWORKS, strict=True))
+        click.echo(f"{method} adds to a step, in {unit.removesuffix('_ms')} time: {told}")
+    if output is not None:
+        facts = {**options, "method": method, "ranks": Ranks("torch").size, "turns": turns, "steps": steps}
+        output.write_text(json.dumps({**facts, **rows, "added": added}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
