@@ -46,7 +46,7 @@ def test_json_of_one_with_everything() -> None:
     entry = listed()["powersgd"]
     meanings = [parameter.pop("meaning") for parameter in entry["parameters"]]
     assert meanings[0] == "number of columns of P and Q; no more than rows or columns."
-    whole, switch = "it must be a whole number of at least 1 and ", "it is true or false"
+    whole, switch = "it must be a whole number of at least 1 and ", "it must be true or false"
     positive = "it must be positive (1 is usual)"
     assert entry == {
         "name": "powersgd",

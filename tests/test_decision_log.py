@@ -216,7 +216,7 @@ def _change(line: int, old: str, new: str) -> Any:
         (2, lambda lines: lines.insert(1, "17\n"), "not a line of a decision log"),
         (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated"),
         (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "of the same groups"),
-        (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains.a has 'x' where a number"),
+        (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains.a.x: expected a number"),
     ],
 )  # fmt: skip
 def test_damage_is_found_at_its_line(tmp_path: Path, line: int, change: Any, said: str) -> None:

@@ -86,23 +86,23 @@ def test_average_decoded_keeps_what_this_rank_sent(backend: str, size: int) -> N
 def test_integer_functions(backend: str) -> None:
     xp = arrays_for(make(backend, [0.0]))
     octets = make(backend, [1, 130, 255], "uint8")
-    assert as_numpy(xp.shift_left(octets, 1)).tolist() == [2, 4, 254]
-    assert as_numpy(xp.shift_right(octets, 7)).tolist() == [0, 1, 1]
+    assert as_numpy(octets << 1).tolist() == [2, 4, 254]
+    assert as_numpy(octets >> 7).tolist() == [0, 1, 1]
     places = make(backend, [[0], [4]], "uint8")
-    assert as_numpy(xp.shift_right(octets, places)).tolist() == [[1, 130, 255], [0, 8, 15]]
-    assert as_numpy(xp.shift_right(make(backend, [-8], "int32"), 2)).tolist() == [-2]
+    assert as_numpy(octets >> places).tolist() == [[1, 130, 255], [0, 8, 15]]
+    assert as_numpy(make(backend, [-8], "int32") >> 2).tolist() == [-2]
     assert as_numpy(octets).tolist() == [1, 130, 255]
     assert as_numpy(xp.arange(3, like=octets)).tolist() == [0, 1, 2]
     assert xp.dtype_name(xp.arange(3, like=octets)) == "uint8"
     assert as_numpy(xp.bitcast(make(backend, [1.0, -2.0]), "int32")).tolist() == [0x3F800000, -0x40000000]
-    assert as_numpy(xp.row_counts(make(backend, [[1.0, -1.0], [2.0, 3.0]]) > 0)).tolist() == [[1], [2]]
+    assert as_numpy((make(backend, [[1.0, -1.0], [2.0, 3.0]]) > 0).sum(1, keepdims=True)).tolist() == [[1], [2]]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rounding_functions(backend: str) -> None:
     x = make(backend, [-1.5, -0.0, 2.7])
     xp = arrays_for(x)
-    assert as_numpy(xp.clip(x, -1, 2)).tolist() == [-1, 0, 2]
+    assert as_numpy(x.clip(-1, 2)).tolist() == [-1, 0, 2]
     assert as_numpy(abs(x)).tolist() == [1.5, 0, np.float32(2.7)]
     assert as_numpy(x).tolist() == [-1.5, 0, np.float32(2.7)]
     assert as_numpy(xp.floor(x)).tolist() == [-2, 0, 2]
@@ -118,11 +118,11 @@ def test_row_functions(backend: str) -> None:
     xp = arrays_for(x)
     expected = np.array([[5], [0], [5e30], [5e-30], [np.nan], [np.inf]], np.float32)
     np.testing.assert_allclose(as_numpy(xp.row_norms(x)), expected, rtol=1e-6)
-    assert as_numpy(xp.rows_with_nonzero(x)).tolist() == [True, False, True, True, True, True]
-    assert as_numpy(xp.rows_with_nonzero(x[:, 1:])).tolist() == [True, False, True, True, False, True]
-    assert as_numpy(xp.row_sums(x[:2])).tolist() == [[-1], [0]]
+    assert as_numpy((x != 0).any(1)).tolist() == [True, False, True, True, True, True]
+    assert as_numpy((x[:, 1:] != 0).any(1)).tolist() == [True, False, True, True, False, True]
+    assert as_numpy(x[:2].sum(1, keepdims=True)).tolist() == [[-1], [0]]
     for row, largest in zip(x, [4, 0, 4e30, 4e-30, np.nan, np.inf], strict=True):
-        np.testing.assert_array_equal(as_numpy(xp.largest_magnitude(row)), np.array([largest], np.float32))
+        np.testing.assert_array_equal(as_numpy(xp.reshape(abs(row).max(), (1,))), np.array([largest], np.float32))
 
 
 def numbers(backend: str, count: int, name: str = "w", step: int = 0, seed: int = 0, rank: int = 0) -> np.ndarray:

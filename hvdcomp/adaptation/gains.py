@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import StepClock
-from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.exchange.energies import Energies, densified
@@ -62,14 +62,13 @@ class TwoLevels(Observer):
         self.due = True
         self._candidate = decision.candidate and plans.at_factor(decision.candidate)
         self._energies: list[Energies] = []  # of x, and of what each level loses
-        self._span: tuple[Any, Any] | None = None  # before and after what was done only to learn gains
-        self._seconds_between: Callable[[Any, Any], float | None] | None = None
+        self._spent: Callable[[], float | None] = lambda: None  # seconds of what was done only to learn gains
 
     def begin_step(self, period_ends: bool) -> None:
         self.due = period_ends
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
-        self._energies, self._span = [], None
+        self._energies, self._spent = [], lambda: None
         decision = self._decision
         measures = self._measuring and self.due
         if not measures and self._decide is None and decision.send != "candidate":
@@ -83,7 +82,7 @@ class TwoLevels(Observer):
             decision = self._decide()
         if marks is not None:
             start, between, end = marks
-            self._span = (between if decision.send == "candidate" else start, end)
+            self._spent = partial(look.xp.seconds_between, between if decision.send == "candidate" else start, end)
         if decision.send != "candidate":
             return {}
         # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing. The
@@ -127,7 +126,6 @@ class TwoLevels(Observer):
         between = look.xp.mark(like)
         if candidate:
             self._energies.append(self._lost(look, candidate, names, sources, sends == "candidate"))
-        self._seconds_between = look.xp.seconds_between
         return start, between, look.xp.mark(like)
 
     @staticmethod
@@ -160,9 +158,7 @@ class TwoLevels(Observer):
 
     def seconds(self) -> float:
         """What the last step spent only to learn gains; 0.0 where the device has not come that far yet."""
-        if self._span is None or self._seconds_between is None:
-            return 0.0
-        return self._seconds_between(*self._span) or 0.0
+        return self._spent() or 0.0
 
 
 class LevelProbe(Observer):
@@ -193,7 +189,7 @@ class LevelProbe(Observer):
         energies = look.energies(names).by_name()
         for factor, plan in self._plans.items():
             for name, lost in look.lost(plan, names).by_name().items():
-                both = look.xp.stack([energies[name], lost])
+                both = look.xp.concatenate([energies[name].reshape(1), lost.reshape(1)])
                 sums = self._energies.setdefault(name, {})
                 sums[factor] = sums[factor] + both if factor in sums else both
 
@@ -211,7 +207,7 @@ class LevelProbe(Observer):
         """By tensor name and factor; NaN for a tensor of zeros, which has no gain. Waits for the device."""
 
         def gain(_: str, both: Array) -> float:
-            energy, lost = arrays_for(both).to_list(both)
+            energy, lost = both.tolist()
             return error_gain(energy, lost) if energy else math.nan
 
         return _table(self._energies, gain)

@@ -5,6 +5,7 @@ Nothing here makes an accelerator wait but the functions that return numbers, on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
@@ -83,10 +84,7 @@ class AccumulatedGradients(Observer):
 
     def model_norm(self) -> float:
         """The 2-norm of all sums as one vector. Waits for the device."""
-        if not self.sums:
-            return 0.0
-        sums = list(self.sums.values())
-        return float(arrays_for(sums[0]).norm(sums))
+        return math.hypot(*self.norms(list(self.sums)).values())
 
     def _numbers(self, function: str, names: Sequence[str], missing: float = 0.0) -> dict[str, float]:
         known = [name for name in names if name in self.sums]
@@ -94,5 +92,5 @@ class AccumulatedGradients(Observer):
         if known:
             xp = arrays_for(self.sums[known[0]])
             vector = getattr(xp, function)([self.sums[name] for name in known])
-            numbers.update(zip(known, xp.to_list(vector), strict=True))
+            numbers.update(zip(known, vector.tolist(), strict=True))
         return numbers

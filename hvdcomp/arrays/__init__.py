@@ -2,7 +2,9 @@
 
 `arrays_for(x)` gives the module of functions for the framework of `x`. The modules define the same functions with
 the same meaning; compressors call them as `xp.name(...)` and know no framework. A function that returns a changed
-array may reuse the storage of its first argument only where its docstring says so.
+array may reuse the storage of its first argument only where its docstring says so. What the frameworks' arrays do alike
+needs no function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`,
+`x.clip(low, high)`, `x.cumsum(0)`.
 """
 
 from __future__ import annotations

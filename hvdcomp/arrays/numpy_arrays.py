@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array
 
 _UNSIGNED_32 = np.dtype("uint32")
@@ -109,9 +108,22 @@ def from_bfloat16_bits(bits: Array) -> Array:
     return (bits.view(np.uint16).astype(_UNSIGNED_32) << 16).view(np.float32)
 
 
-def magnitudes(x: Array, need: int) -> Magnitudes:
-    """The magnitudes of the vector `x`, ready for questions about the `need` largest; see `Magnitudes`."""
-    return Magnitudes(x.astype(np.float32) if x.dtype.itemsize < 4 else x, need)
+def top(x: Array, k: int) -> Array:
+    """The places (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest."""
+    return np.argpartition(x, x.shape[0] - k)[x.shape[0] - k :]
+
+
+def first_places(front: Array, back: Array, limit: int) -> Array:
+    """The first `limit` places, int64, of those where one mask holds, and then of those where another does.
+
+    There must be as many.
+    """
+    return np.concatenate([np.flatnonzero(front), np.flatnonzero(back)])[:limit]
+
+
+def count_nonzero(x: Array) -> Array:
+    """How many elements are not zero, an integer scalar."""
+    return np.asarray(np.count_nonzero(x))
 
 
 def sort(x: Array) -> Array:
@@ -128,29 +140,6 @@ def block_counts(indices: Array, block: int, blocks: int) -> Array:
 def repeat(x: Array, counts: Array, total: int) -> Array:
     """Each element of the vector `x` as often as `counts` says, `total` elements in all."""
     return np.repeat(x, counts)
-
-
-def multiply_add(x: Array, y: Array, factor: float) -> Array:
-    """x + factor * y, in fresh storage."""
-    result = y * y.dtype.type(factor)
-    result += x
-    return result
-
-
-def fill_at(x: Array, indices: Array, value: float) -> Array:
-    """The vector `x` with `value` at `indices`; reuses the storage of x."""
-    x[indices] = value
-    return x
-
-
-def stack(scalars: Sequence[Array]) -> Array:
-    """Scalars as a vector."""
-    return np.stack(list(scalars))
-
-
-def norm(arrays: Sequence[Array]) -> Array:
-    """The 2-norm of all elements of all arrays, a float64 scalar."""
-    return np.sqrt(np.sum(np.square(norms(arrays))))
 
 
 def norms(arrays: Sequence[Array]) -> Array:
@@ -175,11 +164,6 @@ def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, 
     return [np.add(total, x * total.dtype.type(factor), out=total) for total, x in zip(totals, arrays, strict=True)]
 
 
-def to_list(x: Array) -> list[float]:
-    """The elements of a vector as Python numbers; waits for the device."""
-    return x.tolist()
-
-
 def take(x: Array, indices: Array) -> Array:
     """The elements of the vector `x`, or the rows of the matrix, at `indices`, in fresh storage."""
     return x[indices]
@@ -189,16 +173,6 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
     """The vector `x` with `values` added at `indices` (each at most once); reuses the storage of x."""
     x[indices] += values
     return x
-
-
-def transpose(x: Array) -> Array:
-    """The transposed matrix; a view where possible."""
-    return x.T
-
-
-def column_norms(x: Array) -> Array:
-    """2-norms (1, c) of the columns of a matrix."""
-    return np.sqrt(np.sum(x * x, axis=0, keepdims=True))
 
 
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
@@ -219,11 +193,6 @@ def eigenvectors(x: Array) -> Array:
     return np.linalg.eigh(x)[1].T[::-1]
 
 
-def cumulative_sum(x: Array) -> Array:
-    """Running sums of a vector, in its element type: element i is the sum of the elements 0 to i."""
-    return np.cumsum(x, dtype=x.dtype)
-
-
 def interval_index(bounds: Array, points: Array) -> Array:
     """For each point the index, int64, of the first of the ascending bounds above it, or else of the last bound."""
     return np.minimum(np.searchsorted(bounds, points, side="right"), bounds.shape[0] - 1)
@@ -239,42 +208,9 @@ def bitcast(x: Array, dtype: str) -> Array:
     return x.view(dtype)
 
 
-def shift_left(x: Array, places: int | Array) -> Array:
-    """The integers shifted left, by an array of their type elementwise; bits that leave the element are lost.
-
-    In fresh storage.
-    """
-    return x << np.asarray(places, x.dtype)
-
-
-def shift_right(x: Array, places: int | Array) -> Array:
-    """The integers shifted right, as `shift_left`; the sign bit of signed types is repeated."""
-    return x >> np.asarray(places, x.dtype)
-
-
 def floor(x: Array) -> Array:
     """Elementwise largest whole number not above x; reuses the storage of x."""
     return np.floor(x, out=x)
-
-
-def clip(x: Array, low: float, high: float) -> Array:
-    """Elementwise nearest value in [low, high], in fresh storage."""
-    return np.clip(x, x.dtype.type(low), x.dtype.type(high))
-
-
-def largest_magnitude(x: Array) -> Array:
-    """One element (1,): the largest magnitude in a vector of at least one element; NaN if it holds one."""
-    return np.abs(x).max(keepdims=True)
-
-
-def row_sums(x: Array) -> Array:
-    """Sums (r, 1) of the rows of a floating-point matrix."""
-    return np.sum(x, axis=1, keepdims=True)
-
-
-def row_counts(condition: Array) -> Array:
-    """How often (r, 1) the condition holds in each row of a matrix of truth values, as float32."""
-    return np.count_nonzero(condition, axis=1, keepdims=True).astype(np.float32)
 
 
 def row_norms(x: Array) -> Array:
@@ -282,11 +218,6 @@ def row_norms(x: Array) -> Array:
     wide = x.astype(np.float64)
     with np.errstate(over="ignore"):
         return np.sqrt(np.einsum("ij,ij->i", wide, wide)).astype(x.dtype)[:, None]
-
-
-def rows_with_nonzero(x: Array) -> Array:
-    """Whether (r,) each row of a matrix holds an element that is not zero."""
-    return np.any(x != 0, axis=1)
 
 
 def found_inf(arrays: Sequence[Array]) -> Array:
@@ -306,11 +237,6 @@ def spoil(x: Array, found_inf: Array) -> Array:
         x = np.array(x)
         x[(0,) * x.ndim] = np.nan
     return x
-
-
-def is_zero(found_inf: Array) -> bool:
-    """Whether the element `found_inf` is zero, as a Python value; waits for the device."""
-    return bool(found_inf[0] == 0)
 
 
 def like_original(x: Array, original: Array) -> Array:

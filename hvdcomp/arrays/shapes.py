@@ -1,8 +1,8 @@
 """Array operations on shapes and element types alone: what a compressor sends is counted by running it on these.
 
 The functions are those of `numpy_arrays` that compressors call, and answer with the shape and the type that those would
-have. Nothing is computed and no memory is taken, however large the arrays. An array has no elements to look at: what
-compressors learn from data they ask of the functions, and those that answer with a number answer with any.
+have; so do the methods of an array. Nothing is computed and no memory is taken, however large the arrays. An array has
+no elements to look at.
 """
 
 from __future__ import annotations
@@ -55,10 +55,23 @@ class ShapeArray:
             "Use xp.where in place of an if"
         )
 
-    def __neg__(self) -> ShapeArray:
+    def itself(self, *_: Any, **__: Any) -> ShapeArray:
+        """What has the shape and the type of this array."""
         return self
 
-    __invert__ = __abs__ = __neg__
+    __neg__ = __invert__ = __abs__ = clip = cumsum = itself
+
+    @property
+    def T(self) -> ShapeArray:  # noqa: N802
+        """The transposed matrix."""
+        return ShapeArray(self.shape[::-1], self.dtype)
+
+    def sum(self, axis: int | None = None, keepdims: bool = False) -> ShapeArray:
+        """Of all elements, (), or of the rows of a matrix, (r,) or (r, 1)."""
+        shape = () if axis is None else (self.shape[0], 1) if keepdims else self.shape[:1]
+        return ShapeArray(shape, self.dtype)
+
+    any = max = mean = sum
 
     def __matmul__(self, other: ShapeArray) -> ShapeArray:
         return ShapeArray((self.shape[0], other.shape[1]), self.dtype)
@@ -73,48 +86,17 @@ class ShapeArray:
     def _compared(self, other: Any) -> Any:
         return ShapeArray(self._combined(other).shape, "bool")
 
-    __add__ = __sub__ = __mul__ = __truediv__ = __and__ = __or__ = __xor__ = _combined
+    __add__ = __sub__ = __mul__ = __truediv__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _combined
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rand__ = __ror__ = __rxor__ = _combined
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
     __hash__ = None  # type: ignore[assignment]
 
 
-class ShapeMagnitudes:
-    """In place of `magnitudes.Magnitudes`: numbers that mean nothing, and indices of the right shape."""
-
-    mean = 0.5
-    largest = 1.0
-
-    def __init__(self, x: ShapeArray) -> None:
-        self._index_type = "int32" if x.shape[0] < 2**31 else "int64"
-
-    def sample_threshold(self, ratio: float) -> float:
-        return self.mean
-
-    def count(self, threshold: float) -> int:
-        return 1
-
-    def mean_excess(self, threshold: float) -> float:
-        return self.mean
-
-    def where(self, condition: bool, x: Any, y: Any) -> Any:
-        return x if condition else y
-
-    def settled(self, condition: bool) -> bool:
-        return True
-
-    def pick(self, low: float, high: float, k: int, limit: int) -> ShapeArray:
-        return self.top(k)
-
-    def top(self, k: int) -> ShapeArray:
-        return ShapeArray((k,), self._index_type)
+floor = finite_or_zero = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
 
 
-def _same(x: ShapeArray, *_: Any) -> ShapeArray:
-    return x
-
-
-floor = clip = finite_or_zero = sort = cumulative_sum = eigenvectors = add_at = reciprocal_or_zero = _same
+def device(x: ShapeArray) -> str:
+    return "none"
 
 
 def dtype_name(x: ShapeArray) -> str:
@@ -126,13 +108,6 @@ def astype(x: ShapeArray, dtype: str) -> ShapeArray:
 
 
 bitcast = astype
-
-
-def shift_left(x: ShapeArray, places: Any) -> ShapeArray:
-    return x * places
-
-
-shift_right = shift_left
 
 
 def flatten(x: ShapeArray) -> ShapeArray:
@@ -170,8 +145,16 @@ def from_bfloat16_bits(bits: ShapeArray) -> ShapeArray:
     return ShapeArray(bits.shape, "float32")
 
 
-def magnitudes(x: ShapeArray, need: int) -> ShapeMagnitudes:
-    return ShapeMagnitudes(x)
+def top(x: ShapeArray, k: int) -> ShapeArray:
+    return ShapeArray((k,), "int64")
+
+
+def first_places(front: ShapeArray, back: ShapeArray, limit: int) -> ShapeArray:
+    return ShapeArray((limit,), "int64")
+
+
+def count_nonzero(x: ShapeArray) -> ShapeArray:
+    return ShapeArray((), "int64")
 
 
 def block_counts(indices: ShapeArray, block: int, blocks: int) -> ShapeArray:
@@ -186,37 +169,13 @@ def take(x: ShapeArray, indices: ShapeArray) -> ShapeArray:
     return ShapeArray((*indices.shape, *x.shape[1:]), x.dtype)
 
 
-def transpose(x: ShapeArray) -> ShapeArray:
-    return ShapeArray(x.shape[::-1], x.dtype)
-
-
-def column_norms(x: ShapeArray) -> ShapeArray:
-    return ShapeArray((1, x.shape[1]), x.dtype)
-
-
 def interval_index(bounds: ShapeArray, points: ShapeArray) -> ShapeArray:
     return ShapeArray(points.shape, "int64")
 
 
 def where(condition: ShapeArray, x: Any, y: Any) -> ShapeArray:
-    values = x * y if isinstance(x, ShapeArray) else y
-    return ShapeArray((condition * values).shape, values.dtype)
+    return condition * x * y
 
 
-def largest_magnitude(x: ShapeArray) -> ShapeArray:
-    return ShapeArray((1,), x.dtype)
-
-
-def row_sums(x: ShapeArray) -> ShapeArray:
-    return ShapeArray((x.shape[0], 1), x.dtype)
-
-
-row_norms = row_sums
-
-
-def row_counts(condition: ShapeArray) -> ShapeArray:
-    return ShapeArray((condition.shape[0], 1), "float32")
-
-
-def rows_with_nonzero(x: ShapeArray) -> ShapeArray:
-    return ShapeArray(x.shape[:1], "bool")
+def row_norms(x: ShapeArray) -> ShapeArray:
+    return x.sum(1, keepdims=True)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdcomp.arrays.device_magnitudes import DeviceMagnitudes
-from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array
 
 
@@ -90,14 +88,25 @@ def from_bfloat16_bits(bits: Array) -> Array:
     return bits.view(torch.bfloat16).float()
 
 
-def magnitudes(x: Array, need: int) -> Magnitudes | DeviceMagnitudes:
-    x = x.detach().float() if x.element_size() < 4 else x.detach()
-    return Magnitudes(x.numpy(), need, torch.from_numpy) if x.device.type == "cpu" else DeviceMagnitudes(x)
+def top(x: Array, k: int) -> Array:
+    return torch.topk(x, k, sorted=False).indices
+
+
+def first_places(front: Array, back: Array, limit: int) -> Array:
+    # Element j of a mask, counted from 0, is where the running count of its elements first exceeds j. Searching for
+    # that needs neither the number of elements on the host nor a scatter.
+    index = torch.int32 if front.shape[0] < 2**31 else torch.int64
+    in_front, behind = (torch.cumsum(mask, 0, dtype=index) for mask in (front, back))
+    places = torch.arange(limit, dtype=index, device=front.device)
+    rest = places - in_front[-1]
+    return torch.where(rest < 0, interval_index(in_front, places), interval_index(behind, rest))
+
+
+def count_nonzero(x: Array) -> Array:
+    return torch.count_nonzero(x)
 
 
 def sort(x: Array) -> Array:
-    if x.device.type == "cpu":  # where NumPy sorts integers many times as fast
-        return torch.from_numpy(np.sort(x.numpy()))
     return x.sort().values
 
 
@@ -109,22 +118,6 @@ def block_counts(indices: Array, block: int, blocks: int) -> Array:
 
 def repeat(x: Array, counts: Array, total: int) -> Array:
     return torch.repeat_interleave(x, counts, output_size=total)
-
-
-def multiply_add(x: Array, y: Array, factor: float) -> Array:
-    return torch.add(x, y, alpha=factor)
-
-
-def fill_at(x: Array, indices: Array, value: float) -> Array:
-    return x.index_fill_(0, indices.long(), value)
-
-
-def stack(scalars: Sequence[Array]) -> Array:
-    return torch.stack(list(scalars))
-
-
-def norm(arrays: Sequence[Array]) -> Array:
-    return norms(arrays).norm()
 
 
 def norms(arrays: Sequence[Array]) -> Array:
@@ -149,24 +142,12 @@ def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, 
     return list(totals)
 
 
-def to_list(x: Array) -> list[float]:
-    return x.tolist()
-
-
 def take(x: Array, indices: Array) -> Array:
     return torch.index_select(x, 0, indices)
 
 
 def add_at(x: Array, indices: Array, values: Array) -> Array:
     return x.index_add_(0, indices, values)
-
-
-def transpose(x: Array) -> Array:
-    return x.t()
-
-
-def column_norms(x: Array) -> Array:
-    return torch.linalg.vector_norm(x, dim=0, keepdim=True)
 
 
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
@@ -181,10 +162,6 @@ def eigenvectors(x: Array) -> Array:
     return torch.linalg.eigh(x).eigenvectors.t().flip(0)
 
 
-def cumulative_sum(x: Array) -> Array:
-    return torch.cumsum(x, 0, dtype=x.dtype)
-
-
 def interval_index(bounds: Array, points: Array) -> Array:
     return torch.searchsorted(bounds, points, right=True).clamp_(max=bounds.shape[0] - 1)
 
@@ -197,43 +174,12 @@ def bitcast(x: Array, dtype: str) -> Array:
     return x.view(getattr(torch, dtype))
 
 
-def shift_left(x: Array, places: int | Array) -> Array:
-    return x << places
-
-
-def shift_right(x: Array, places: int | Array) -> Array:
-    return x >> places
-
-
 def floor(x: Array) -> Array:
     return x.floor_()
 
 
-def clip(x: Array, low: float, high: float) -> Array:
-    return x.clamp(low, high)
-
-
-def largest_magnitude(x: Array) -> Array:
-    low, high = torch.aminmax(x)
-    return torch.maximum(high, -low).reshape(1)  # on CPU many times as fast as the infinity norm
-
-
-def row_sums(x: Array) -> Array:
-    return x.sum(1, keepdim=True)
-
-
-def row_counts(condition: Array) -> Array:
-    return condition.view(torch.uint8).sum(1, keepdim=True, dtype=torch.int32).float()
-
-
 def row_norms(x: Array) -> Array:
     return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64).to(x.dtype)
-
-
-def rows_with_nonzero(x: Array) -> Array:
-    if x.shape[1] == 1:
-        return x[:, 0] != 0
-    return (x.amax(1) != 0) | (x.amin(1) != 0)  # on CPU many times as fast as (x != 0).any(1)
 
 
 def found_inf(arrays: Sequence[Array]) -> Array:
@@ -258,10 +204,6 @@ def spoil(x: Array, found_inf: Array) -> Array:
     if x.numel() and (found_inf.is_cuda or found_inf.item() != 0):
         x[(0,) * x.dim()].add_(found_inf[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
     return x
-
-
-def is_zero(found_inf: Array) -> bool:
-    return found_inf.item() == 0
 
 
 def like_original(x: Array, original: Array) -> Array:

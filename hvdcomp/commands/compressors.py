@@ -103,7 +103,7 @@ def _allowed(example: Compressor, setting: str, kind: type) -> str:
         dataclasses.replace(example, **{setting: math.nan})
     except SpecError as error:
         return str(error).partition("is not allowed; ")[2]
-    return "it is true or false" if kind is bool else ""
+    return "it must be true or false" if kind is bool else ""
 
 
 def _paragraphs(kind: type) -> list[str]:

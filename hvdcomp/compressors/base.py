@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
@@ -18,7 +18,7 @@ from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import Payload, payloads_of
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.specs.described import Described
+from hvdcomp.specs.described import Described, is_whole
 from hvdcomp.specs.levels import Level
 
 # No index reaches further: more rows, columns or elements than this have no meaning.
@@ -27,11 +27,19 @@ LARGEST_COUNT = 2**63 - 1
 MOST_ROUNDS = 100
 
 
-class _NotForHorovod:
-    """In place of the methods that Horovod calls, for users who give it a description instead of a Compression."""
+class HorovodMethod:
+    """A method that Horovod calls on what it was given.
+
+    Of a class, or of a description that has no such method, it says what to write instead.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
 
     def __get__(self, instance: Any, owner: type) -> Any:
-        return refuse_description(owner if instance is None else instance)
+        if instance is None or self._function is None:
+            return refuse_description(owner if instance is None else instance)
+        return MethodType(self._function, instance)
 
 
 def refuse_description(given: Any) -> Callable[..., None]:
@@ -90,8 +98,8 @@ class Compressor(Described):
     reference: ClassVar[str] = ""
 
     # What Horovod calls of a Compression.
-    compress: ClassVar[Any] = _NotForHorovod()
-    decompress: ClassVar[Any] = _NotForHorovod()
+    compress: ClassVar[Any] = HorovodMethod()
+    decompress: ClassVar[Any] = HorovodMethod()
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         """Runs one step for one tensor: yields collectives, is sent their answers, returns an `Outcome`.
@@ -195,19 +203,10 @@ class Compressor(Described):
         return dataclasses.replace(self, **changes)
 
 
-def require_ratio(method: str, ratio: object) -> None:
-    """Raises SpecError unless `ratio` is a share of the elements, 0 < ratio <= 1."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-        raise SpecError(
-            f"{method}: ratio={ratio} is not allowed; it is the share of elements sent, 0 < ratio <= 1 "
-            "(0.01 sends one in a hundred)"
-        )
-
-
-def require_count(method: str, most: int = LARGEST_COUNT, **values: object) -> None:
+def require_count(method: str, most: int = LARGEST_COUNT, **values: Any) -> None:
     """Raises SpecError unless every value is a whole number of at least 1 and at most `most`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        if not is_whole(value, 1) or value > most:
             upper = "below 2**63" if most == LARGEST_COUNT else f"at most {most}"
             raise SpecError(
                 f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1 and {upper}"

@@ -160,13 +160,13 @@ class BucketStates:
         self._xp = xp
         self._shapes = [[tuple(array.shape)[::-1] for array in kind] for kind in kinds]
         self._starts = [np.cumsum([0, *(rows * columns for rows, columns in kind)]).tolist() for kind in self._shapes]
-        self.kept = [xp.concatenate([xp.flatten(xp.transpose(array)) for array in kind]) for kind in kinds]
+        self.kept = [xp.concatenate([xp.flatten(array.T) for array in kind]) for kind in kinds]
         self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[Array, ...]:
         """What is kept of the tensor at a place of the bucket, (length, columns) each, in storage that steps reuse."""
         return tuple(
-            self._xp.transpose(vector[starts[place] : starts[place + 1]].reshape(shapes[place]))
+            vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)
         )
 

@@ -71,10 +71,8 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         require_count(self.name, rank=self.rank)
         require_count(self.name, MOST_ROUNDS, iterations=self.iterations)
-        if not self.min_rate > 0:
-            raise SpecError(f"powersgd: min_rate={self.min_rate} is not allowed; it must be positive (1 is usual)")
-        if not isinstance(self.alternating, bool):
-            raise SpecError(f"powersgd: alternating={self.alternating} is not allowed; it is true or false")
+        self.require(self.min_rate > 0, "min_rate", "positive (1 is usual)")
+        self.require_truth("alternating")
         if self.alternating and self.iterations > 1:
             raise SpecError(
                 f"powersgd: iterations={self.iterations} does not go with alternating, which does half an iteration "
@@ -96,9 +94,9 @@ class PowerSGD(Compressor):
         elif context.step % 2 == 0:
             p, q, state = yield from self._half(xp, matrix, state)
         else:
-            q, p, (rows, columns) = yield from self._half(xp, xp.transpose(matrix), state[::-1])
+            q, p, (rows, columns) = yield from self._half(xp, matrix.T, state[::-1])
             state = columns, rows
-        approximation = xp.astype(xp.reshape(p @ xp.transpose(q), x.shape), xp.dtype_name(x))
+        approximation = xp.astype(xp.reshape(p @ q.T, x.shape), xp.dtype_name(x))
         return Outcome(approximation, approximation, state)
 
     def _iterate(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
@@ -107,7 +105,7 @@ class PowerSGD(Compressor):
         for _ in range(self.iterations):
             p = yield AllReduce(matrix @ orthogonalize(xp, q))
             p = orthogonalize(xp, p)
-            q = yield AllReduce(xp.transpose(matrix) @ p)
+            q = yield AllReduce(matrix.T @ p)
         return p, q, (nonzero_columns(xp, q, start),)
 
     def _half(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
@@ -180,7 +178,7 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
     def draw() -> np.ndarray:
         return shared_generator(start, purpose).standard_normal((count, length), dtype=np.dtype(dtype).type)
 
-    return xp.transpose(drawn(xp, draw, (count, length), dtype, like=x))
+    return drawn(xp, draw, (count, length), dtype, like=x).T
 
 
 def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
@@ -194,7 +192,7 @@ def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
 
 def wide_norms(xp: ModuleType, matrix: Array) -> Array:
     """2-norms (1, c) of the columns of a matrix; squares neither overflow nor vanish, being added in float64."""
-    return xp.reshape(xp.row_norms(xp.transpose(matrix)), (1, -1))
+    return xp.reshape(xp.row_norms(matrix.T), (1, -1))
 
 
 def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
@@ -208,7 +206,7 @@ def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     done = [rest[:, :1]]
     for _ in range(matrix.shape[1] - 1):
         unit, rest = done[-1], rest[:, 1:]
-        rest = rest - unit @ (xp.transpose(unit) @ rest)
+        rest = rest - unit @ (unit.T @ rest)
         first = rest[:, :1]
-        done.append(first * xp.reciprocal_or_zero(xp.column_norms(first), _DEPENDENT))
+        done.append(first * xp.reciprocal_or_zero(wide_norms(xp, first), _DEPENDENT))
     return xp.concatenate(done, axis=1)

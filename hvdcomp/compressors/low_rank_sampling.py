@@ -54,7 +54,7 @@ class ATOMO(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         matrix = as_matrix(xp, x)
         tall = matrix.shape[0] > matrix.shape[1]
-        short, long = atoms(xp, xp.transpose(matrix) if tall else matrix)
+        short, long = atoms(xp, matrix.T if tall else matrix)
         offset = rank_generator(context, "atomo").random()
         sigma = xp.flatten(xp.row_norms(long))
         chosen, weights = sampled_triplets(xp, sigma, min(self.rank, sigma.shape[0]), offset)
@@ -64,9 +64,9 @@ class ATOMO(Compressor):
         ranks = yield AllGather((left, right))
         lefts = xp.concatenate([left for left, _ in ranks])
         rights = xp.concatenate([right for _, right in ranks])
-        mean = xp.transpose(lefts) @ rights
+        mean = lefts.T @ rights
         mean *= 1 / context.world_size
-        sent = xp.transpose(left) @ right
+        sent = left.T @ right
         dtype = xp.dtype_name(x)
         return Outcome(xp.astype(xp.reshape(mean, x.shape), dtype), xp.astype(xp.reshape(sent, x.shape), dtype))
 
@@ -88,7 +88,7 @@ def atoms(xp: ModuleType, matrix: Array) -> tuple[Array, Array]:
     Returns:
         u_i as rows (m, m), and sigma_i v_i = M' u_i as rows (m, n).
     """
-    gram = matrix @ xp.transpose(matrix)
+    gram = matrix @ matrix.T
     basis = xp.eigenvectors(xp.finite_or_zero(gram))
     return basis, basis @ matrix
 
@@ -105,15 +105,15 @@ def sampled_triplets(xp: ModuleType, sigma: Array, count: int, offset: float) ->
         Their indices (count,) and weights 1 / p (count,), float64. A triplet of sigma 0 may fill a place.
     """
     sigma = xp.astype(sigma, "float64")
-    cumulative = xp.cumulative_sum(sigma)
+    cumulative = sigma.cumsum(0)
     tails = cumulative[-1:] - cumulative + sigma
     budgets = xp.from_numpy(count - np.arange(sigma.shape[0], dtype=np.float64), like=sigma)
     # Algorithm 1 gives p = 1 to triplet after triplet until what is left of the budget can be shared out in
     # proportion to sigma. Once that holds for one triplet it holds for all after it, so all are asked at once.
     certain = sigma * budgets > tails
-    budget = count - xp.cumulative_sum(xp.astype(certain, "float64"))[-1:]
-    tail = xp.cumulative_sum(xp.where(certain, 0.0, sigma))[-1:]
+    budget = count - xp.astype(certain, "float64").cumsum(0)[-1:]
+    tail = xp.where(certain, 0.0, sigma).cumsum(0)[-1:]
     probabilities = xp.where(certain, 1.0, sigma * budget * xp.reciprocal_or_zero(tail, 0.0))
     points = xp.from_numpy(offset + np.arange(count, dtype=np.float64), like=sigma)
-    chosen = xp.interval_index(xp.cumulative_sum(probabilities), points)
+    chosen = xp.interval_index(probabilities.cumsum(0), points)
     return chosen, xp.reciprocal_or_zero(xp.take(probabilities, chosen), 0.0)

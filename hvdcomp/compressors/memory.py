@@ -14,7 +14,6 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import SparseVector
-from hvdcomp.errors import SpecError
 from hvdcomp.specs.described import Described
 
 State = tuple[Array, ...]
@@ -71,8 +70,7 @@ class ErrorFeedback(Memory):
     examples: ClassVar[tuple[str, ...]] = ("error_feedback:decay=0.9",)
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise SpecError(f"error_feedback: decay={self.decay} is not allowed; it must be above 0 and at most 1")
+        self.require(0 < self.decay <= 1, "decay", "above 0 and at most 1")
 
     @property
     def keeps(self) -> float:  # type: ignore[override]
@@ -124,18 +122,13 @@ class MomentumCorrection(Memory):
     is_momentum: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise SpecError(f"momentum_correction: momentum={self.momentum} is not allowed; it must be in [0, 1)")
-        if not 0 <= self.clip < math.inf:
-            raise SpecError(
-                f"momentum_correction: clip={self.clip} is not allowed; it is the largest norm of a gradient, or 0 "
-                "for no clipping"
-            )
+        self.require(0 <= self.momentum < 1, "momentum", "in [0, 1)")
+        self.require(0 <= self.clip < math.inf, "clip", "the largest norm of a gradient, or 0 for no clipping")
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
         if not self.clip:
             return None
-        norm, largest = xp.norm(gradients), self.clip / math.sqrt(size)
+        norm, largest = (xp.norms(gradients) ** 2).sum() ** 0.5, self.clip / math.sqrt(size)
         return largest / xp.where(norm > largest, norm, largest)
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
@@ -143,15 +136,17 @@ class MomentumCorrection(Memory):
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
         velocity, residual = state
-        velocity = xp.multiply_add(gradient, velocity, self.momentum)
+        dtype = xp.dtype_name(gradient)  # which a product with a number need not have: NumPy's bfloat16 becomes float32
+        velocity = xp.astype(gradient + velocity * self.momentum, dtype)
         if self.nesterov:
-            return xp.multiply_add(residual + gradient, velocity, self.momentum), (velocity,)
+            return xp.astype(residual + gradient + velocity * self.momentum, dtype), (velocity,)
         return residual + velocity, (velocity,)
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
         (velocity,) = state
         if self.masking and isinstance(sent, SparseVector):
-            velocity = xp.reshape(xp.fill_at(xp.flatten(velocity), sent.indices, 0.0), velocity.shape)
+            kept = xp.flatten(velocity)
+            velocity = xp.reshape(xp.add_at(kept, sent.indices, -xp.take(kept, sent.indices)), velocity.shape)
         return velocity, without(xp, x, sent)
 
 

@@ -43,10 +43,10 @@ def gather_multiples(
     size, length, half = number_of_elements(tuple(x.shape)), buckets.shape[1], steps_of(bits) / 2
     highest = half * _ONE
     values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
-    codes = xp.astype(xp.clip(values, -highest, highest), "int32")
+    codes = xp.astype(values.clip(-highest, highest), "int32")
     codes += int(highest)
-    codes += xp.shift_right(random_words(xp, rank_key(context, purpose), size, like=values), 9) & 0x7FFFFF
-    codes = xp.astype(xp.shift_right(codes, 23), "uint8")
+    codes += (random_words(xp, rank_key(context, purpose), size, like=values) >> 9) & 0x7FFFFF
+    codes = xp.astype(codes >> 23, "uint8")
     ranks = yield AllGather((pack(xp, codes, bits), scales))
 
     def decode(packed: Array, scales: Array) -> Array:

@@ -22,7 +22,7 @@ def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
     """Packs codes below 2**bits, uint8 (count,), into as few bytes, uint8, as hold each plane."""
     planes, shift = [], 0
     for width in _planes_of(bits):
-        part = xp.shift_right(codes, shift) if shift else codes
+        part = codes >> shift
         planes.append(_pack_plane(xp, part, width) if width < 8 else part)
         shift += width
     return planes[0] if len(planes) == 1 else xp.concatenate(planes)
@@ -35,7 +35,7 @@ def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
     for width in _planes_of(bits):
         end = start + -(-count * width // 8)
         part = _unpack_plane(xp, packed[start:end], width, count) if width < 8 else packed
-        codes = part if codes is None else codes | xp.shift_left(part, shift)
+        codes = part if codes is None else codes | (part << shift)
         start, shift = end, shift + width
     return codes
 
@@ -68,7 +68,7 @@ def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
         length = group.shape[1] // together
         merged = group[:, :length]
         for place in range(1, together):
-            merged = merged | xp.shift_left(group[:, place * length : (place + 1) * length], place * width)
+            merged = merged | (group[:, place * length : (place + 1) * length] << (place * width))
         packed.append(xp.flatten(merged))
     return packed[0] if len(packed) == 1 else xp.concatenate(packed)
 
@@ -76,7 +76,7 @@ def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
 def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Array:
     codes = []
     for group in _groups(xp, packed, GROUP * width // 8):
-        codes.append(xp.flatten(xp.concatenate([xp.shift_right(group, place) for place in range(0, 8, width)], axis=1)))
+        codes.append(xp.flatten(xp.concatenate([group >> place for place in range(0, 8, width)], axis=1)))
     return (codes[0] if len(codes) == 1 else xp.concatenate(codes))[:count] & ((1 << width) - 1)
 
 

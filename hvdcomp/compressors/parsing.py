@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 from hvdcomp.compressors import COMPRESSORS, MEMORIES, Compressor
 from hvdcomp.compressors.memory import Memory
-from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, require_nested
+from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, nested_too_deep
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.parsing import convert, parse
 
@@ -29,9 +28,8 @@ def parse_compressor(spec: str) -> Compressor:
         return _router(json.loads(spec, object_pairs_hook=tuple))
     except json.JSONDecodeError as error:
         raise SpecError(f"{spec!r} is not a JSON object: {error}") from None
-    except RecursionError:  # in the JSON decoder, which is deeper than any router may be
-        require_nested(sys.getrecursionlimit())
-        raise
+    except RecursionError:  # which is deeper than any router may be
+        raise nested_too_deep() from None
 
 
 def parse_memory(spec: str) -> Memory:
@@ -43,31 +41,28 @@ def parse_memory(spec: str) -> Memory:
     return parse(spec, MEMORIES, "memory")
 
 
-def _router(rules: tuple[tuple[str, Any], ...], depth: int = 1) -> Compressor:
+def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
     """The router of some rules: names before the first condition, and all that follows it in the router below it."""
-    require_nested(depth)
     patterns = []
     for place, (key, value) in enumerate(rules):
         condition = CONDITION.fullmatch(key.strip())
         if condition is None:
-            patterns.append((key, _routed(value, depth)))
+            patterns.append((key, _routed(value)))
             continue
         rest = rules[place + 1 :]
         if not rest:
             raise SpecError(f'no rule follows {key!r}; end with one for all other tensors, such as "*": "none"')
-        inner = depth + bool(patterns)
-        otherwise = _routed(rest[0][1], inner) if len(rest) == 1 and rest[0][0] == ANY else _router(rest, inner + 1)
+        otherwise = _routed(rest[0][1]) if len(rest) == 1 and rest[0][0] == ANY else _router(rest)
         kind = {"numel": BySize, "ndim": ByDimensions}[condition[1]]
-        threshold = convert(condition[2], int, key)
-        router = kind(threshold, _routed(value, inner), otherwise)
+        router = kind(convert(condition[2], int, key), _routed(value), otherwise)
         return ByName([*patterns, (ANY, router)]) if patterns else router
     return ByName(patterns)
 
 
-def _routed(value: Any, depth: int) -> Compressor:
-    """The compressor of a rule of a router that is the `depth`-th from the outermost."""
+def _routed(value: Any) -> Compressor:
+    """The compressor of a rule."""
     if isinstance(value, str):
         return parse_compressor(value)
     if isinstance(value, tuple):
-        return _router(value, depth + 1)
+        return _router(value)
     raise SpecError(f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object of such")

@@ -22,7 +22,8 @@ from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, g
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, uniform
-from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.specs.described import is_number, is_whole
 from hvdcomp.specs.levels import Level
 
 
@@ -48,7 +49,7 @@ class QSGD(Compressor):
     reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
 
     def __post_init__(self) -> None:
-        require_bits(self.name, self.bits, 1, 8)
+        self.require(is_whole(self.bits, 1) and self.bits <= 8, "bits", "a whole number from 1 to 8")
         require_count(self.name, bucket=self.bucket)
 
     @property
@@ -90,16 +91,13 @@ class TernGrad(Compressor):
     reference: ClassVar[str] = "Wen et al. 2017, arXiv:1705.07878"
 
     def __post_init__(self) -> None:
-        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float) or not self.clip >= 0:
-            raise SpecError(
-                f"terngrad: clip={self.clip} is not allowed; it is a number of standard deviations (2.5 is usual), "
-                "or 0 for no clipping"
-            )
+        allowed = (is_number(self.clip) or self.clip == math.inf) and self.clip >= 0
+        self.require(allowed, "clip", "a number of standard deviations (2.5 is usual), or 0 for no clipping")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         size = number_of_elements(tuple(x.shape))
         vector = xp.reshape(xp.astype(x, "float32"), (1, size))
-        scale = xp.reshape(xp.largest_magnitude(xp.flatten(vector)), (1, 1))
+        scale = xp.reshape(abs(vector).max(), (1, 1))
         if 0 < self.clip < math.inf:
             bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))
             scale = xp.where(bound < scale, bound, scale)
@@ -128,11 +126,11 @@ class Natural(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
-        noise = xp.shift_right(random_words(xp, rank_key(context, self.name), size, like=vector), 9)
+        noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9
         noise &= 0x7FFFFF
         noise += xp.bitcast(vector, "int32")
         # A conversion to bytes drops the sign bit, which is beyond the eight bits of the exponent.
-        exponents = xp.clip(xp.astype(xp.shift_right(noise, 23), "uint8"), 0, 254)
+        exponents = xp.astype(noise >> 23, "uint8").clip(0, 254)
         signs = pack(xp, xp.astype(vector < 0, "uint8"), 1)
         ranks = yield AllGather((exponents, signs))
 
@@ -140,8 +138,8 @@ class Natural(Compressor):
 
     @staticmethod
     def _decode(xp: ModuleType, exponents: Array, signs: Array) -> Array:
-        upper_half = xp.shift_left(xp.astype(exponents, "int16"), 7)
-        upper_half |= xp.shift_left(xp.astype(unpack(xp, signs, 1, exponents.shape[0]), "int16"), 15)
+        upper_half = xp.astype(exponents, "int16") << 7
+        upper_half |= xp.astype(unpack(xp, signs, 1, exponents.shape[0]), "int16") << 15
         return xp.from_bfloat16_bits(upper_half)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
@@ -182,7 +180,7 @@ class GlobalQSGD(Compressor):
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 
     def __post_init__(self) -> None:
-        require_bits(self.name, self.bits, 2, 16)
+        self.require(is_whole(self.bits, 2) and self.bits <= 16, "bits", "a whole number from 2 to 16")
 
     def levels(self, ranks: int) -> int:
         """s: with this number of ranks, each sends -s ... s.
@@ -205,10 +203,10 @@ class GlobalQSGD(Compressor):
         levels = self.levels(context.world_size)
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
-        scale = yield AllReduce(xp.largest_magnitude(vector), op="max")
+        scale = yield AllReduce(xp.reshape(abs(vector).max(), (1,)), op="max")
         values = vector * (xp.reciprocal_or_zero(scale, SMALLEST_SCALE) * levels)
         values += uniform(xp, rank_key(context, self.name), size, like=values)
-        values = xp.clip(xp.floor(values), -levels, levels)
+        values = xp.floor(values).clip(-levels, levels)
         total = yield AllReduce(self._pack(xp, xp.astype(values, "int32")), op="sum")
         mean = xp.astype(self.unpack_words(xp, total, levels * context.world_size), "float32")[:size]
         mean *= scale * (1 / (levels * context.world_size))
@@ -237,8 +235,7 @@ class GlobalQSGD(Compressor):
         length = codes.shape[0] // fields
         words = codes[(fields - 1) * length :]
         for field in range(fields - 2, -1, -1):
-            words = xp.shift_left(words, self.bits)
-            words += codes[field * length : (field + 1) * length]
+            words = (words << self.bits) + codes[field * length : (field + 1) * length]
         return words
 
     def unpack_words(self, xp: ModuleType, words: Array, largest: int) -> Array:
@@ -246,7 +243,7 @@ class GlobalQSGD(Compressor):
         fields = 32 // self.bits
         # With `largest` added to each digit, all are positive and lie in bits of their own.
         words = words + sum(largest << (self.bits * field) for field in range(fields))
-        digits = xp.concatenate([xp.shift_right(words, self.bits * field) for field in range(fields)])
+        digits = xp.concatenate([words >> (self.bits * field) for field in range(fields)])
         digits &= (1 << self.bits) - 1
         digits -= largest
         return digits
@@ -282,9 +279,3 @@ def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ..
     budget = 4 * number_of_elements(shape) / compression_factor
     within = bisect_right(allowed, budget, key=lambda bits: method.payload_bytes(shape, bits))
     return allowed[max(0, within - 1)]
-
-
-def require_bits(method: str, bits: object, lowest: int, highest: int) -> None:
-    """Raises SpecError unless `bits` is a whole number in the range."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not lowest <= bits <= highest:
-        raise SpecError(f"{method}: bits={bits} is not allowed; it must be a whole number from {lowest} to {highest}")

@@ -147,9 +147,9 @@ def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
     words = xp.arange(count, like=xp.bitcast(like, "int32"))
     words *= 0x9E3779B9 - 2**32
     words += low
-    words ^= xp.shift_right(words, 16) & 0xFFFF  # the sign bit is repeated: only the lower bits were shifted in
+    words ^= (words >> 16) & 0xFFFF  # the sign bit is repeated: only the lower bits were shifted in
     words *= 0x21F0AAAD
-    words ^= xp.shift_right(words, 15) & 0x1FFFF
+    words ^= (words >> 15) & 0x1FFFF
     words ^= high
     words *= 0xD35A2D97 - 2**32
     return words
@@ -157,6 +157,6 @@ def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
 
 def uniform(xp: ModuleType, key: int, count: int, like: Array) -> Array:
     """Uniform numbers in [0, 1), float32 (count,), multiples of 2**-24, in fresh storage; see `random_words`."""
-    numbers = xp.astype(xp.shift_right(random_words(xp, key, count, like), 8) & 0xFFFFFF, "float32")
+    numbers = xp.astype((random_words(xp, key, count, like) >> 8) & 0xFFFFFF, "float32")
     numbers *= 2.0**-24
     return numbers

@@ -39,7 +39,7 @@ class Router(Compressor):
     @property
     def choices(self) -> tuple[Compressor, ...]:
         """The compressors that tensors may get; routers among them."""
-        raise NotImplementedError
+        return tuple(self.rules().values())
 
     def choose(self, tensor: TensorInfo) -> Compressor:
         """The one of `choices` that a tensor gets."""
@@ -170,10 +170,6 @@ class ByName(Router):
                 raise SpecError(f"by_name: pattern {pattern!r} is given twice")
             _require_compressor(self.name, pattern, choice)
 
-    @property
-    def choices(self) -> tuple[Compressor, ...]:
-        return tuple(choice for _, choice in self.patterns)
-
     def choose(self, tensor: TensorInfo) -> Compressor:
         for pattern, choice in self.patterns:
             if fnmatchcase(tensor.name, pattern):
@@ -212,15 +208,11 @@ class _ByThreshold(Router):
         """The number; below the threshold the first compressor is chosen, else the second."""
         raise NotImplementedError
 
-    @property
-    def choices(self) -> tuple[Compressor, ...]:
-        return tuple(self._by_field().values())
-
     def choose(self, tensor: TensorInfo) -> Compressor:
         return self.choices[self.compared(tensor) >= self.threshold]
 
     def rules(self) -> dict[str, Compressor]:
-        return dict(zip((f"{self.condition}<{self.threshold}", ANY), self.choices, strict=True))
+        return dict(zip((f"{self.condition}<{self.threshold}", ANY), self._by_field().values(), strict=True))
 
     def _with(self, choices: Iterable[Compressor]) -> Router:
         return type(self)(self.threshold, *choices)
@@ -272,14 +264,13 @@ class ByDimensions(_ByThreshold):
 def _require_compressor(method: str, place: str, choice: object) -> None:
     if not isinstance(choice, Compressor):
         raise SpecError(f"{method}: {choice!r} for {place!r} is not a compressor; give one, such as TopK(ratio=0.01)")
-    if isinstance(choice, Router):
-        require_nested(choice.depth + 1)
+    if isinstance(choice, Router) and choice.depth >= MOST_NESTED:
+        raise nested_too_deep()
 
 
-def require_nested(depth: int) -> None:
-    """Raises SpecError if routers are nested deeper than is allowed."""
-    if depth > MOST_NESTED:
-        raise SpecError(
-            f"more than {MOST_NESTED} routers are nested in each other, which is not allowed; each numel<N or ndim<N "
-            "holds all rules after it, so have fewer of them, and put patterns of names side by side in one object"
-        )
+def nested_too_deep() -> SpecError:
+    """What is raised where routers are nested deeper than is allowed."""
+    return SpecError(
+        f"more than {MOST_NESTED} routers are nested in each other, which is not allowed; each numel<N or ndim<N "
+        "holds all rules after it, so have fewer of them, and put patterns of names side by side in one object"
+    )

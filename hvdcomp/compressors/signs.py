@@ -20,7 +20,6 @@ from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
-from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
 
 # The balance of this number of votes fits into a byte with a sign.
@@ -53,23 +52,20 @@ class SignSGD(Compressor):
     reference: ClassVar[str] = "Bernstein et al. 2018, arXiv:1802.04434; Bernstein et al. 2019, arXiv:1810.05291"
 
     def __post_init__(self) -> None:
-        if self.zeros not in ("rows", "elements"):
-            raise SpecError(
-                f'signsgd: zeros={self.zeros} is not allowed; it is "rows" (a bit for each row, to say that it is all '
-                'zero) or "elements" (a bit for each element)'
-            )
+        what = '"rows" (a bit for each row, to say that it is all zero) or "elements" (a bit for each element)'
+        self.require(self.zeros in ("rows", "elements"), "zeros", what)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape = tuple(x.shape)
         rows, columns = matrix_shape(shape) if self.zeros == "rows" else (number_of_elements(shape), 1)
         matrix = xp.reshape(x, (rows, columns))
-        votes = xp.rows_with_nonzero(matrix)
+        votes = (matrix != 0).any(1)
         zero_is_positive = (context.step + context.rank) % 2 == 0
         positive = matrix >= 0 if zero_is_positive else matrix > 0
         cast = xp.astype(votes, "uint8")
         bits = xp.flatten(xp.astype(positive, "uint8") & xp.reshape(cast, (rows, 1)))
         ranks = yield AllGather((pack(xp, bits, 1), pack(xp, cast, 1)))
-        mean = xp.astype(xp.clip(self._count(xp, ranks, rows, columns), -1, 1), xp.dtype_name(x))
+        mean = xp.astype(self._count(xp, ranks, rows, columns).clip(-1, 1), xp.dtype_name(x))
         return outcome_like(xp, x, mean, balance(xp, bits, cast))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
@@ -127,19 +123,18 @@ class OneBit(Compressor):
     reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.per_row, bool):
-            raise SpecError(f"onebit: per_row={self.per_row} is not allowed; it is true or false")
+        self.require_truth("per_row")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape = tuple(x.shape)
         rows, columns = matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
         matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
         positive = matrix > 0
-        above = xp.row_counts(positive)
+        above = xp.astype(positive.sum(1, keepdims=True), "float32")
         below = columns - above
         # Divided before they are added up, so that no sum overflows.
-        upper = xp.row_sums(xp.clip(matrix, 0, float("inf")) * xp.reciprocal_or_zero(above, 0))
-        lower = xp.row_sums(xp.clip(matrix, float("-inf"), 0) * xp.reciprocal_or_zero(below, 0))
+        upper = (matrix.clip(0, float("inf")) * xp.reciprocal_or_zero(above, 0)).sum(1, keepdims=True)
+        lower = (matrix.clip(float("-inf"), 0) * xp.reciprocal_or_zero(below, 0)).sum(1, keepdims=True)
         bits = pack(xp, xp.astype(xp.flatten(positive), "uint8"), 1)
         ranks = yield AllGather((bits, representable(xp, upper, x), representable(xp, lower, x)))
 
@@ -173,7 +168,7 @@ class EFSignSGD(Compressor):
         # Divided before they are added up, so that the sum does not overflow.
         shares = abs(vector)
         shares *= 1 / size
-        magnitude = xp.flatten(xp.row_sums(xp.reshape(shares, (1, size))))
+        magnitude = xp.flatten(xp.reshape(shares, (1, size)).sum(1, keepdims=True))
         bits = pack(xp, xp.astype(vector >= 0, "uint8"), 1)
         ranks = yield AllGather((bits, representable(xp, magnitude, x)))
 

@@ -4,21 +4,10 @@ a second time."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hvdcomp.arrays import shapes
-from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Request, run_alone
-
-
-class Sender(Protocol):
-    """Of a `Compressor`, what its sizes follow from."""
-
-    @property
-    def period(self) -> int: ...
-
-    def prepare(self, xp: Any, x: Any, state: Any, context: Context) -> Any: ...
-
-    def aggregate(self, xp: Any, x: Any, state: Any, context: Context) -> Aggregation: ...
+from hvdcomp.compressors.protocol import AllReduce, Context, Request, run_alone
 
 
 class Payload(NamedTuple):
@@ -36,8 +25,11 @@ class Payload(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)  # every plan, step and prediction asks; a model has few different shapes
-def payloads_of(compressor: Sender, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
-    """The collectives of one step for a tensor, in order; the mean of the steps of a period, where these differ."""
+def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
+    """The collectives of one step of a `Compressor` for a tensor, in order.
+
+    Where the steps of a period differ, their mean.
+    """
     steps = [payloads_of_step(compressor, shape, dtype, step) for step in range(compressor.period)]
     if len(steps) == 1:
         return steps[0]
@@ -45,7 +37,7 @@ def payloads_of(compressor: Sender, shape: tuple[int, ...], dtype: str) -> tuple
     return tuple(each[0]._replace(bytes=sum(one.bytes for one in each) / len(each)) for each in rounds)
 
 
-def payloads_of_step(compressor: Sender, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
+def payloads_of_step(compressor: Any, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
     """The collectives of one step of a period."""
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=1)  # sizes are the same on all ranks, whatever their number

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import Any
 
 from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors.protocol import Context, SparseVector
-from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
 
 _VALUES = ("same", "fp16")
@@ -25,12 +25,9 @@ _LARGEST_COMMON = 65280.0  # of the numbers that both float16 and bfloat16 hold;
 _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
 
 
-def require_values(method: str, values: object) -> None:
-    """Raises SpecError unless `values` says how to send values."""
-    if values not in _VALUES:
-        raise SpecError(
-            f"{method}: values={values} is not allowed; it is 'same' (as in the gradient) or 'fp16' (half precision)"
-        )
+def require_values(method: Any) -> None:
+    """Raises SpecError unless the setting `values` of a method says how to send values."""
+    method.require(method.values in _VALUES, "values", "'same' (as in the gradient) or 'fp16' (half precision)")
 
 
 def elements_kept(ratio: Level, size: int) -> int:
@@ -58,7 +55,7 @@ def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST
         return values
     if xp.dtype_name(values) == "bfloat16":
         bound = min(bound, _LARGEST_COMMON)
-    return xp.astype(xp.clip(values, -bound, bound), "float16")
+    return xp.astype(values.clip(-bound, bound), "float16")
 
 
 def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
@@ -90,7 +87,7 @@ def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
     wide = "int32" if size < 2**31 else "int64"
     indices = xp.astype(parts[1], wide) & (_BLOCK - 1)
     if len(parts) == 3:
-        starts = xp.cumulative_sum(xp.zeros(parts[2].shape, like=indices) + _BLOCK) - _BLOCK
+        starts = xp.arange(parts[2].shape[0], like=indices) * _BLOCK
         indices = indices + xp.repeat(starts, parts[2], indices.shape[0])
     return indices
 

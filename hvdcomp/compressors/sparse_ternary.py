@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
+from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.packing import pack, unpack
@@ -44,10 +45,10 @@ class SparseTernary(ByRatio):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         count = elements_kept(self.ratio, vector.shape[0])
-        (values, *places), chosen = sparse_payload.encode(xp, vector, xp.magnitudes(vector, count).top(count), "same")
+        (values, *places), chosen = sparse_payload.encode(xp, vector, Magnitudes(xp, vector).top(count), "same")
         # In double precision no sum overflows, and every framework rounds it to the same float32.
         magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
-        mean_magnitude = representable(xp, xp.flatten(xp.row_sums(magnitudes)) * (1 / count), x)
+        mean_magnitude = representable(xp, xp.flatten(magnitudes.sum(1, keepdims=True)) * (1 / count), x)
         signs = pack(xp, xp.astype(values >= 0, "uint8"), 1)
 
         def decode(signs: Array, magnitude: Array) -> Array:

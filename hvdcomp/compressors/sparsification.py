@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import ClassVar
 
+from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, require_ratio
+from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
 from hvdcomp.compressors.randomness import distinct_indices, shared_key
 from hvdcomp.compressors.sparse_bucket import LARGEST, aggregate_by_magnitude
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.compressors.sparse_random import aggregate_at_random
-from hvdcomp.errors import SpecError
+from hvdcomp.specs.described import is_number
 from hvdcomp.specs.levels import Level
 
 
@@ -32,7 +33,8 @@ class ByRatio(Compressor):
     level_name: ClassVar[str | None] = "ratio"
 
     def __post_init__(self) -> None:
-        require_ratio(self.name, self.ratio)
+        allowed = is_number(self.ratio) and 0 < self.ratio <= 1
+        self.require(allowed, "ratio", "the share of elements sent, 0 < ratio <= 1 (0.01 sends one in a hundred)")
 
     def most_elements(self, budget: float, size: int) -> int:
         """Of a tensor of `size` elements, the most whose payload is within `budget` bytes; 1 if that of none is."""
@@ -66,7 +68,7 @@ class Sparsifier(ByRatio):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sparse_payload.require_values(self.name, self.values)
+        sparse_payload.require_values(self)
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         """Indices (k,), each at most once, of the elements of the vector (d,) to send."""
@@ -100,7 +102,7 @@ class TopK(Sparsifier):
     reference: ClassVar[str] = "Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599"
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        return xp.magnitudes(vector, k).top(k)
+        return Magnitudes(xp, vector).top(k)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         return aggregate_by_magnitude(bucket, self.values, LARGEST)
@@ -129,9 +131,8 @@ class RandomK(ByRatio):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sparse_payload.require_values(self.name, self.values)
-        if not isinstance(self.unbiased, bool):
-            raise SpecError(f"randomk: unbiased={self.unbiased} is not allowed; it is true or false")
+        sparse_payload.require_values(self)
+        self.require_truth("unbiased")
 
     @property
     def biased(self) -> bool:  # type: ignore[override]

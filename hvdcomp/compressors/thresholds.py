@@ -1,6 +1,6 @@
 """Threshold sparsifiers: in place of a sort they look for a magnitude that about k elements reach.
 
-All of them ask the same questions of `xp.magnitudes` (how many elements reach a threshold, what is their mean) and end
+All of them ask the same questions of `Magnitudes` (how many elements reach a threshold, what is their mean) and end
 with exactly k elements, so that the payload has a fixed size. They differ in where they look for the threshold.
 """
 
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
+
+from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import MOST_ROUNDS, require_count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
@@ -26,26 +29,26 @@ class Bracket:
     """The thresholds on either side of the sought one, and how they become a choice of k elements.
 
     Args:
-        magnitudes: what `xp.magnitudes` returned.
+        magnitudes: of the vector.
         k: elements to choose.
         most: a threshold is good if at least k and at most this many elements reach it.
     """
 
-    def __init__(self, magnitudes: Any, k: int, most: int) -> None:
+    def __init__(self, magnitudes: Magnitudes, k: int, most: int) -> None:
+        self.where = magnitudes.xp.where
         self._magnitudes = magnitudes
         self._k = k
         self._most = most
         self.low: Any = 0.0  # the highest known threshold that more than `most` elements reach; all reach 0
         self.high: Any = math.inf  # the lowest known one that at most `most` reach
 
-    def test(self, threshold: Any) -> tuple[Any, Any, bool]:
-        """Whether too few (less than k) elements reach the threshold, whether too many (more than `most`) do, and
-        whether it is known without waiting that it is good."""
+    def test(self, threshold: Any) -> tuple[Any, Any]:
+        """Whether too few (less than k) elements reach the threshold, and whether too many (more than `most`) do."""
         count = self._magnitudes.count(threshold)
         too_few, too_many = count < self._k, count > self._most
-        self.low = self._magnitudes.where(too_many & (threshold > self.low), threshold, self.low)
-        self.high = self._magnitudes.where((count <= self._most) & (threshold < self.high), threshold, self.high)
-        return too_few, too_many, self._magnitudes.settled((count >= self._k) & (count <= self._most))
+        self.low = self.where(too_many & (threshold > self.low), threshold, self.low)
+        self.high = self.where((count <= self._most) & (threshold < self.high), threshold, self.high)
+        return too_few, too_many
 
     def choose(self) -> Array:
         """Indices of the k largest among the first `most` elements, counted in index order from those that reach
@@ -53,19 +56,19 @@ class Bracket:
         return self._magnitudes.pick(self.low, self.high, self._k, self._most)
 
 
-def bisect(magnitudes: Any, bracket: Bracket, rounds: int) -> None:
-    """Halves the range from the mean to the largest magnitude until a threshold is good, or `rounds` times."""
+def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
+    """Halves the range from the mean to the largest magnitude, `rounds` times.
+
+    A good threshold closes the range, and the rounds that are left test it again.
+    """
     mean, width = magnitudes.mean, magnitudes.largest - magnitudes.mean
     left: Any = 0.0
     right: Any = 1.0
     for _ in range(rounds):
         middle = (left + right) / 2
-        too_few, too_many, good = bracket.test(mean + middle * width)
-        if good:
-            return
-        # A good threshold closes the range, and the rounds that are left test it again.
-        left = magnitudes.where(too_few, left, middle)
-        right = magnitudes.where(too_many, right, middle)
+        too_few, too_many = bracket.test(mean + middle * width)
+        left = bracket.where(too_few, left, middle)
+        right = bracket.where(too_many, right, middle)
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,21 @@ class ThresholdSparsifier(Sparsifier):
 
     room: ClassVar[int]
 
-    def search(self, magnitudes: Any, bracket: Bracket) -> None:
+    def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         """Tests thresholds.
 
         Args:
-            magnitudes: of the vector, what `xp.magnitudes` returned.
+            magnitudes: of the vector.
             bracket: is narrowed by each test.
         """
         raise NotImplementedError
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         most = min(self.room * k, vector.shape[0])
-        magnitudes = xp.magnitudes(vector, most + 1)
+        magnitudes = Magnitudes(xp, vector)
         bracket = Bracket(magnitudes, k, most)
-        self.search(magnitudes, bracket)
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.search(magnitudes, bracket)
         return bracket.choose()
 
 
@@ -119,7 +123,7 @@ class MSTopK(ThresholdSparsifier):
         super().__post_init__()
         require_count(self.name, MOST_ROUNDS, rounds=self.rounds)
 
-    def search(self, magnitudes: Any, bracket: Bracket) -> None:
+    def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, self.rounds)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
@@ -140,7 +144,7 @@ class RedSync(ThresholdSparsifier):
     examples: ClassVar[tuple[str, ...]] = ("redsync:ratio=0.01",)
     reference: ClassVar[str] = "Fang et al. 2019, arXiv:1808.04357"
 
-    def search(self, magnitudes: Any, bracket: Bracket) -> None:
+    def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, _ROUNDS)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
@@ -183,13 +187,11 @@ class DGC(ThresholdSparsifier):
         """Momentum correction."""
         return MomentumCorrection(self.momentum, self.nesterov, self.clip)
 
-    def search(self, magnitudes: Any, bracket: Bracket) -> None:
+    def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold = magnitudes.sample_threshold(self.ratio)
         for _ in range(_SAMPLED_ROUNDS):
-            too_few, too_many, good = bracket.test(threshold)
-            if good:
-                break
-            where = magnitudes.where
+            too_few, too_many = bracket.test(threshold)
+            where = bracket.where
             following = threshold * where(too_few, 0.8, where(too_many, 1.3, 1.0))
             highest = where(bracket.high < magnitudes.largest, bracket.high, magnitudes.largest)
             untried = (following > bracket.low) & (following <= highest)
@@ -229,7 +231,7 @@ class SIDCo(ThresholdSparsifier):
         super().__post_init__()
         require_count(self.name, MOST_ROUNDS, stages=self.stages)
 
-    def search(self, magnitudes: Any, bracket: Bracket) -> None:
+    def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold: Any = 0.0
         for share in stage_shares(self.ratio, self.stages):
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)

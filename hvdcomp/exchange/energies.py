@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 
-from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.protocol import SparseVector
 
@@ -32,7 +31,7 @@ class Energies:
 
     def total(self) -> float:
         """The sum over all tensors. Waits for the device."""
-        weighted = ((weights, arrays_for(values).to_list(values)) for _, values, weights in self._parts)
+        weighted = ((weights, values.tolist()) for _, values, weights in self._parts)
         # 0 times an infinity would be NaN.
         return float(sum(w * value for ws, values in weighted for w, value in zip(ws, values, strict=True) if w))
 

@@ -161,7 +161,7 @@ class Engine:
             look.tell(buckets, tensors)
         if sums is not None and tensors:
             sums.add({one.name: gradients[one.name] for one in tensors}, found_inf)
-        counts: Any = found_inf if buckets and buckets[0].on_device else bool(buckets) and xp.is_zero(found_inf)
+        counts: Any = found_inf if buckets and buckets[0].on_device else bool(buckets) and found_inf.item() == 0
         results = {one.name: one.finish(found_inf) for one in tensors}
         for bucket in buckets:
             results |= bucket.finish(counts)
@@ -220,7 +220,7 @@ class Engine:
         groups = [
             one.group for one in buckets if one.had_residual and self._sends_all(one.group.names[0], one.compressor)
         ]
-        if (sent or groups) and xp.is_zero(found_inf):
+        if (sent or groups) and found_inf.item() == 0:
             for one in sent:
                 self.states[one.name].memory = ()
             for group in groups:

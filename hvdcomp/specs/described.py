@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import ClassVar
+
+from hvdcomp.errors import SpecError
 
 
 class Described:
@@ -29,10 +32,30 @@ class Described:
         ]
         return self.name + after_name(self.name) + ",".join(settings) if settings else self.name
 
+    def require(self, allowed: bool, setting: str, what: str) -> None:
+        """Raises SpecError, which says `what` is allowed, unless a setting is."""
+        if not allowed:
+            raise SpecError(f"{self.name}: {setting}={getattr(self, setting)} is not allowed; it must be {what}")
+
+    def require_truth(self, setting: str) -> None:
+        """Raises SpecError unless a setting is True or False."""
+        self.require(isinstance(getattr(self, setting), bool), setting, "true or false")
+
 
 def after_name(name: str) -> str:
     """What stands between a name and its settings."""
     return "," if ":" in name else ":"
+
+
+def is_number(value: object) -> bool:
+    """Whether a setting is a finite number."""
+    # Not math.isfinite, which fails on whole numbers beyond the largest float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether a setting is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _text(value: object) -> str:

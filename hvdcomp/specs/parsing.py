@@ -80,9 +80,9 @@ def convert(text: str, kind: Any, where: str) -> Any:
     if kind is str:
         return text
     if typing.get_origin(kind) is tuple:
-        return tuple(_number(part, where) for part in text.split("|"))
+        return tuple(number(part, where) for part in text.split("|"))
     if kind not in (int, float):
-        return _number(text, where)
+        return number(text, where)
     try:
         return kind(text)
     except ValueError:
@@ -90,8 +90,8 @@ def convert(text: str, kind: Any, where: str) -> Any:
         raise SpecError(f"{where}: expected {expected}") from None
 
 
-def _number(text: str, where: str) -> float | int:
-    """A whole number where the text is one, else a float."""
+def number(text: str, where: str) -> float | int:
+    """A whole number where the text is one, else a float; `where` is as of `convert`."""
     try:
         return int(text)
     except ValueError:

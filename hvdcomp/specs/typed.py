@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.specs.parsing import number
+
 _SCALARS: dict[Any, tuple[tuple[Any, ...], str]] = {
     str: ((str,), "text in quotes"),
     int: ((int,), "a whole number"),
@@ -55,7 +57,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         if not isinstance(value, Mapping):
             raise ValueError(f"{where}: {shortened(value)} must be a table of values by name")
         return {
-            key if inner[0] is str else _number(key, where): typed(inner[1], item, f"{where}.{key}", texts)
+            key if inner[0] is str else number(key, f"{where}.{key}"): typed(inner[1], item, f"{where}.{key}", texts)
             for key, item in value.items()
         }
     if dataclasses.is_dataclass(kind):
@@ -100,14 +102,3 @@ def _needed(kind: Any) -> frozenset[str]:
         for field in dataclasses.fields(kind)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
-
-
-def _number(text: str, where: str) -> float | int:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{where} has {text!r} where a number should be") from None
