@@ -126,7 +126,7 @@ def test_the_steps_of_a_history_by_hand() -> None:
     # Four steps of compressed, the first of 4.2, instead of four of fp16; and two after each other change: 1.4
     # and 1 instead of 1 each, twice 1.26 and 0.9 instead of what fp16 was taken for by then.
     taken = (5 * 0.9 + 2 * 1.05) / 7, (10 * 0.9 + 2 * 1.05) / 12
-    assert last.account.spent == pytest.approx(4.2 + 3 * 3.0 - 4 * 0.9 + 0.4 + 2 * (1.26 + 0.9) - 2 * sum(taken))
+    assert last.spent == pytest.approx(4.2 + 3 * 3.0 - 4 * 0.9 + 0.4 + 2 * (1.26 + 0.9) - 2 * sum(taken))
     assert "tries fp16: 1050 ms expected, dense takes 1000 ms" in run.reasons()
     assert "compares fp16 with dense before and after" in run.reasons()
     assert "fp16 is the fastest measured: 917.6 ms, then dense: 973.3 ms" in run.reasons()
@@ -277,8 +277,8 @@ def test_trials_cost_no_more_than_the_budget_and_one_surprise(
     last = run.states[-1][1]
     longest = (SETTLING + AUTO.window) * (max(times.values()) * FLUSH - min(times.values()))
     tried = len(last.measured)
-    assert last.account.spent <= AUTO.budget * sum(run.took) + tried * longest
-    assert last.account.elapsed == pytest.approx(sum(run.took[1 : run.states[-1][0]]))
+    assert last.spent <= AUTO.budget * sum(run.took) + tried * longest
+    assert last.elapsed == pytest.approx(sum(run.took[1 : run.states[-1][0]]))
 
 
 # Drift ----------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from hvdcomp.policies.decisions import (
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.request import (
-    Calibrated,
     Candidate,
     Candidates,
     GravacGains,
@@ -167,11 +166,6 @@ def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy) -> None:
 def test_all_policies_are_registered_under_their_names() -> None:
     assert {kind.name: kind for kind in KINDS} | {"warmup": WarmUp} == REGISTRY
     assert {type(policy) for policy in POLICIES} == set(KINDS)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_a_policy_that_asks_for_candidates_names_a_calibration(policy: Policy) -> None:
-    assert isinstance(policy, Calibrated) == (Statistic.CANDIDATES in policy.first_request.ever)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

@@ -139,11 +139,3 @@ def test_a_step_ends_where_the_next_begins_but_for_pauses() -> None:
     with pytest.raises(KeyError), clock.paused():  # 50 to 51: what was interrupted took its time too
         raise KeyError
     assert next(moments, None) is None
-
-
-def test_a_pause_before_the_first_step_looks_at_no_clock() -> None:
-    def clock() -> float:
-        raise AssertionError
-
-    with StepClock(clock).paused():
-        pass

@@ -69,27 +69,25 @@ class MessageChannel:
         self._message = message
         if self._broadcaster is None:
             self._broadcaster = self._make_broadcaster()
-        head = np.zeros(_HEADER_BYTES + self._capacity, np.uint8)
-        head[:_HEADER_BYTES] = np.frombuffer(len(message).to_bytes(_HEADER_BYTES, "little"), np.uint8)
-        part = np.frombuffer(message[: self._capacity], np.uint8)
-        head[_HEADER_BYTES : _HEADER_BYTES + part.size] = part
-        self._started = self._broadcaster.start(head)
+        head = len(message).to_bytes(_HEADER_BYTES, "little") + message
+        self._started = self._broadcaster.start(_of_length(head, _HEADER_BYTES + self._capacity))
 
     def finish(self) -> bytes:
         """Rank 0's message; waits for it."""
         assert self._broadcaster is not None
         head = self._broadcaster.wait(self._started).tobytes()
-        self._started = None
         length = int.from_bytes(head[:_HEADER_BYTES], "little")
         received = head[_HEADER_BYTES : _HEADER_BYTES + length]
         missing = length - len(received)
         if not missing:
             return received
-        rest = np.zeros(missing, np.uint8)
-        mine = np.frombuffer(self._message[self._capacity :], np.uint8)
-        if mine.size == missing:
-            rest[:] = mine
-        return received + self._broadcaster.wait(self._broadcaster.start(rest)).tobytes()
+        rest = self._broadcaster.start(_of_length(self._message[self._capacity :], missing))
+        return received + self._broadcaster.wait(rest).tobytes()
+
+
+def _of_length(message: bytes, length: int) -> np.ndarray:
+    """The beginning of a message, filled up with zeros, as an array of its own."""
+    return np.frombuffer(bytearray(message[:length].ljust(length, b"\0")), np.uint8)
 
 
 class DecisionChannel:

@@ -22,7 +22,7 @@ from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.observers import Observers
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.run_log import RunLog
-from hvdcomp.adaptation.step_counter import PeriodRates, Progress, Rates, StepClock
+from hvdcomp.adaptation.step_counter import Progress, Rates, StepClock
 from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
@@ -30,7 +30,7 @@ from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision
-from hvdcomp.policies.request import Candidates, Statistic, Statistics
+from hvdcomp.policies.request import Candidates, LearningRates, Statistic, Statistics
 
 
 class Coordinator:
@@ -74,7 +74,8 @@ class Coordinator:
         self._like = like
         self._candidates = candidates
         self._ended: Statistics | None = None  # of a period that is over, and waits for the learning rate that follows
-        self._rates = PeriodRates()
+        self._first_rates: Rates | None = None  # of the period under way, at its first step
+        self._rates: Rates = ()  # of the latest step
         self.decision: Decision = BatchSize()
         self._obey(policy.decision(self.channel.state))
 
@@ -110,7 +111,9 @@ class Coordinator:
         """To be called when a step begins, before the engine's `begin`."""
         self.settle(rates)
         self.observers.begin_step(self._period_ends)
-        self._rates.begin_step(rates())
+        self._rates = rates()
+        if self._first_rates is None:
+            self._first_rates = self._rates
 
     @property
     def needs_engine(self) -> bool:
@@ -121,7 +124,7 @@ class Coordinator:
     def before_exchange(self) -> None:
         """To be called when all gradients of a step are there, before the engine's step."""
         if self._decides_before_step:
-            self._decide_by(self._rates.latest)
+            self._decide_by(self._rates)
         elif self._asks_for_candidates:
             # Not earlier: until the ranks have compared their settings, others may not know that there are candidates.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
@@ -165,14 +168,14 @@ class Coordinator:
         self.observers.end_step(request.ever)
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
-            self._decide_by(self._rates.latest)
+            self._decide_by(self._rates)
         if request.period is None or not self.progress.ends(request.period, epoch_ended):
             return
         statistics = self._period_statistics(request.period.steps)
         self.observers.clear()
         self._end_period(statistics)
         if self._ended is None:
-            self._rates.first = None
+            self._first_rates = None
 
     # What these are made of.
 
@@ -207,7 +210,8 @@ class Coordinator:
     def _decide_by(self, following: Rates) -> None:
         """Makes a decision by a period that is over and the learning rates that follow it."""
         assert self._ended is not None
-        rates = self._rates.end_period(following)
+        assert self._first_rates is not None
+        rates, self._first_rates = LearningRates(self._first_rates, following), following
         statistics, self._ended = dataclasses.replace(self._ended, learning_rates=rates), None
         self._decide(statistics)
 
@@ -251,7 +255,7 @@ class Coordinator:
             "state": self.policy.to_json(self.channel.state),
             "progress": [self.progress.step, self.progress.epoch, self.progress.taken],
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
-            "period_rates": self._rates.first,
+            "period_rates": self._first_rates,
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
@@ -272,7 +276,7 @@ class Coordinator:
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
         self._put_in_force(self.policy.decision(self.channel.state))
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
-        self._rates.first = shared["period_rates"] and tuple(shared["period_rates"])
+        self._first_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self.channel.decides:
             self.channel.be_ahead(self.policy.from_json(own["latest"]))
             self._ended = None if own["ended"] is None else Statistics(**own["ended"])

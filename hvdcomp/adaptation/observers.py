@@ -45,11 +45,14 @@ class Observers:
         self._plans.engine.before_compress = None if self.gains is None else self.gains.before_compress
 
     def two_levels(self, decision: MultiLevel) -> Observer:
-        """As in `ObserverMaker`; on every rank, because the first compression is part of what is sent."""
+        """Measures the gains of two compressions of the whole model, and sends as the decision says.
+
+        On every rank, because the first compression is part of what is sent.
+        """
         return TwoLevels(self._plans, decision, self._measuring, self._decide, self._clock)
 
     def level_gains(self, decision: Probe) -> Observer | None:
-        """As in `ObserverMaker`; on rank 0 alone."""
+        """Measures the gain of each tensor at several compression factors, on rank 0 alone."""
         return LevelProbe(self._plans, decision) if self._measuring else None
 
     @property

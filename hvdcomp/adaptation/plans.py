@@ -23,7 +23,7 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
 
 
 class Plans:
-    """The plans that decisions ask for (`hvdcomp.policies.decisions.PlanMaker`); each is made when it is first used.
+    """The plans that decisions ask for. Tensors that a decision does not name keep their own method.
 
     Args:
         engine: whose plans they are.
@@ -63,12 +63,7 @@ class Plans:
         unknown = methods.keys() - self.engine.tensors.keys()
         if unknown:
             raise ValueError(f"methods of unknown tensors: {', '.join(sorted(unknown))}")
-        return MappingProxyType(
-            {
-                name: self.engine.planner.choose(compressors[methods.get(name, others)], tensor)
-                for name, tensor in self.engine.tensors.items()
-            }
-        )
+        return self._with({name: compressors[methods.get(name, others)] for name in self.engine.tensors})
 
     def _with(self, chosen: Mapping[str, Compressor]) -> Plan:
         tensors = self.engine.tensors

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays.types import Array
-from hvdcomp.policies.request import LearningRates, Period, Statistic
+from hvdcomp.policies.request import Period, Statistic
 
 Rates = tuple[float, ...]
 """The learning rate of each parameter group."""
@@ -72,31 +72,6 @@ class Progress:
         return period is not None and period.steps > 0 and (self.step + 1) % period.steps == 0
 
 
-@dataclass
-class PeriodRates:
-    """The learning rates of the period under way.
-
-    Attributes:
-        first: at its first step; None before that.
-        latest: at the latest step.
-    """
-
-    first: Rates | None = None
-    latest: Rates = ()
-
-    def begin_step(self, rates: Rates) -> None:
-        """Notes the rates of a step."""
-        self.latest = rates
-        if self.first is None:
-            self.first = rates
-
-    def end_period(self, following: Rates) -> LearningRates:
-        """Ends the period, with the rates of the step that follows it, which begins the next one."""
-        assert self.first is not None
-        now, self.first = self.first, following
-        return LearningRates(now=now, next=following)
-
-
 class StepClock:
     """Times steps from end to end, without what a training does between them.
 
@@ -117,14 +92,12 @@ class StepClock:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leaves the time that passes inside out of the step that follows."""
-        if self._ended is None:
-            yield
-            return
         start = self._clock()
         try:
             yield
         finally:
-            self._ended += self._clock() - start
+            if self._ended is not None:
+                self._ended += self._clock() - start
 
 
 class StepTimes(Observer):

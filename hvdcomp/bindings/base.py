@@ -204,4 +204,4 @@ class Binding(Training):
         checkpoint.restore(state, self.engine, self.coordinator, self.place)
         self._loss_scale = state["own"].get("loss_scale")
         if self._batch is not None:
-            self._batch.restore()
+            self._batch.follow()

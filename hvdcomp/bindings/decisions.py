@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
@@ -10,7 +12,7 @@ from hvdcomp.bindings.training import Training
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import Policy
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.policies.request import Calibrated, Candidates, Statistic
+from hvdcomp.policies.request import Candidates, Statistic
 
 
 def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, str]]:
@@ -45,14 +47,13 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
     return make(policy, training.engine, broadcaster, training.like, steps, log, candidates), errors
 
 
-def _candidates(policy: Policy, training: Training, errors: dict[str, str]) -> Candidates | None:
+def _candidates(policy: Any, training: Training, errors: dict[str, str]) -> Candidates | None:
     """What rank 0's policy has to choose from, if it asks for candidates."""
     if Statistic.CANDIDATES not in policy.first_request.ever:
         return None
     from hvdcomp.adaptation.candidates import candidates_of
     from hvdcomp.perfmodel import CalibrationError
 
-    assert isinstance(policy, Calibrated), f"{policy} asks for candidates, but names no calibration"
     try:
         model, batch = policy.model or None, policy.batch or None
         return candidates_of(training.engine, policy.calibration, model, batch, training.overlaps_with_policy)
@@ -81,14 +82,15 @@ class BatchInForce:
         """Puts the batch size in force into the optimizer, between two steps."""
         # A residual is a change of the weights that is still to come, at the learning rate of its time.
         factor = self.current.learning_rate_factor / self._coordinator.batch_size.learning_rate_factor
-        if self._follow_coordinator():
+        if self.follow():
             self._training.engine.scale_residuals(factor, momentum=False)
 
-    def restore(self) -> None:
-        """The same after a restart: the residuals of a checkpoint are those of its batch size already."""
-        self._follow_coordinator()
+    def follow(self) -> bool:
+        """Changes the optimizer alone: residuals of a checkpoint are those of its batch size already.
 
-    def _follow_coordinator(self) -> bool:
+        Returns:
+            Whether the batch size has changed.
+        """
         changed = self._coordinator.batch_size != self.current
         if changed:
             self.current = self._coordinator.batch_size

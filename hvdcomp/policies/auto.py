@@ -22,7 +22,6 @@ from hvdcomp.policies.auto_state import (
     DOUBT,
     LEAST,
     NOTICEABLE,
-    PARTS,
     PATIENCE,
     SETTLING,
     AutoState,
@@ -245,7 +244,7 @@ class Auto(Policy[AutoState]):
     def _short_of(self, state: AutoState, name: str, price: float) -> float:
         """Seconds that the training has yet to take until a trial is affordable; the first few may be at no price."""
         few = name not in state.measured or state.measured[name].steps < _FEW * self.window
-        return 0.0 if few and price == 0 else (state.account.spent + price) / self.budget - state.account.elapsed
+        return 0.0 if few and price == 0 else (state.spent + price) / self.budget - state.elapsed
 
     def _return(self, state: AutoState, step: int) -> AutoState:
         """Ends a trial with a second look at what it is compared with."""
@@ -282,23 +281,18 @@ class Auto(Policy[AutoState]):
         """Steps until the next look, if they take so long."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
 
-    # States as JSON, in which the fields of a state's parts stand beside its own.
+    # States as JSON, in which the fields of the trial stand beside those of the state.
 
     def to_json(self, state: AutoState) -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for name, value in super().to_json(state).items():
-            flat |= value if name in PARTS else {name: value}
-        return flat
+        data = super().to_json(state)
+        trial = data.pop("trial")
+        return data | trial
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         rest = dict(data)
-        # A part that is not whole is left out, and missed.
-        parts = {
-            part: {name: rest.pop(name) for name in names}
-            for part, names in PARTS.items()
-            if names <= rest.keys()
-        }
-        return super().fields_of({**rest, **parts})
+        if vars(Trial()).keys() <= rest.keys():  # one that is not whole is left out, and missed
+            rest["trial"] = {name: rest.pop(name) for name in vars(Trial())}
+        return super().fields_of(rest)
 
 
 def _why_try(state: AutoState, best: str, name: str) -> str:

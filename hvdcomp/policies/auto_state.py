@@ -82,26 +82,6 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Account:
-    """Where the time went.
-
-    Attributes:
-        elapsed: seconds of all steps so far.
-        spent: seconds of these that trials and changes took beyond steps of the best.
-    """
-
-    elapsed: float = 0.0
-    spent: float = 0.0
-
-
-PARTS = {
-    "trial": {field.name for field in dataclasses.fields(Trial)},
-    "account": {field.name for field in dataclasses.fields(Account)},
-}
-"""The fields of a state that are dataclasses themselves, and the names of what is in them."""
-
-
-@dataclass(frozen=True)
 class AutoState:
     """The state of `Auto`.
 
@@ -121,7 +101,8 @@ class AutoState:
         drifted: looks in a row that found another time.
         patience: number of such looks that opens all candidates again.
         reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
-        account: of the time.
+        elapsed: seconds of all steps so far.
+        spent: seconds of these that trials and changes took beyond steps of the best.
     """
 
     order: tuple[str, ...]
@@ -137,7 +118,8 @@ class AutoState:
     drifted: int = 0
     patience: int = PATIENCE
     reopened: str = ""
-    account: Account = Account()
+    elapsed: float = 0.0
+    spent: float = 0.0
 
     def with_times(self, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
         """The state with the times in its accounts, and those times that say how long the chosen candidate takes."""
@@ -149,8 +131,8 @@ class AutoState:
         if trying and latest is not None:
             best = latest.seconds
         beyond = sum(time - best for number, time in known if trying or number < settled)
-        elapsed = self.account.elapsed + sum(time for _, time in known)
-        state = dataclasses.replace(self, account=Account(elapsed, self.account.spent + max(0.0, beyond)))
+        elapsed = self.elapsed + sum(time for _, time in known)
+        state = dataclasses.replace(self, elapsed=elapsed, spent=self.spent + max(0.0, beyond))
         return state, [time for number, time in known if number >= settled]
 
     def trying(self, name: str, step: int, why: str) -> AutoState:

@@ -8,7 +8,6 @@ reads no clock and no file, and knows no tensors: numbers in, a decision out, so
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -17,7 +16,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.described import Described
+from hvdcomp.specs.described import Described, is_number, is_whole
 from hvdcomp.specs.typed import typed
 
 State = TypeVar("State")
@@ -110,7 +109,7 @@ class Policy(Described, Generic[State]):
 
     def to_json(self, state: State) -> dict[str, Any]:
         """A state as JSON can hold it, where keys are text."""
-        return text_keys({"policy": self.name, **dataclasses.asdict(state)})  # type: ignore[call-overload]
+        return {"policy": self.name, **_with_text_keys(state)}
 
     def from_json(self, data: Mapping[str, Any]) -> State:
         """The state that `to_json` wrote.
@@ -131,11 +130,6 @@ class Policy(Described, Generic[State]):
                 "the policy that the training was started with"
             )
         return fields
-
-    def require(self, allowed: bool, setting: str, what: str) -> None:
-        """Raises SpecError, which says `what` is allowed, unless a setting is."""
-        if not allowed:
-            raise SpecError(f"{self.name}: {setting}={getattr(self, setting)} is not allowed; it must be {what}")
 
     def require_whole(self, setting: str, least: int) -> None:
         """Raises SpecError unless a setting is a whole number of at least `least`."""
@@ -196,19 +190,10 @@ class AccumulatedGradientPolicy(Policy[State]):
         return Request(frozenset(statistics), period, self.statistic, frozenset(ever))
 
 
-def text_keys(value: Any) -> Any:
-    """The same with every number that is a key of a mapping, however deep, as text that makes the number again."""
+def _with_text_keys(value: Any) -> Any:
+    """Dataclasses as mappings, and numbers that are keys, however deep, as text that makes the number again."""
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
     if not isinstance(value, Mapping):
         return value
-    return {key if isinstance(key, str) else repr(key): text_keys(inner) for key, inner in value.items()}
-
-
-def is_number(value: object) -> bool:
-    """Whether a setting is a finite number."""
-    # Not math.isfinite, which fails on whole numbers beyond the largest float.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Whether a setting is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return {key if isinstance(key, str) else repr(key): _with_text_keys(inner) for key, inner in value.items()}

@@ -8,42 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal
 
 from hvdcomp.specs.levels import Level
 from hvdcomp.specs.typed import typed
-
-PlanT = TypeVar("PlanT", covariant=True)
-ObserverT = TypeVar("ObserverT", covariant=True)
-
-
-class PlanMaker(Protocol[PlanT]):
-    """Makes plans, which say how each tensor is compressed. Tensors that are not named keep their own method."""
-
-    def own(self) -> PlanT:
-        """What the training was given."""
-
-    def at_levels(self, levels: Mapping[str, Level | None]) -> PlanT:
-        """Each named tensor at a level; None for the compressor's own."""
-
-    def at_factors(self, factors: Mapping[str, float]) -> PlanT:
-        """Each named tensor at a compression factor."""
-
-    def at_factor(self, factor: float) -> PlanT:
-        """All tensors whose level is decided at one compression factor."""
-
-    def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> PlanT:
-        """Each named tensor with a compressor, all others with another; None for that of the training."""
-
-
-class ObserverMaker(Protocol[ObserverT]):
-    """Makes what measures the steps that obey a decision, on each rank; None where a rank need not do so."""
-
-    def two_levels(self, decision: MultiLevel) -> ObserverT | None:
-        """Measures the gains of two compressions of the whole model, and sends as the decision says."""
-
-    def level_gains(self, decision: Probe) -> ObserverT | None:
-        """Measures the gain of each tensor at several compression factors."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +30,16 @@ class Decision:
     uses_factors: ClassVar[bool] = False
     shown: ClassVar[tuple[str, ...]] = ()
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
-        """The plan that it asks for."""
+    def plan(self, plans: Any) -> Any:
+        """The plan that it asks for: one of those that `hvdcomp.adaptation.plans.Plans` makes."""
         return plans.own()
 
     def batch(self) -> BatchSize:
         """The batch size that it asks for; a decision that is not about it asks for that of the start."""
         return BatchSize()
 
-    def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
-        """What measures the steps that obey it; None for nothing."""
-        return None
+    def observer(self, observers: Any) -> Any:
+        """What measures the steps that obey it: one that `hvdcomp.adaptation.observers.Observers` makes, or None."""
 
     def measures(self, period_ends: bool) -> bool:
         """Whether a step that obeys it is measured, on all ranks alike.
@@ -121,7 +88,7 @@ class Levels(Decision):
     kind: ClassVar[str] = "levels"
     shown: ClassVar[tuple[str, ...]] = ("levels",)
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+    def plan(self, plans: Any) -> Any:
         return plans.at_levels(self.levels)
 
 
@@ -135,7 +102,7 @@ class Factors(Decision):
     uses_factors: ClassVar[bool] = True
     shown: ClassVar[tuple[str, ...]] = ("factors",)
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+    def plan(self, plans: Any) -> Any:
         return plans.at_factors(self.factors)
 
 
@@ -164,11 +131,11 @@ class MultiLevel(Decision):
             return 1.0
         return {"minimum": self.minimum, "candidate": self.candidate}.get(self.send or "")
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+    def plan(self, plans: Any) -> Any:
         # Before it is known what is sent, the plan only says which memory goes with it.
         return plans.at_factor(self.minimum if self.sent is None else self.sent)
 
-    def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
+    def observer(self, observers: Any) -> Any:
         return observers.two_levels(self)
 
     def measures(self, period_ends: bool) -> bool:
@@ -209,7 +176,7 @@ class LevelsAndBatch(Decision):
     kind: ClassVar[str] = "joint"
     sets_batch_size: ClassVar[bool] = True
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+    def plan(self, plans: Any) -> Any:
         return self.levels.plan(plans)
 
     def batch(self) -> BatchSize:
@@ -244,10 +211,10 @@ class Probe(Decision):
     kind: ClassVar[str] = "probe"
     uses_factors: ClassVar[bool] = True
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+    def plan(self, plans: Any) -> Any:
         return plans.at_factor(self.send)
 
-    def observer(self, observers: ObserverMaker[ObserverT]) -> ObserverT | None:
+    def observer(self, observers: Any) -> Any:
         return observers.level_gains(self)
 
     def measures(self, period_ends: bool) -> bool:
@@ -274,7 +241,7 @@ class Methods(Decision):
 
     kind: ClassVar[str] = "methods"
 
-    def plan(self, plans: PlanMaker[PlanT]) -> PlanT:
+    def plan(self, plans: Any) -> Any:
         return plans.with_methods(self.methods, self.others)
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:

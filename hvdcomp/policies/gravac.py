@@ -11,10 +11,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import Policy, is_number, text_keys
+from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
 
@@ -236,7 +236,3 @@ class GraVAC(Policy[GraVACState]):
         if value is None or reference is None or not reference > 0:
             return False
         return abs(value - reference) / reference <= self.omega
-
-    def to_json(self, state: GraVACState) -> dict[str, Any]:
-        # As of any policy. But this one is told in every step, and copying what is in it takes longer than the rest.
-        return text_keys({"policy": self.name, **vars(state)})

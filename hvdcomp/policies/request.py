@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 
 class Statistic(Enum):
@@ -92,26 +92,6 @@ class Candidate:
     rest: str | None
 
 
-@runtime_checkable
-class Calibrated(Protocol):
-    """What a policy that asks for candidates says of the calibration that they are made from.
-
-    Attributes:
-        calibration: file or preset of `hvdcomp.perfmodel`.
-        model: of the calibration; empty for the one whose tensors have the training's shapes.
-        batch: batch size of one rank; 0 for the calibration's.
-    """
-
-    @property
-    def calibration(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def batch(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Candidates:
     """What there is to choose from, see `hvdcomp.adaptation.candidates`.
@@ -145,7 +125,8 @@ class Statistics:
             was not finite.
         level_costs: given together with them, the tensor's sent bytes / dense bytes at the level that serves that
             factor.
-        candidates: what there is to choose from; told once, before the first step is exchanged.
+        candidates: what there is to choose from; told once, before the first step is exchanged. The policy that asks
+            for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`.
         step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
             that of the next, by rank 0's clock. NaN for the first step after a start.
     """

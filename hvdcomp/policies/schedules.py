@@ -70,32 +70,35 @@ class WarmUp(LevelSchedule):
 
     def __post_init__(self) -> None:
         for field in ("dense_steps", "epochs", "steps"):
-            if getattr(self, field) < 0:
-                raise SpecError(f"warmup: {field}={getattr(self, field)} is not allowed; it must not be negative")
+            self.require(getattr(self, field) >= 0, field, "at least 0")
         if self.levels and self.start is not None:
             raise SpecError("warmup: give levels (a list) or start (a geometric sequence), not both")
-        if self.start is not None and self.periods < 1:
-            raise SpecError(f"warmup: periods={self.periods} is not allowed; it must be at least 1")
-        if (self.levels or self.start is not None) and (self.epochs > 0) == (self.steps > 0):
+        self.require(self.periods >= 1, "periods", "at least 1")
+        if self._set and (self.epochs > 0) == (self.steps > 0):
             raise SpecError("warmup: say how long each level lasts, with epochs=... or steps=..., one of the two")
-        if not self.levels and self.start is None and not self.dense_steps:
+        if not self._set and not self.dense_steps:
             raise SpecError("warmup: nothing to do; give levels, start, or dense_steps")
+
+    @property
+    def _set(self) -> tuple[Level, ...]:
+        """The levels that the settings name."""
+        return self.levels if self.start is None else (self.start,)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         if self.epochs and not steps_per_epoch:
             raise SpecError("warmup: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
-        if compressor.level is None and (self.levels or self.start is not None):
+        if compressor.level is None and self._set:
             raise SpecError(
                 "warmup: the compressor has no single level to warm up to; use one with a level, such as "
                 "topk:ratio=0.01, or give only dense_steps"
             )
-        for level in (*self.levels, *(() if self.start is None else (self.start,))):
+        for level in self._set:
             compressor.at_level(level)
 
     def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:
         if step < self.dense_steps:
             return DENSE
-        if not self.levels and self.start is None:
+        if not self._set:
             return None
         length = self.steps or self.epochs * (steps_per_epoch or 0)
         period = (step - self.dense_steps) // length
