@@ -9,77 +9,52 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from hvdcomp.compression import Compression
-from hvdcomp.compressors import COMPRESSORS, MEMORIES, Compressor
-from hvdcomp.compressors.casts import BF16, FP16, NoCompression
-from hvdcomp.compressors.low_rank import PowerSGD
-from hvdcomp.compressors.low_rank_sampling import ATOMO
-from hvdcomp.compressors.memory import ErrorFeedback, MomentumCorrection, NoMemory
-from hvdcomp.compressors.quantization import QSGD, GlobalQSGD, Natural, TernGrad
-from hvdcomp.compressors.routing import ByDimensions, ByName, BySize
-from hvdcomp.compressors.signs import EFSignSGD, OneBit, SignSGD
-from hvdcomp.compressors.sparse_ternary import SparseTernary
-from hvdcomp.compressors.sparsification import RandomK, TopK
-from hvdcomp.compressors.thresholds import DGC, MSTopK, RedSync, SIDCo
-from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
+from hvdcomp.compression import Compression as Compression
+from hvdcomp.compressors import COMPRESSORS, MEMORIES
+from hvdcomp.compressors import Compressor as Compressor
+from hvdcomp.compressors.casts import BF16 as BF16
+from hvdcomp.compressors.casts import FP16 as FP16
+from hvdcomp.compressors.casts import NoCompression as NoCompression
+from hvdcomp.compressors.low_rank import PowerSGD as PowerSGD
+from hvdcomp.compressors.low_rank_sampling import ATOMO as ATOMO
+from hvdcomp.compressors.memory import ErrorFeedback as ErrorFeedback
+from hvdcomp.compressors.memory import MomentumCorrection as MomentumCorrection
+from hvdcomp.compressors.memory import NoMemory as NoMemory
+from hvdcomp.compressors.quantization import QSGD as QSGD
+from hvdcomp.compressors.quantization import GlobalQSGD as GlobalQSGD
+from hvdcomp.compressors.quantization import Natural as Natural
+from hvdcomp.compressors.quantization import TernGrad as TernGrad
+from hvdcomp.compressors.routing import ByDimensions as ByDimensions
+from hvdcomp.compressors.routing import ByName as ByName
+from hvdcomp.compressors.routing import BySize as BySize
+from hvdcomp.compressors.signs import EFSignSGD as EFSignSGD
+from hvdcomp.compressors.signs import OneBit as OneBit
+from hvdcomp.compressors.signs import SignSGD as SignSGD
+from hvdcomp.compressors.sparse_ternary import SparseTernary as SparseTernary
+from hvdcomp.compressors.sparsification import RandomK as RandomK
+from hvdcomp.compressors.sparsification import TopK as TopK
+from hvdcomp.compressors.thresholds import DGC as DGC
+from hvdcomp.compressors.thresholds import MSTopK as MSTopK
+from hvdcomp.compressors.thresholds import RedSync as RedSync
+from hvdcomp.compressors.thresholds import SIDCo as SIDCo
+from hvdcomp.errors import ConfigurationError as ConfigurationError
+from hvdcomp.errors import RankMismatchError as RankMismatchError
+from hvdcomp.errors import SpecError as SpecError
 from hvdcomp.policies import POLICIES
-from hvdcomp.policies.accordion import Accordion
-from hvdcomp.policies.accordion_auto import AutoAccordion
-from hvdcomp.policies.adaqs import AdaQS
-from hvdcomp.policies.auto import Auto
-from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
-from hvdcomp.policies.constant import Constant
-from hvdcomp.policies.gravac import GraVAC
-from hvdcomp.policies.joint import AccordionJoint
-from hvdcomp.policies.schedules import WarmUp
+from hvdcomp.policies.accordion import Accordion as Accordion
+from hvdcomp.policies.accordion_auto import AutoAccordion as AutoAccordion
+from hvdcomp.policies.adaqs import AdaQS as AdaQS
+from hvdcomp.policies.auto import Auto as Auto
+from hvdcomp.policies.batch_size import AccordionBatchSize as AccordionBatchSize
+from hvdcomp.policies.batch_size import IncreaseBatchSize as IncreaseBatchSize
+from hvdcomp.policies.constant import Constant as Constant
+from hvdcomp.policies.gravac import GraVAC as GraVAC
+from hvdcomp.policies.joint import AccordionJoint as AccordionJoint
+from hvdcomp.policies.schedules import WarmUp as WarmUp
 
 __version__ = version("hvdcomp")
 
-__all__ = [
-    "ATOMO",
-    "BF16",
-    "DGC",
-    "FP16",
-    "QSGD",
-    "Accordion",
-    "AccordionBatchSize",
-    "AccordionJoint",
-    "AdaQS",
-    "Auto",
-    "AutoAccordion",
-    "ByDimensions",
-    "ByName",
-    "BySize",
-    "Compression",
-    "Compressor",
-    "ConfigurationError",
-    "Constant",
-    "EFSignSGD",
-    "ErrorFeedback",
-    "GlobalQSGD",
-    "GraVAC",
-    "IncreaseBatchSize",
-    "MSTopK",
-    "MomentumCorrection",
-    "Natural",
-    "NoCompression",
-    "NoMemory",
-    "OneBit",
-    "PowerSGD",
-    "RandomK",
-    "RankMismatchError",
-    "RedSync",
-    "SIDCo",
-    "SignSGD",
-    "SparseTernary",
-    "SpecError",
-    "TernGrad",
-    "TopK",
-    "WarmUp",
-    "__version__",
-]
-
-# What is written above is for type checkers. A class that registration found is offered without a line here.
-_found = {kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())}
-globals().update(_found)
-__all__ += [name for name in _found if name not in __all__]
+# What is imported above under its own name is for type checkers. A class that registration found is offered without a
+# line here.
+globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
+__all__ = ["__version__", *sorted(name for name, value in globals().items() if isinstance(value, type))]

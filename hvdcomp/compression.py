@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.base import refuse_description
+from hvdcomp.compressors.base import HorovodMethod
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -20,17 +19,6 @@ from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
 from hvdcomp.settings import Settings, check_policy
 from hvdcomp.specs.levels import Level
-
-
-class _HorovodMethod:
-    """A method that Horovod calls on what it was given. On the class itself it says what to write instead."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = frameworks.left_as_written(function)
-        self.__doc__ = function.__doc__
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        return refuse_description(owner) if instance is None else MethodType(self._function, instance)
 
 
 class Compression:
@@ -247,7 +235,8 @@ class Compression:
             framework.check_wrapping()
         return object.__hash__(self)
 
-    @_HorovodMethod
+    @HorovodMethod
+    @frameworks.left_as_written
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
         if self._binding is None:
@@ -255,19 +244,14 @@ class Compression:
             self._binding = self._bind(self._optimizer, tensor)
         return self._binding.compress(tensor)
 
-    @_HorovodMethod
+    @HorovodMethod
+    @frameworks.left_as_written
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
     def _bind(self, optimizer: Any, tensor: Any = None) -> Any:
-        setup = Setup(
-            compression=self,
-            parameters=self._parameters,
-            process_set=self._process_set,
-            grad_scaler=self._grad_scaler,
-            optimizer=optimizer,
-        )
+        setup = Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer)
         assert self._framework is not None
         binding = frameworks.framework_named(self._framework).make_binding(setup, tensor)
         if self._restored is not None:

@@ -31,13 +31,10 @@ class Settings:
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparing ranks and for messages."""
         return {
+            **vars(self),
             "compressor": str(self.compressor),
             "memory": "default" if self.memory is None else str(self.memory),
             "policy": "constant" if self.policy is None else str(self.policy),
-            "steps_per_epoch": self.steps_per_epoch,
-            "seed": self.seed,
-            "min_numel": self.min_numel,
-            "min_ndim": self.min_ndim,
         }
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-
-
-class _Started(NamedTuple):
-    request: Any
-    message: np.ndarray
 
 
 class MPIBroadcaster:
@@ -22,9 +17,10 @@ class MPIBroadcaster:
     def __init__(self) -> None:
         self._communicator = MPI.COMM_WORLD.Dup()
 
-    def start(self, message: np.ndarray) -> _Started:
-        return _Started(self._communicator.Ibcast(message, root=0), message)
+    def start(self, message: np.ndarray) -> tuple[Any, np.ndarray]:
+        return self._communicator.Ibcast(message, root=0), message
 
-    def wait(self, started: _Started) -> np.ndarray:
-        started.request.Wait()
-        return started.message
+    def wait(self, started: tuple[Any, np.ndarray]) -> np.ndarray:
+        request, message = started
+        request.Wait()
+        return message

@@ -27,11 +27,9 @@ from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
-from hvdcomp.torch.optimizer import HorovodOptimizer, OpenSteps, compression_of
+from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
-
-_OPEN_STEPS = OpenSteps()
 
 
 class TorchBinding(Binding):
@@ -100,7 +98,7 @@ class TorchBinding(Binding):
     def begin(self) -> None:
         """`Binding.begin`, and which way the step takes."""
         self._horovods.check_caller(self.setup.compression)
-        _OPEN_STEPS.enter(self._optimizer)
+        enter_step(self._optimizer)
         self._results.clear()
         self._pending.clear()
         self._names.begin_step()

@@ -15,6 +15,7 @@ from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
 
 _NO_PASS = -1  # what PyTorch calls the backward pass outside of any
+_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer, the backward pass in which a step began
 _OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
 
 _WRAPPED_TWICE = (
@@ -113,36 +114,30 @@ class HorovodOptimizer:
             raise ConfigurationError(_SHARED)
 
 
-class OpenSteps:
-    """Knows of the trainings of this process whose gradients are on their way through Horovod."""
+def enter_step(optimizer: Any) -> None:
+    """To be called when a step begins.
 
-    def __init__(self) -> None:
-        self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the backward pass in which a step began
-
-    def enter(self, optimizer: Any) -> None:
-        """To be called when a step begins.
-
-        Raises:
-            ConfigurationError: if the same backward pass makes gradients of the same names for another optimizer.
-        """
-        if optimizer is None:
-            return
-        current = torch._C._current_graph_task_id()
-        for other, began in list(self._passes.items()):
-            if other is optimizer or began != current or current == _NO_PASS:
-                continue
-            mine, theirs = _names_of(optimizer), _names_of(other)
-            equal = sorted(mine.keys() & theirs.keys())
-            if any(mine[name] is theirs[name] for name in equal):
-                raise ConfigurationError(_WRAPPED_TWICE)
-            if equal:
-                raise ConfigurationError(
-                    f"two models with parameters of equal names, such as {equal[0]!r}, are in one backward pass, and "
-                    "Horovod knows gradients by these names: give both hvd.DistributedOptimizer and "
-                    "hvdcomp.Compression other ones, named_parameters=[(f'second.{name}', parameter) for name, "
-                    "parameter in model.named_parameters()]"
-                )
-        self._passes[optimizer] = current
+    Raises:
+        ConfigurationError: if the same backward pass makes gradients of the same names for another optimizer.
+    """
+    if optimizer is None:
+        return
+    current = torch._C._current_graph_task_id()
+    for other, began in list(_passes.items()):
+        if other is optimizer or began != current or current == _NO_PASS:
+            continue
+        mine, theirs = _names_of(optimizer), _names_of(other)
+        equal = sorted(mine.keys() & theirs.keys())
+        if any(mine[name] is theirs[name] for name in equal):
+            raise ConfigurationError(_WRAPPED_TWICE)
+        if equal:
+            raise ConfigurationError(
+                f"two models with parameters of equal names, such as {equal[0]!r}, are in one backward pass, and "
+                "Horovod knows gradients by these names: give both hvd.DistributedOptimizer and "
+                "hvdcomp.Compression other ones, named_parameters=[(f'second.{name}', parameter) for name, "
+                "parameter in model.named_parameters()]"
+            )
+    _passes[optimizer] = current
 
 
 def compression_of(candidate: Any) -> Any:
