@@ -97,6 +97,17 @@ def compile_for(launch: Launch, capability: int) -> tuple[str, int]:
     Returns:
         Its assembly (PTX), and the bytes of shared memory that a program takes.
     """
+    found = _compiled(launch, capability)
+    assert found.asm["cubin"]
+    return str(found.asm["ptx"]), int(found.metadata.shared)
+
+
+def code_for(launch: Launch, capability: int) -> bytes:
+    """The machine code of one for a compute capability."""
+    return bytes(_compiled(launch, capability).asm["cubin"])
+
+
+def _compiled(launch: Launch, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -104,9 +115,7 @@ def compile_for(launch: Launch, capability: int) -> tuple[str, int]:
     names = [name for name in kernel.arg_names if name not in dict(constants)]
     signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name, _ in constants}
     source = ASTSource(kernel, signature, dict(constants))
-    found = compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
-    assert found.asm["cubin"]
-    return str(found.asm["ptx"]), int(found.metadata.shared)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
 
 
 def resources(assembly: str, capability: int) -> tuple[int, int]:

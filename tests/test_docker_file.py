@@ -37,10 +37,19 @@ def test_hadolint_finds_nothing() -> None:
 def test_gpu_differs_from_cpu_by_arguments_only() -> None:
     """So that what is built for CPU exercises every stage; nothing in the file asks which of the two it is."""
     bases = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", INSTRUCTIONS, re.M)
-    assert bases == [("${BASE}", "system"), ("system", "packages"), ("${BUILD_BASE}", "build"), ("system", "image")]
+    expected = [("${BASE}", "system"), ("system", "packages"), ("${BUILD_BASE}", "build"), ("system", "complete")]
+    assert bases == [*expected, ("complete", "checked"), ("complete", "image")]
     assert set(GPU) == {"BASE", "BUILD_BASE", "TORCH_BUILD", "FRAMEWORKS", "HOROVOD_OPTIONS"}
     assert set(GPU) <= set(ARGUMENTS)
     assert ARGUMENTS["BUILD_BASE"] == "${BASE}"
+
+
+def test_no_image_is_built_that_was_not_looked_at() -> None:
+    """A builder leaves stages out that the last one takes nothing of."""
+    stages = {part.split()[2]: part for part in INSTRUCTIONS.split("\nFROM ")[1:]}
+    checked, last = stages["checked"], stages["image"]
+    assert "python3 -m hvdcomp.doctor.image > /tmp/checked.txt" in checked
+    assert "COPY --from=checked /tmp/checked.txt " in last
 
 
 def test_bases_are_pinned() -> None:

@@ -55,6 +55,12 @@ def test_the_doctor_finds_what_was_asked_for_and_no_problem(built: Image) -> Non
     assert not facts["root"]
 
 
+def test_it_was_looked_at_when_it_was_built(built: Image) -> None:
+    """Without what only an image for GPUs has."""
+    done = built.run("cat", "/opt/hvdcomp/checked.txt")
+    assert done.stdout.splitlines() == ["doctor: nothing wrong", "symbols: nothing wrong"]
+
+
 def test_the_packages_fit_together(built: Image) -> None:
     done = built.run("pip", "check")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,7 @@ Nothing here waits for the device. How often it is launched does not depend on t
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from hvdcomp.kernels.cuda import casts, dense, lowrank, quant, quant_more, random, signs, sparse, sparse_decode
-from hvdcomp.kernels.cuda.language import INTERPRETED
+from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
 from hvdcomp.kernels.cuda.x import COLUMNS
 from hvdcomp.kernels.tables import Table
 
@@ -190,7 +191,17 @@ class DeviceKernels:
         """
         numbers = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
         with _interpreter if self.interpreting else nullcontext(), _on(self.device):
-            kernel[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+            as_given = kernel if self.interpreting else _for_all_numbers(kernel.fn)
+            as_given[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+
+
+@functools.cache
+def _for_all_numbers(function: Callable[..., Any]) -> Any:
+    """A kernel that is compiled once, and not again for an argument that is 1, or that 16 divides: addresses and counts
+    change from bucket to bucket, and each compilation would hold up a step."""
+    parameters = inspect.signature(function).parameters.items()
+    numbers = [name for name, one in parameters if one.annotation is not tl.constexpr]
+    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)
 
 
 @functools.cache

@@ -1,0 +1,96 @@
+"""How often kernels for CUDA devices are compiled: launched in earnest, as far as that needs no device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+_PROGRAM = """
+import sys
+import torch
+from hvdcomp.kernels.cuda.language import triton
+from triton.backends.compiler import GPUTarget
+from hvdcomp import ErrorFeedback
+from hvdcomp.communicators.in_process import run_ranks
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.kernels import cuda
+
+class Driver:
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 70, 32))
+
+def note(key, repr, **rest):  # what it is called with before each compilation; that it answers takes the place of one
+    compiled.add((repr, str(key)))
+    return True
+
+triton.runtime.driver.set_active(Driver())
+triton.knobs.runtime.jit_cache_hook = note
+
+def step(communicator):
+    engine = Engine(communicator, tensors, parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
+    for _ in range(2):
+        engine.begin()
+        engine.step({one.name: torch.zeros(one.shape) for one in tensors}, in_place=True)
+
+for spec in sys.argv[1:]:
+    counts = []
+    for shapes in ([(64, 1100), (7, 3)], [(40, 30)] * 16, [(64, 33)] * 161):
+        tensors = [TensorInfo(str(number), shape) for number, shape in enumerate(shapes)]
+        compiled = set()
+        with cuda.serving_host():
+            run_ranks(1, step)
+        counts.append(compiled)
+    assert compiled and counts == [compiled] * 3, [len(one) for one in counts]
+"""
+
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("triton") is None or find_spec("torch") is None, reason="needs PyTorch and Triton"),
+]
+
+
+def _run(program: str, *arguments: str, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, check=False, env=environment, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_compiled_does_not_depend_on_the_tensors() -> None:
+    _run(_PROGRAM, "fp16", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01")
+
+
+_AHEAD = """
+from hvdcomp.bench import kernels_ahead
+from hvdcomp.kernels.cuda.language import triton
+
+found = []
+
+def note(cache_hit, metadata, **rest):
+    found.append((cache_hit, metadata["target"]))
+
+triton.knobs.compilation.listener = note
+kernels_ahead.EXAMPLES = ("fp16", "efsignsgd")
+assert kernels_ahead.compile_for(70) == len(found) > 10
+assert {str(getattr(target, "arch", None) or target["arch"]) for _, target in found} == {"70"}
+print(*{hit for hit, _ in found})
+"""
+
+
+def test_what_is_compiled_ahead_is_found_by_the_steps_of_a_training(tmp_path: Path) -> None:
+    """Which take no other way than those that compiled it, but for the device."""
+    where = {"TRITON_CACHE_DIR": str(tmp_path)}
+    assert _run(_AHEAD, TRITON_STORE_BINARY_ONLY="1", **where) == "False\n"
+    assert _run(_AHEAD, **where) == "True\n"
