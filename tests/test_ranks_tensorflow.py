@@ -29,6 +29,7 @@ _MODULES = {
 }
 if find_spec("torch") is not None:
     _MODULES[_BOTH] = EACH_ONCE
+    _MODULES["cases_tensorflow_on_device"] = ((2, "gloo"), (2, "mpi"))
 
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))

@@ -1,8 +1,7 @@
 """TensorFlow's tensors as arrays that the engine works on, and back, without a copy on the host.
 
-This is all that is known of TensorFlow where arrays are concerned: on the host its tensors are NumPy's arrays, so the
-functions of `numpy_arrays` and the kernels serve it too. Tensors on a GPU are brought to the host, and results back,
-by TensorFlow itself.
+On the host its tensors are NumPy's arrays, so the functions of `numpy_arrays` and the kernels serve it too. Tensors on
+a GPU are brought to the host, and results back, by TensorFlow itself, unless `tensorflow_on_device` takes them.
 """
 
 from __future__ import annotations

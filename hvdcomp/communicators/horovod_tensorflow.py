@@ -1,4 +1,4 @@
-"""Horovod's collectives for TensorFlow, on NumPy arrays."""
+"""Horovod's collectives for TensorFlow, on NumPy arrays and, on a GPU, on arrays of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import global_process_set
 
@@ -17,6 +18,9 @@ from hvdcomp.arrays.tensorflow_tensors import array_of, tensor_of
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
 # Of each collective its kind, element type and name. Horovod knows an operation by its node's name, which only a graph
 # has: run eagerly, all allreduces would be one and the same to it. So the collectives of a round are one graph, made
@@ -27,7 +31,7 @@ Signature = tuple[tuple[str, tf.DType, str], ...]
 @dataclass(eq=False)
 class _Collective:
     kind: str
-    tensor: tf.Tensor
+    array: Array
     name: str
     result: Array | None = None
 
@@ -36,24 +40,28 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
     """The ranks of a Horovod process set (all ranks by default), reached through named operations.
 
     Allreduces and allgathers start when the first of them is waited for, all at once. They belong to one step, which
-    waits for them soon. A broadcast starts by itself: it may travel from one step to the next.
+    waits for them soon. A broadcast starts by itself, of NumPy arrays only: it may travel from one step to the next.
+
+    Attributes:
+        on_device: hands arrays of PyTorch over; None where there are none.
     """
 
     def __init__(self, process_set: Any = None) -> None:
         _require_threads()
+        self.on_device: DeviceTensors | None = None
         super().__init__(hvd, process_set or global_process_set)
         self._next: list[_Collective] = []
         self._operation = cache(self._make_operation)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcomp")  # of broadcasts
 
     def start_allreduce(self, array: Array, op: str, name: str) -> _Collective:
-        return self._with_next(_Collective(op, tensor_of(array), name))
+        return self._with_next(_Collective(op, array, name))
 
     def start_allgather(self, array: Array, name: str) -> _Collective:
-        return self._with_next(_Collective("allgather", tensor_of(array), name))
+        return self._with_next(_Collective("allgather", array, name))
 
     def start_broadcast(self, array: Array, name: str) -> Future[Array]:
-        return self._thread.submit(self._broadcast, _Collective("broadcast", tensor_of(array), name))
+        return self._thread.submit(self._broadcast, _Collective("broadcast", array, name))
 
     def wait(self, started: _Collective | Future[Array]) -> Array:
         if isinstance(started, Future):
@@ -72,14 +80,18 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         return one.result
 
     def _run(self, collectives: Sequence[_Collective]) -> None:
-        signature = tuple((one.kind, one.tensor.dtype, one.name) for one in collectives)
-        results = self._operation(signature)(*(one.tensor for one in collectives))
-        for one, result in zip(collectives, results, strict=True):
-            one.result = array_of(result)
+        given = [one.array for one in collectives]
+        on_device = None if isinstance(given[0], np.ndarray) else self.on_device
+        tensors = list(map(tensor_of, given)) if on_device is None else on_device.tensors(given)
+        signature = tuple((one.kind, tensor.dtype, one.name) for one, tensor in zip(collectives, tensors, strict=True))
+        results = self._operation(signature)(*tensors)
+        arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
+        for one, array in zip(collectives, arrays, strict=True):
+            one.result = array
             if one.kind == "allgather":
-                length = one.tensor.shape[0]
-                self.check_gathered(one.result.shape[0], length, one.name)
-                one.result = one.result.reshape(self.world_size, length)
+                length = one.array.shape[0]
+                self.check_gathered(array.shape[0], length, one.name)
+                one.result = array.reshape(self.world_size, length)
 
     def _make_operation(self, signature: Signature) -> Callable[..., list[tf.Tensor]]:
         def operation(*tensors: tf.Tensor) -> list[tf.Tensor]:

@@ -65,5 +65,6 @@ class DeviceStep(BucketStep):
             group.keep_states(xp, counts)
         group.end_states()
         results = dict(zip(group.names, xp.like_originals(self._results, self._given), strict=True))
+        group.arrays = self._given = self._results = ()  # the bucket outlives the step; what it was given need not
         self.marks.append((start, xp.mark(self.like)))
         return results

@@ -6,7 +6,8 @@ beside Horovod's own, which call back into Python in each step:
 
 - one that begins a step. It needs no gradient, so that it can run ahead of the backward pass: it fixes the plan and
   starts the exchange of the ranks' presence.
-- one that takes all gradients of the list as NumPy arrays, runs the engine on them, and returns the means.
+- one that takes all gradients of the list as arrays, runs the engine on them, and returns the means. The arrays are of
+  NumPy or, on a GPU, of PyTorch.
 
 Levels, policies and residuals live in Python, as in PyTorch: nothing is traced again when they change. Horovod itself
 is given a number in place of each gradient, of which it makes an operation. No result depends on it, so TensorFlow
@@ -16,7 +17,7 @@ cast, and no policy may change that, Horovod carries the cast gradients itself, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
 from hvdcomp.tensorflow.names import by_name
 from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
+from hvdcomp.tensorflow.placement import device_of
 
 
 @dataclass
@@ -99,6 +101,10 @@ class TensorFlowBinding(Binding):
         self._trained: set[str] = set()  # names of variables that had a gradient in any trace
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
+        self._on_device = None
+        if communicator.world_size > 1:
+            self._on_device = device_of(self._variables.values(), says=communicator.rank == 0)
+        communicator.on_device = self._on_device
         tensors = [
             TensorInfo(name, tuple(variable.shape), variable.dtype.base_dtype.name)  # float32, where it is float32_ref
             for name, variable in self._variables.items()
@@ -156,14 +162,16 @@ class TensorFlowBinding(Binding):
         with _graph_of_call().as_default():
             if casting:
                 compressed = set(names.values())
-                begun = tf.py_function(lambda: self._begin_casts(compressed), [], tf.int64, name="hvdcomp_begin")
+                begun = _begun(lambda: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            factor = self.communicator.world_size if call.op == hvd.Sum else 1
-            begun = tf.py_function(self._begin, [], tf.int64, name="hvdcomp_begin")
+            begun = _begun(self._begin)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
-                results = in_graph(lambda *arrays: self._step(ordered, arrays, factor), gradients, "hvdcomp_step")
+                put = in_graph if self._on_device is None else self._on_device.in_graph
+                results = put(lambda *arrays: self._step(ordered, arrays), gradients, "hvdcomp_step")
+            if call.op == hvd.Sum:
+                results = [result * tf.cast(self.communicator.world_size, result.dtype) for result in results]
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
     def _name(self, variable: tf.Variable) -> str:
@@ -202,10 +210,8 @@ class TensorFlowBinding(Binding):
         self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
 
-    def _step(self, names: list[str], gradients: Sequence[Array], factor: int) -> list[Array]:
+    def _step(self, names: list[str], gradients: Sequence[Array]) -> list[Array]:
         results = self.run_engine(dict(zip(names, gradients, strict=True)))
-        if factor != 1:
-            return [results[name] * results[name].dtype.type(factor) for name in names]
         return [results[name] for name in names]
 
     def _begin_casts(self, names: Set[str]) -> int:
@@ -245,14 +251,15 @@ class TensorFlowBinding(Binding):
         return momentum_of(self._optimizer)
 
     def copy(self, array: Array) -> Array:
-        return np.array(array)
+        return np.array(array) if self._on_device is None else self._on_device.to_host(array)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with tf.init_scope():  # the first step may be being traced
             super().load_state_dict(state)
 
     def place(self, array: Any, name: str) -> Array:
-        return np.array(array)  # also of a tensor, which older states hold
+        on_host = np.array(array)  # also of a tensor, which older states hold
+        return on_host if self._on_device is None else self._on_device.from_host(on_host)
 
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
@@ -283,6 +290,12 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
             "variables=model.trainable_variables"
         )
     return by_name(gradients_call(tensor).variables)
+
+
+def _begun(begin: Callable[[], int]) -> tf.Tensor:
+    """The operation that begins a step, in the graph that is being made."""
+    with tf.device("CPU:0"):  # what it returns need not go to a GPU
+        return tf.py_function(begin, [], tf.int64, name="hvdcomp_begin")
 
 
 def _graph_of_call() -> Any:

@@ -14,7 +14,10 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["METHODS", "available", "described", "placed", "serves", "serving_host", "split_like", "takes", "why_not"]
+__all__ = [
+    "METHODS", "available", "described", "placed", "serves", "serves_host", "serving_host", "split_like", "takes",
+    "why_not",
+]  # fmt: skip
 
 METHODS = {
     "none",
@@ -35,6 +38,7 @@ METHODS = {
 
 _OLDEST = 3, 7  # of Triton
 _HIGHEST_RANK = 32  # whose products a program can hold
+_ALIGNMENT = 32  # elements: what a device reads at once
 _serves_host = False
 
 
@@ -83,6 +87,11 @@ def serves(array: Any) -> bool:
     return bool(array.is_cuda or (_serves_host and array.is_cpu)) and available()
 
 
+def serves_host() -> bool:
+    """Whether arrays on the CPU are served too."""
+    return _serves_host
+
+
 @contextmanager
 def serving_host() -> Iterator[None]:
     """Within it, these kernels serve arrays on the CPU too. For tests, one at a time."""
@@ -111,8 +120,12 @@ def placed(arrays: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
 
 
 def split_like(arrays: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Fresh arrays, not filled, in the shapes of the given ones, in one storage, and their addresses."""
+    """Fresh arrays, not filled, in the shapes of the given ones, in one storage, and their addresses.
+
+    Each begins at a multiple of what a device reads at once, if the storage does.
+    """
     sizes = [x.numel() for x in arrays]
-    flat = arrays[0].new_empty(sum(sizes))
-    parts = [part.view(x.shape) for part, x in zip(flat.split(sizes), arrays, strict=True)]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    pieces = arrays[0].new_empty(sum(padded)).split(padded)
+    parts = [piece[:size].view(x.shape) for piece, size, x in zip(pieces, sizes, arrays, strict=True)]
     return parts, [part.data_ptr() for part in parts]
