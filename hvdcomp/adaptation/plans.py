@@ -18,7 +18,7 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
     return tuple(
         name
         for name, tensor in engine.tensors.items()
-        if tensor.size >= max(1, engine.planner.min_numel) and len(tensor.shape) >= engine.planner.min_ndim
+        if tensor.size >= max(1, engine.planner.min_numel) and len(tensor.own_shape) >= engine.planner.min_ndim
     )
 
 

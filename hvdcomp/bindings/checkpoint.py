@@ -46,7 +46,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
     shared = {
         "format": FORMAT,
         "compressor": str(engine.compressor),
-        "tensors": {name: list(tensor.shape) for name, tensor in engine.tensors.items()},
+        "tensors": {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()},
         "step": engine.step_number,
         "level": engine.planner.level,
         "warm_starts": warm_starts,
@@ -117,7 +117,7 @@ def _checked(
             "this is not a state of hvdcomp.Compression, or one of another version; give what "
             "compression.state_dict() returned"
         )
-    tensors = {name: list(tensor.shape) for name, tensor in engine.tensors.items()}
+    tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
     theirs = shared["tensors"]
     if theirs != tensors:
         wrong = sorted(name for name in {*tensors, *theirs} if theirs.get(name) != tensors.get(name))

@@ -68,7 +68,8 @@ class FirstSteps:
         training = self._training
         settings, engine, trained = training.setup.compression.settings, training.engine, training.trained()
         tensors, level = engine.tensors, engine.planner.level
-        parameters = {f"parameter {name}": f"{tensors[name].dtype} {tensors[name].shape}" for name in sorted(trained)}
+        known = [tensors[name] for name in sorted(trained)]
+        parameters = {f"parameter {one.name}": f"{one.dtype} {one.own_shape}" for one in known}
         return {
             **settings.describe(),
             **training.facts(),

@@ -52,7 +52,7 @@ class Chooser:
     def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
         """What one tensor gets from a compressor."""
         chosen = compressor.route(tensor) if tensor.size else NoCompression()
-        small = tensor.size < self.min_numel or len(tensor.shape) < self.min_ndim
+        small = tensor.size < self.min_numel or len(tensor.own_shape) < self.min_ndim
         return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
 
     def memory_for(self, compressor: Compressor) -> Memory:

@@ -158,8 +158,9 @@ def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
 def fit_columns(
     xp: ModuleType, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
 ) -> Array:
-    """The kept columns (length, any), cut to `rank` columns or filled up with random ones."""
-    if kept is None:
+    """The kept columns (length, any), cut to `rank` columns or filled up with random ones; anew if they are of another
+    length, as where an older checkpoint took the tensor for another matrix."""
+    if kept is None or kept.shape[0] != length:
         return random_columns(xp, x, length, rank, context, purpose)
     have = kept.shape[1]
     if have >= rank:

@@ -93,11 +93,22 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before training: enough to choose a compressor and count its bytes."""
+    """What is known of a tensor before training: enough to choose a compressor and count its bytes.
+
+    Attributes:
+        shape: as compressors see it. To those that take tensors for matrices, the first dimension is that of the rows.
+        in_framework: its shape there; None for the same.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    in_framework: tuple[int, ...] | None = None
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """As the user knows it."""
+        return self.shape if self.in_framework is None else self.in_framework
 
     @property
     def size(self) -> int:

@@ -175,7 +175,7 @@ class ByName(Router):
             if fnmatchcase(tensor.name, pattern):
                 return choice
         raise SpecError(
-            f"no pattern matches tensor {tensor.name!r} of shape {tensor.shape}; there are: "
+            f"no pattern matches tensor {tensor.name!r} of shape {tensor.own_shape}; there are: "
             f"{', '.join(pattern for pattern, _ in self.patterns)}. Add one for it, or '*' at the end for all others "
             '({"*": "none"} leaves them uncompressed)'
         )
@@ -258,7 +258,7 @@ class ByDimensions(_ByThreshold):
     condition: ClassVar[str] = "ndim"
 
     def compared(self, tensor: TensorInfo) -> int:
-        return len(tensor.shape)
+        return len(tensor.own_shape)
 
 
 def _require_compressor(method: str, place: str, choice: object) -> None:

@@ -48,7 +48,7 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
         sent = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
         total += plain
         if sent > plain:
-            larger.append(f"{name} {tensor.shape} with {compressor}")
+            larger.append(f"{name} {tensor.own_shape} with {compressor}")
             more, less = more + sent, less + plain
     if more - less <= _NOTICEABLE * total:
         return None

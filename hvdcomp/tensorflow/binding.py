@@ -35,6 +35,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
+from hvdcomp.tensorflow.layout import matrix_of
 from hvdcomp.tensorflow.names import by_name
 from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
 from hvdcomp.tensorflow.placement import device_of
@@ -105,10 +106,7 @@ class TensorFlowBinding(Binding):
         if communicator.world_size > 1:
             self._on_device = device_of(self._variables.values(), says=communicator.rank == 0)
         communicator.on_device = self._on_device
-        tensors = [
-            TensorInfo(name, tuple(variable.shape), variable.dtype.base_dtype.name)  # float32, where it is float32_ref
-            for name, variable in self._variables.items()
-        ]
+        tensors = [_described(name, variable) for name, variable in self._variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
     @tf.autograph.experimental.do_not_convert
@@ -211,8 +209,10 @@ class TensorFlowBinding(Binding):
         return self.engine.step_number
 
     def _step(self, names: list[str], gradients: Sequence[Array]) -> list[Array]:
-        results = self.run_engine(dict(zip(names, gradients, strict=True)))
-        return [results[name] for name in names]
+        tensors = [self.engine.tensors[name] for name in names]
+        given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
+        results = self.run_engine(given)
+        return [results[one.name].reshape(one.own_shape) for one in tensors]
 
     def _begin_casts(self, names: Set[str]) -> int:
         if not self.agreed:
@@ -259,6 +259,9 @@ class TensorFlowBinding(Binding):
 
     def place(self, array: Any, name: str) -> Array:
         on_host = np.array(array)  # also of a tensor, which older states hold
+        tensor = self.engine.tensors[name]
+        if on_host.shape == tensor.own_shape:  # as older states have it
+            on_host = on_host.reshape(tensor.shape)
         return on_host if self._on_device is None else self._on_device.from_host(on_host)
 
     def _known_optimizer(self) -> Any:
@@ -268,6 +271,12 @@ class TensorFlowBinding(Binding):
                 "follows: give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
             )
         return self._optimizer
+
+
+def _described(name: str, variable: tf.Variable) -> TensorInfo:
+    dtype = variable.dtype.base_dtype.name  # float32, where it is float32_ref
+    shape = tuple(variable.shape)
+    return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
 
 
 def _checksum(variable: tf.Variable) -> int:

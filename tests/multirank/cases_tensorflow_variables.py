@@ -142,3 +142,40 @@ def case_two_tapes_need_all_variables() -> None:
     for model in (first, second, first):
         step(both, model)
     assert both.ledger.steps == 3
+
+
+class Convolution:
+    """A convolution whose kernel is a matrix of 27 by 64, and a dense layer."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(6)
+        shapes = {"kernel": (3, 3, 3, 64), "out": (64, 40)}
+        self.variables_in_order = [
+            tf.Variable(rng.normal(0, 0.1, shape), dtype=tf.float32, name=name) for name, shape in shapes.items()
+        ]
+
+    def __call__(self, inputs: tf.Tensor) -> tf.Tensor:
+        kernel, out = self.variables_in_order
+        images = tf.reshape(inputs[:, :48], (-1, 4, 4, 3))
+        return tf.reduce_mean(tf.nn.conv2d(images, kernel, 1, "SAME"), (1, 2)) @ out
+
+
+def case_the_kernel_of_a_convolution_is_compressed() -> None:
+    """And a checkpoint of when it was another matrix, of 3 by 576, is taken over."""
+    training = TapeTraining("powersgd:rank=2", model=Convolution()).run(3)
+    assert_same_everywhere(training.weights)
+    name = next(one for one in training.binding.engine.tensors if "kernel" in one)
+    assert training.compression.ledger.tensors[name].bytes_sent == 3 * 4 * 2 * (27 + 64)
+    state = training.compression.state_dict()
+    own = state["own"]["residuals"][name]["arrays"]
+    kept = [array.copy() for array in own]
+    own[:] = [array.reshape(3, 3, 3, 64) for array in own]
+    state["shared"]["warm_starts"][name]["arrays"] = [np.ones((576, 2), np.float32)]
+    again = TapeTraining("powersgd:rank=2", model=Convolution())
+    again.compression.load_state_dict(state)
+    loaded = [residuals(again.compression)[f"{name}.memory.{place}"] for place in range(len(kept))]
+    assert all(np.array_equal(one.reshape(-1), was.reshape(-1)) for one, was in zip(loaded, kept, strict=True))
+    again.run(2)
+    assert_same_everywhere(again.weights)
+    (warm,) = again.compression.state_dict()["shared"]["warm_starts"][name]["arrays"]
+    assert warm.shape == (64, 2)
