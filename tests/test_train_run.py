@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -139,18 +141,25 @@ def _check_tensorboard(folder: Path) -> None:
     assert len(board.Scalars("epoch/accuracy")) == 3
 
 
-def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
+@cache
+def run_on_two_ranks(controller: str) -> tuple[Path, str]:
+    """The folder of a run, which several tests look at, and what was said."""
+    folder = Path(mkdtemp(prefix="hvdcomp-run-")) / controller
+    done = _ranks(controller, "--compression", "topk:ratio=0.01", "--epochs", "3", "--output", str(folder))
+    assert done.returncode == 0, done.stdout[-3000:]
+    return folder, done.stdout
+
+
+def test_two_ranks_compress_and_agree() -> None:
     """With Gloo and with MPI: the ranks agree, and so do the two runs."""
     summaries = {}
     for controller in ("gloo", "mpi"):
-        folder = tmp_path / controller
-        done = _ranks(controller, "--compression", "topk:ratio=0.01", "--epochs", "3", "--output", str(folder))
-        assert done.returncode == 0, done.stdout[-3000:]
-        assert "\x1b" not in done.stdout, "no control characters where no terminal is"
+        folder, said = run_on_two_ranks(controller)
+        assert "\x1b" not in said, "no control characters where no terminal is"
         for epoch in (1, 2, 3):
-            assert done.stdout.count(f"epoch {epoch}/3  train loss") == 1, "rank 0 alone reports"
+            assert said.count(f"epoch {epoch}/3  train loss") == 1, "rank 0 alone reports"
         summary = _check_files(folder, steps=132, epochs=3)
-        assert "tracing" not in done.stdout
+        assert "tracing" not in said
         assert (summary["world_size"], summary["ranks_per_host"], summary["controller"]) == (2, 2, controller)
         assert summary["note"] is None
         assert summary["parameters"] == 151_306

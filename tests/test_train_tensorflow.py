@@ -174,12 +174,14 @@ def _summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-def _both(tmp_path: Path, *options: str) -> tuple[Path, Path]:
-    """The folders of a run in PyTorch and of the same in TensorFlow; their files have the same fields."""
-    folders = tmp_path / "torch", tmp_path / "tensorflow"
-    for folder in folders:
-        done = _ranks("gloo", "--framework", folder.name, *options, "--output", str(folder))
-        assert done.returncode == 0, done.stdout[-3000:]
+def _both(tmp_path: Path, *options: str, in_torch: Path | None = None) -> tuple[Path, Path]:
+    """The folders of a run in PyTorch, which may be there already, and of the same in TensorFlow; their files have the
+    same fields."""
+    folders = in_torch or tmp_path / "torch", tmp_path / "tensorflow"
+    for framework, folder in zip(("torch", "tensorflow"), folders, strict=True):
+        if folder != in_torch:
+            done = _ranks("gloo", "--framework", framework, *options, "--output", str(folder))
+            assert done.returncode == 0, done.stdout[-3000:]
     ours, theirs = map(_summary, folders)
     assert theirs.keys() == ours.keys()
     assert theirs["options"].keys() == ours["options"].keys()
@@ -205,7 +207,11 @@ def _repeated(tensors: int) -> int:
 
 @pytest.mark.alone
 def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
-    torch_folder, folder = _both(tmp_path, "--compression", "topk:ratio=0.01", "--epochs", "3")
+    from tests.test_train_run import run_on_two_ranks
+
+    in_torch, _ = run_on_two_ranks("gloo")
+    options = "--compression", "topk:ratio=0.01", "--epochs", "3"
+    torch_folder, folder = _both(tmp_path, *options, in_torch=in_torch)
     ours, theirs = _summary(torch_folder), _summary(folder)
     assert (theirs["framework"], theirs["options"]["framework"]) == ("tensorflow", "tensorflow")
     assert theirs["bytes_sent"] + ours["steps"] * _repeated(8) == ours["bytes_sent"]
