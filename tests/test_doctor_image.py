@@ -73,6 +73,17 @@ def test_a_library_without_the_code_is_named(code: Path, installed: Path, capsys
     assert wrong == f"{installed} has no code for GPUs of compute capability 7.0"
 
 
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [(None, ()), ({"options": {"cuda_arch": ()}}, ()), ({"options": {"cuda_arch": (70, 86)}}, ("7.0", "8.6"))],
+)
+def test_the_gpus_are_those_that_horovod_was_compiled_for(
+    record: dict[str, object] | None, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "installed_record", lambda: record)
+    assert image.wanted_capabilities() == expected
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 
 
