@@ -2,15 +2,16 @@
 
     horovodrun -np 2 python benchmarks/tensorflow_training.py --model cnn --output training.json
 
-The steps are those of `hvdcomp train` with its usual settings, on one batch that each rank draws once. Each framework
-trains with Horovod's own compression "none" and with a method of hvdcomp, and all four trainings take turns in one
-process. What compression adds is the time of a step with the method less that of a step of Horovod's own, turn by turn:
-in processor time of this rank, and in time on the clock.
+The steps are those of `hvdcomp train` with its usual settings, always on the same batch of each rank. Each framework
+trains without any exchange ("compute"), with Horovod's own compression "none" and with a method of hvdcomp. All
+trainings take turns in one process. What an exchange adds is the time of a step with it less that of a step without,
+turn by turn: in processor time of this rank, and in time on the clock.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 from pathlib import Path
@@ -24,22 +25,42 @@ from tensorflow_steps import Step, Turns, of_all_turns, take_turns
 from hvdcomp.kernels import cuda
 from hvdcomp.train.data import load_data
 from hvdcomp.train.frameworks import learner_class
+from hvdcomp.train.learner import Learner
 from hvdcomp.train.options import FRAMEWORKS, MODELS, TrainingOptions
 from hvdcomp.train.ranks import Ranks
 
-NONE = "hvd.none"
+COMPUTE, NONE = "compute", "hvd.none"
+
+
+def learner_without_exchange() -> type[Learner]:
+    """TensorFlow's, whose step asks the tape itself for gradients, not Horovod's around it."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    class Alone(learner_class("tensorflow")):  # type: ignore[misc]
+        @tf.autograph.experimental.do_not_convert
+        def _training_step(self, inputs: Any, targets: Any) -> Any:
+            horovods, hvd.DistributedGradientTape = hvd.DistributedGradientTape, lambda tape, **options: tape
+            try:
+                return super()._training_step(inputs, targets)
+            finally:
+                hvd.DistributedGradientTape = horovods
+
+    return Alone
 
 
 def step_of(framework: str, method: str, options: dict[str, Any]) -> Step:
     """A step of `hvdcomp train`."""
-    kind, ranks = learner_class(framework), Ranks(framework)
+    ranks = Ranks(framework)
+    kind = learner_without_exchange() if (framework, method) == ("tensorflow", COMPUTE) else learner_class(framework)
     kind.prepare(ranks.local_rank, ranks.local_size)
     settings = TrainingOptions(framework=framework, **options).resolved()
     data = load_data(settings)
     learner = kind(settings, data, ranks.rank)
     learner.broadcast()
     stock = importlib.import_module(f"horovod.{framework}").Compression.none
-    learner.distribute(stock if method == NONE else learner.compression(method))
+    if method != COMPUTE:
+        learner.distribute(stock if method == NONE else learner.compression(method))
     learner.set_learning_rate(1e-4)
     first = ranks.rank * settings.batch_size
     batch = data.train_x[first : first + settings.batch_size], data.train_y[first : first + settings.batch_size]
@@ -59,7 +80,7 @@ def main(method: str, turns: int, steps: int, output: Path | None, **options: An
     trainings = {
         f"{framework} {one}": Turns(step_of(framework, one, options))
         for framework in reversed(FRAMEWORKS)  # TensorFlow chooses its threads before anything runs
-        for one in (NONE, method)
+        for one in (COMPUTE, NONE, method)
     }
     take_turns(trainings, turns, steps)
     if Ranks("torch").rank != 0:
@@ -68,13 +89,14 @@ def main(method: str, turns: int, steps: int, output: Path | None, **options: An
     for name, row in rows.items():
         click.echo(f"{name:32} cpu {row['cpu_ms']:7.2f} ms   wall {row['wall_ms']:7.2f} ms")
     added: dict[str, Any] = {}
-    for unit in ("cpu_ms", "wall_ms"):
+    for exchange, unit in itertools.product((NONE, method), ("cpu_ms", "wall_ms")):
+        of_both = []
         for framework in FRAMEWORKS:
-            ours, theirs = (getattr(trainings[f"{framework} {one}"], unit) for one in (method, NONE))
-            added[f"{framework} {unit}"] = of_all_turns(x - y for x, y in zip(ours, theirs, strict=True))
-        medians = [added[f"{framework} {unit}"]["median"] for framework in FRAMEWORKS]
-        told = ", ".join(f"{one:.2f} ms in {name}" for one, name in zip(medians, FRAMEWORKS, strict=True))
-        click.echo(f"{method} adds to a step, in {unit.removesuffix('_ms')} time: {told}")
+            ours, theirs = (getattr(trainings[f"{framework} {one}"], unit) for one in (exchange, COMPUTE))
+            row = of_all_turns(x - y for x, y in zip(ours, theirs, strict=True))
+            added[f"{framework} {exchange} {unit}"] = row
+            of_both.append(f"{row['median']:6.2f} ms in {framework}")
+        click.echo(f"{exchange:16} adds to the {unit.removesuffix('_ms'):4} time of a step {', '.join(of_both)}")
     if output is not None:
         facts = {**options, "method": method, "ranks": Ranks("torch").size, "turns": turns, "steps": steps}
         output.write_text(json.dumps({**facts, **rows, "added": added}, indent=1))
