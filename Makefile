@@ -36,6 +36,7 @@ PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproje
 
 PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
 
+PATH_BEFORE := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TF_CPP_MIN_LOG_LEVEL := 3
 export PYTHONUNBUFFERED := 1
@@ -46,7 +47,7 @@ STARTED := $(shell date +%s)
 demo test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench image wheel clean
+.PHONY: help setup demo test test-all lint bench gpu-check image wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -112,6 +113,11 @@ bench: setup  ## measure what compression costs and what it does to accuracy (ab
 	    --output docs/encode/$$model || exit 1; \
 	done
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
+
+# Without set-up: it takes the Python that is there, which needs PyTorch for CUDA, Triton and NumPy, and nothing else.
+gpu-check: export PATH := $(PATH_BEFORE)
+gpu-check:  ## check and measure kernels on this machine's GPU (10 minutes); PART=NAME runs one part, OUTPUT=FOLDER
+	@$(PYTHON) -m tests.gpu $(if $(PART),--part $(PART)) $(if $(OUTPUT),--output $(OUTPUT))
 
 image:  ## build the container image for CPU with docker, podman or buildah
 	@docker/build cpu

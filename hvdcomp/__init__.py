@@ -7,7 +7,7 @@ imports no framework; PyTorch is imported when its first gradient arrives.
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
@@ -52,7 +52,10 @@ from hvdcomp.policies.gravac import GraVAC as GraVAC
 from hvdcomp.policies.joint import AccordionJoint as AccordionJoint
 from hvdcomp.policies.schedules import WarmUp as WarmUp
 
-__version__ = version("hvdcomp")
+try:
+    __version__ = version("hvdcomp")
+except PackageNotFoundError:  # a checkout that nobody has installed
+    __version__ = "0+checkout"
 
 # What is imported above under its own name is for type checkers. A class that registration found is offered without a
 # line here.

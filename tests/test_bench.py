@@ -104,7 +104,7 @@ def die(request: Request) -> None:
 def test_what_fails_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MeasurementError, match="topq: SpecError: unknown compressor 'topq'"):
         measure(Request("topq", "resnet20", "numpy"))
-    monkeypatch.setattr(measurement, "_measure", die)
+    monkeypatch.setattr(measurement, "measure_here", die)
     with pytest.raises(MeasurementError, match="measured topk was ended from outside, perhaps because memory ran out"):
         measure(Request("topk", "resnet20", "numpy"))
 
@@ -112,7 +112,7 @@ def test_what_fails_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_processs_libraries_get_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    monkeypatch.setattr(measurement, "_measure", variables)
+    monkeypatch.setattr(measurement, "measure_here", variables)
     assert measure(Request("none", "resnet20", "numpy", threads=3)) == ("3", "3")
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert "MKL_NUM_THREADS" not in os.environ

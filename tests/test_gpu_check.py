@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.kernels import cuda
+from hvdcomp.perfmodel import shapes
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
     if cuda.available():
         import hvdcomp.kernels.cuda.device  # noqa: F401
-from tests.gpu import cases
-from tests.gpu.ranks import HOST, Ranks, one_by_one
+from tests.gpu import cases, parts, report, steps  # noqa: E402
+from tests.gpu.ranks import HOST, Ranks, one_by_one  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of numbers that overflow
 ]
 
+ROOT = Path(__file__).parents[1]
 TINY = {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)}
 
 
@@ -69,3 +75,44 @@ def test_what_differs_is_named() -> None:
     said = list(cases.compare(device, lambda: Otherwise("none", TINY, HOST), given, "none"))
     assert len(said) == 2 * len(TINY)
     assert said[0].startswith("step 0, rank 0, matrix: 48 of 48 elements are apart, one by ")
+
+
+def test_steps_are_checked_with_policies_and_memories() -> None:
+    spec, policy = steps.POLICIES[0]
+    assert list(steps.check(spec, "cpu", policy, shapes={"matrix": (40, 48), "bias": (105,)})) == []
+
+
+def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the parts' own rows, of a tiny model on the CPU, which has no device's time."""
+    monkeypatch.setitem(shapes._MODELS, "resnet50", lambda: {"matrix": (40, 48)})
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    found: dict[str, Any] = {name: {"failures": [], "rows": [], "notes": []} for name in ("bench", "roofline")}
+
+    def keep(part: str) -> Any:
+        def into(row: Any = None, failure: str = "", note: str = "") -> None:
+            assert not failure, failure
+            found[part]["rows"].append(row)
+
+        return into
+
+    parts.bench("cpu", keep("bench"), ["resnet50"], ["efsignsgd", "topk:ratio=0.01"], 0.0)
+    parts.bandwidth("cpu", keep("roofline"), [TensorInfo("matrix", (40, 48))], ["efsignsgd"], 2)
+    assert all(aim[3] == "not measured" for aim in list(report.aims(found))[:-1])
+    found["bench"]["rows"][0] |= {"device_ms": 2.6, "device_copy_ms": 1.0}
+    found["bench"]["rows"][1] |= {"device_ms": 3.9, "device_copy_ms": 1.0}
+    said = {what: result for what, _, _, result in report.aims(found)}
+    assert said["efsignsgd on ResNet-50"] == "missed"
+    assert said["topk:ratio=0.01 on ResNet-50"] == "met"
+    gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13.0"}
+    facts = {"accelerator": "A GPU", "gpu": gpu, "versions": {"torch": "2.13.0"}}
+    page = report.as_markdown({"facts": facts, "parts": found})
+    assert "| efsignsgd on ResNet-50 | at most 2.5 device copies | 2.6 | missed |" in page
+    assert "| efsignsgd | two_values_encode |" in page
+    assert {one["kernel"] for one in found["roofline"]["rows"]} >= {"copy", "two_values_encode", "two_values_decode"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so() -> None:
+    done = subprocess.run([sys.executable, "-m", "tests.gpu"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "gpu-check needs a GPU: PyTorch sees no GPU.\n"

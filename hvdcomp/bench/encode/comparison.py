@@ -43,8 +43,10 @@ class Row:
         """Plain data, flat."""
         data = asdict(self.measurement)
         data = {**data.pop("request"), **data}
-        for name in ("step_ms", "copy_ms", "ratio_to_copy", "cpu_ms"):
+        for name in ("step_ms", "copy_ms", "ratio_to_copy", "cpu_ms", "device_ms", "device_copy_ms"):
             spread = data[name]
+            if spread is None:
+                continue
             data[name] = spread["median"]
             data[f"{name}_quartiles"] = [spread["low"], spread["high"]]
         return {

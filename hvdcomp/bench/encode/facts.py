@@ -6,19 +6,25 @@ import importlib.metadata
 import os
 import platform
 import re
+import subprocess
 from pathlib import Path
 
 # A framework's builds have names of their own.
-_DISTRIBUTIONS = ("hvdcomp", "numpy", "torch", "tensorflow", "tensorflow-cpu", "tensorflow-gpu")
+_DISTRIBUTIONS = ("hvdcomp", "numpy", "torch", "triton", "tensorflow", "tensorflow-cpu", "tensorflow-gpu")
 
 
 def facts(device: str) -> dict[str, object]:
-    """Plain data: the processor's name, its cores, those that this process may use, the accelerator, versions."""
+    """Plain data: the processor's name, its cores, those that this process may use, the accelerator, versions.
+
+    With "cuda", `gpu` says more of the accelerator: memory and second cache in bytes, multiprocessors, compute
+    capability, and the versions of CUDA, NCCL and the driver.
+    """
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "accelerator": _accelerator() if device == "cuda" else None,
+        **({"gpu": _gpu()} if device == "cuda" else {}),
         "python": platform.python_version(),
         "versions": {name: found for name in _DISTRIBUTIONS if (found := _version(name)) is not None},
     }
@@ -37,6 +43,32 @@ def _accelerator() -> str:
     import torch
 
     return torch.cuda.get_device_name()
+
+
+def _gpu() -> dict[str, object]:
+    import torch
+
+    known = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "compute_capability": f"{known.major}.{known.minor}",
+        "memory": known.total_memory,
+        "second_cache": getattr(known, "L2_cache_size", None),  # not in every version of PyTorch
+        "multiprocessors": known.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str | None:
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said.stdout.strip().partition("\n")[0] or None if said.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:

@@ -49,12 +49,17 @@ class Gradients(ABC):
         """Waits until the device has done its work; a CPU has."""
         return
 
+    def device_ms(self, work: Callable[[], Any]) -> float | None:
+        """Milliseconds that an accelerator takes for `work`, which the host has handed to it before it begins: as in a
+        training, where the host is ahead. None on a CPU."""
+        return None
+
     def operations(self, work: Callable[[], Any]) -> int | None:
         """How many of the framework's operations on arrays `work` calls; None where they cannot be counted."""
         return None
 
     def kernel_launches(self, work: Callable[[], Any]) -> int | None:
-        """How many kernels `work` launches on an accelerator; None on a CPU."""
+        """How many kernels `work` launches on an accelerator; None on a CPU, and where no profiler sees them."""
         return None
 
 
@@ -127,6 +132,15 @@ class TorchGradients(Gradients):
 
             torch.cuda.synchronize()
 
+    def device_ms(self, work: Callable[[], Any]) -> float | None:
+        if self._device != "cuda":
+            return None
+        from hvdcomp.bench.encode.device_time import Stopwatch
+
+        with Stopwatch() as stopwatch:
+            work()
+        return stopwatch.ms
+
     def operations(self, work: Callable[[], Any]) -> int | None:
         from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,7 +164,7 @@ class TorchGradients(Gradients):
             work()
             self.synchronize()
         # What CPU code calls: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and the like.
-        return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key)
+        return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key) or None
 
 
 @contextmanager

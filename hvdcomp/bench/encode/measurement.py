@@ -30,6 +30,7 @@ from hvdcomp.perfmodel.shapes import tensors_of
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # After two copies of a small model the next one finds the same in the caches, whatever the method left there.
 _WARM_COPIES = 2
+_DEVICE_TURNS = 20
 
 
 class MeasurementError(Exception):
@@ -94,6 +95,8 @@ class Measurement:
         bytes_sent: by one rank in a step; None for a peer.
         operations: the framework's operations on arrays in one step; None where they cannot be counted.
         kernel_launches: on the accelerator in one step; None on a CPU.
+        device_ms, device_copy_ms: what an accelerator takes for a step and for a copy when the host is ahead of it;
+            None on a CPU.
         native_kernels: the instruction set of hvdcomp's compiled kernels; None where there are none.
     """
 
@@ -110,6 +113,8 @@ class Measurement:
     compression_factor: float | None = None
     operations: int | None = None
     kernel_launches: int | None = None
+    device_ms: Spread | None = None
+    device_copy_ms: Spread | None = None
     native_kernels: str | None = None
 
 
@@ -122,7 +127,7 @@ def measure(request: Request) -> Measurement:
     context = multiprocessing.get_context("spawn")
     with _variables({name: str(request.threads) for name in _THREADS}), ProcessPoolExecutor(1, context) as pool:
         try:
-            return pool.submit(_measure, request).result()
+            return pool.submit(measure_here, request).result()
         except BrokenProcessPool:
             raise MeasurementError(
                 f"the process that measured {request.method} was ended from outside, perhaps because memory ran out"
@@ -146,7 +151,11 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _measure(request: Request) -> Measurement:
+def measure_here(request: Request) -> Measurement:
+    """Measures one method in this process.
+
+    Its libraries keep the number of threads that they have, and on a CPU the peak memory is that of all that it did.
+    """
     gradients = FRAMEWORKS[request.framework](tensors_of(request.model), request.threads, request.device)
     engine: Engine | None = None
     if request.is_peer:
@@ -158,8 +167,8 @@ def _measure(request: Request) -> Measurement:
         )
         step = _engine_step(engine, gradients)
 
-    start_memory = _peak_memory(request.device)
-    for _ in range(2):  # the first step makes the state
+    start_memory = _peak_memory(request.device, forget=True)
+    for _ in range(3):  # the first step makes the state and compiles kernels
         gradients.restore()
         step()
     peak_memory = _peak_memory(request.device) - start_memory
@@ -182,6 +191,7 @@ def _measure(request: Request) -> Measurement:
         if last is not None and last.encode_seconds is not None and last.decode_seconds is not None:
             encoding.append(1000 * last.encode_seconds)
             decoding.append(1000 * last.decode_seconds)
+    device_steps, device_copies = _on_device(step, gradients, min(len(steps), _DEVICE_TURNS))
     last = engine.ledger.last if engine is not None else None
     return Measurement(
         request=request,
@@ -197,6 +207,8 @@ def _measure(request: Request) -> Measurement:
         compression_factor=None if last is None else last.dense_bytes / last.bytes_sent,
         operations=_counted(gradients.operations, step, gradients),
         kernel_launches=_counted(gradients.kernel_launches, step, gradients),
+        device_ms=Spread.of(device_steps) if device_steps else None,
+        device_copy_ms=Spread.of(device_copies) if device_copies else None,
         native_kernels=kernels.instruction_set(),
     )
 
@@ -218,6 +230,22 @@ def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
+def _on_device(step: Callable[[], Any], gradients: Gradients, turns: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of an accelerator for steps and for copies, in turns; none on a CPU."""
+    steps, copies = [], []
+    for _ in range(turns):
+        for _ in range(_WARM_COPIES):
+            gradients.copy()
+        copy = gradients.device_ms(gradients.copy)
+        gradients.restore()
+        spent = gradients.device_ms(step)
+        if spent is None or copy is None:
+            break
+        copies.append(copy)
+        steps.append(spent)
+    return steps, copies
+
+
 def _counted(
     count: Callable[[Callable[[], Any]], int | None], step: Callable[[], Any], gradients: Gradients
 ) -> int | None:
@@ -225,10 +253,12 @@ def _counted(
     return count(step)
 
 
-def _peak_memory(device: str) -> int:
-    """Bytes: the highest so far."""
+def _peak_memory(device: str, forget: bool = False) -> int:
+    """Bytes: the highest so far. forget: what an accelerator held before does not count."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     import torch
 
+    if forget:
+        torch.cuda.reset_peak_memory_stats()
     return torch.cuda.max_memory_allocated()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdcomp.bench.encode.comparison import Row
 
-HEADINGS = (
+HEADINGS: tuple[str, ...] = (
     "method", "threads", "x copy", "x hook", "step ms", "quartiles", "CPU ms", "copy ms", "encode ms", "decode ms",
     "operations", "launches", "peak MiB", "bytes", "factor",
 )  # fmt: skip
+DEVICE = ("device ms", "x device copy")
 BEFORE = ("before, ms", "times as fast")
 
 
@@ -25,11 +26,25 @@ def title(options: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings, and the cells of each row; with an earlier comparison beside it, if any row has one."""
-    cells = [_cells(row) for row in rows]
-    if all(row.before_ms is None for row in rows):
-        return HEADINGS, cells
-    return (*HEADINGS, *BEFORE), [(*those, *_before(row)) for those, row in zip(cells, rows, strict=True)]
+    """The headings, and the cells of each row; with a device's own time and an earlier comparison beside it, if any row
+    has them."""
+    headings, cells = HEADINGS, [_cells(row) for row in rows]
+    more: list[tuple[bool, tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = [
+        (any(row.measurement.device_ms is not None for row in rows), DEVICE, _device),
+        (any(row.before_ms is not None for row in rows), BEFORE, _before),
+    ]
+    for wanted, names, cells_of in more:
+        if wanted:
+            headings += names
+            cells = [(*those, *cells_of(row)) for those, row in zip(cells, rows, strict=True)]
+    return headings, cells
+
+
+def _device(row: Row) -> tuple[str, str]:
+    spent, copy = row.measurement.device_ms, row.measurement.device_copy_ms
+    if spent is None or copy is None:
+        return "-", "-"
+    return number(spent.median), number(spent.median / copy.median)
 
 
 def _before(row: Row) -> tuple[str, str]:

@@ -45,8 +45,9 @@ def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     bucket: Any = _Bucket(gradients)
     if name == FP16:
         world = dist.group.WORLD

@@ -1,0 +1,114 @@
+"""Runs the parts of `make gpu-check`, each in a process of its own, and writes what they found.
+
+    python3 -m tests.gpu [--part NAME] [--output FOLDER]
+
+The exit status is 0 if every part passed or said why it could not run, and 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.parts import PARTS, sanitized_steps
+from tests.gpu.report import as_markdown
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 570
+"""For all parts together."""
+
+
+def no_gpu() -> str:
+    """Why nothing can be checked here; empty if it can."""
+    try:
+        import torch
+    except ImportError:
+        return "this Python has no PyTorch"
+    if not torch.cuda.is_available():
+        return "PyTorch sees no GPU"
+    from hvdcomp.kernels import cuda
+
+    return cuda.why_not()
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description="Check kernels on this machine's GPU.")
+    parser.add_argument("--part", choices=[*PARTS, "sanitized"], help="this part alone")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "encode", help="folder of gpu.json and gpu.md")
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)  # a part in a process of its own writes there
+    chosen = parser.parse_args()
+    if said := no_gpu():
+        print(f"gpu-check needs a GPU: {said}.", file=sys.stderr)
+        return 1
+    if chosen.part == "sanitized":
+        sanitized_steps("cuda")
+        return 0
+    if chosen.json is not None:
+        return _run_here(chosen.part, chosen.json)
+    started = time.monotonic()
+    names = [chosen.part] if chosen.part else list(PARTS)
+    found = {name: _run_apart(name, SECONDS - (time.monotonic() - started)) for name in names}
+    failed = [name for name, part in found.items() if part["failures"]]
+    if not chosen.part:
+        from hvdcomp.bench.encode.facts import facts
+
+        document = {"facts": facts("cuda"), "seconds": time.monotonic() - started, "parts": found}
+        chosen.output.mkdir(parents=True, exist_ok=True)
+        (chosen.output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
+        (chosen.output / "gpu.md").write_text(as_markdown(document))
+        print(f"wrote gpu.json and gpu.md to {chosen.output}")
+    print(f"FAILED: {', '.join(failed)}" if failed else "All parts passed.")
+    return 1 if failed else 0
+
+
+def _run_here(name: str, path: Path) -> int:
+    found: dict[str, Any] = {"failures": ["it did not end"], "rows": [], "notes": []}
+
+    def keep(row: Any = None, failure: str = "", note: str = "") -> None:
+        """Writes what is known so far, and prints a line."""
+        print(f"  {name}: {failure or note or row}", flush=True)
+        if row is not None:
+            found["rows"].append(row)
+        if failure:
+            found["failures"].insert(-1, failure)
+        if note:
+            found["notes"].append(note)
+        path.write_text(json.dumps(found))
+
+    PARTS[name]("cuda", keep)
+    del found["failures"][-1]
+    path.write_text(json.dumps(found))
+    return 0
+
+
+def _run_apart(name: str, seconds: float) -> dict[str, Any]:
+    print(f"==> {name}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "part.json"
+        command = [sys.executable, "-m", "tests.gpu", "--part", name, "--json", str(path)]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        ended = ""
+        try:
+            status = subprocess.run(command, cwd=ROOT, env=environment, timeout=max(1.0, seconds)).returncode
+            ended = f"its process ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            ended = "the time was over"
+        found: dict[str, Any] = {"failures": [], "rows": [], "notes": []}
+        if path.exists():
+            found = json.loads(path.read_text())
+        if ended:
+            found["failures"].append(ended)
+            print(f"  {name}: {ended}", flush=True)
+        return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

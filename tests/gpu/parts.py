@@ -1,0 +1,129 @@
+"""The parts of `make gpu-check`. Each takes the device, and a function that keeps a row, a failure or a note."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdcomp.bench.encode.comparison import rows
+from hvdcomp.bench.encode.measurement import Measurement, Request, measure_here
+from hvdcomp.bench.encode.peers import PEERS
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.perfmodel.shapes import tensors_of
+from tests.gpu import cases, roofline, steps
+from tests.gpu.ranks import Shapes
+
+Keep = Callable[..., None]
+
+MODELS = ("resnet50", "bert-base", "small-tensors")
+METHODS = (
+    "none", "fp16", "topk:ratio=0.01", "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad",
+    "natural", "powersgd:rank=4",
+)  # fmt: skip
+SMALL: Shapes = {"matrix": (33, 65), "odd": (5, 7, 3), "vector": (1_030,), "one": (1,)}
+
+
+def kernels(place: str, keep: Keep, shapes: Shapes = cases.ODD, specs: Sequence[str] = cases.FORMS) -> None:
+    """Every form with numbers of every kind."""
+    for spec in specs:
+        found = [(kind, said) for kind in cases.NUMBERS for said in cases.check(spec, kind, place, shapes)]
+        failures = [f"{spec}, {kind}: {said}" for kind, said in found]
+        keep(row={"method": spec, "failures": len(failures)})
+        for one in failures[:3]:
+            keep(failure=one)
+
+
+def whole_steps(place: str, keep: Keep, shapes: Shapes = steps.TRAINING) -> None:
+    """Steps in sizes as in a training, which wait for the device nowhere."""
+    for name, said in steps.all_checks(place, shapes):
+        try:
+            failures = list(said)
+        except Exception as error:  # PyTorch's, of a step that waits; and the next method is to be checked too
+            failures = [f"{type(error).__name__}: {error}"]
+        keep(row={"method": name, "failures": len(failures)})
+        for one in failures[:3]:
+            keep(failure=f"{name}: {one}")
+
+
+def sanitized_steps(place: str) -> None:
+    """What compute-sanitizer watches."""
+    cases.tiny_steps(place, lambda rank, step: cases.gradients("normal", SMALL, rank, step), SMALL)
+
+
+def sanitizer(place: str, keep: Keep) -> None:
+    """compute-sanitizer over small steps of every method; a note where it is missing or does not serve the device."""
+    beside = [os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")]
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(beside))
+    if program is None:
+        keep(note="compute-sanitizer is not here")
+        return
+    for tool in ("memcheck", "racecheck"):
+        command = [program, "--tool", tool, "--error-exitcode", "99", "--print-limit", "20"]
+        command += ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command += [sys.executable, "-m", "tests.gpu", "--part", "sanitized"]
+        # Each tensor in memory of its own, so that what lies beyond its end is no other tensor's.
+        environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        said = done.stdout + done.stderr
+        summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", said)
+        if "not supported" in said and not summary:
+            keep(note=f"{tool}: compute-sanitizer does not support this device")
+        elif done.returncode or not summary:
+            keep(failure=f"{tool}: {summary[-1] if summary else 'no summary'}\n{said[-3000:]}")
+        else:
+            keep(row={"tool": tool, "summary": summary[-1]})
+
+
+def bench(
+    place: str,
+    keep: Keep,
+    models: Sequence[str] = MODELS,
+    methods: Sequence[str] = (*METHODS, *PEERS),
+    seconds: float = 0.3,
+) -> None:
+    """`bench encode` in one process."""
+    for model in models:
+        measured: list[Measurement] = []
+        for method in methods:
+            try:
+                measured.append(measure_here(Request(method, model, device=place, seconds=seconds)))
+            except Exception as error:  # and the next method is to be measured too
+                keep(failure=f"{method} on {model}: {type(error).__name__}: {error}")
+        for one in rows(measured):
+            keep(row=one.as_json())
+
+
+def bandwidth(
+    place: str,
+    keep: Keep,
+    tensors: Sequence[TensorInfo] | None = None,
+    specs: Sequence[str] = roofline.SPECS,
+    turns: int = 10,
+) -> None:
+    """The bytes a second of each kernel, on the matrices of BERT-base, which no cache holds."""
+    matrices = [one for one in tensors_of("bert-base") if len(one.shape) > 1] if tensors is None else tensors
+    elements = sum(one.size for one in matrices)
+    copied = 8 * elements / roofline.copy_ms(elements, place) * 1000
+    keep(row={"method": "copy", "kernel": "copy", "bytes_a_second": copied, "share": 1.0})
+    for spec in specs:
+        for one in roofline.measure(spec, matrices, place, turns):
+            share = None if one.bytes_a_second is None else one.bytes_a_second / copied
+            keep(
+                row={"method": spec, "kernel": one.kernel, "ms": one.ms, "bytes_a_second": one.bytes_a_second,
+                     "share": share}
+            )  # fmt: skip
+
+
+PARTS: dict[str, Callable[[str, Keep], Any]] = {
+    "kernels": kernels,
+    "steps": whole_steps,
+    "bench": bench,
+    "roofline": bandwidth,
+    "sanitizer": sanitizer,
+}
+"""By name, in the order in which they run."""

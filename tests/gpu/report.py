@@ -1,0 +1,93 @@
+"""The page of `make gpu-check`: its tables, and how they compare with what was aimed at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hvdcomp.bench.encode.output import number
+from hvdcomp.bench.encode.peers import FP16, POWERSGD
+from tests.gpu.roofline import LEAST_SHARE
+
+MOST_COPIES = {"topk:ratio=0.01": 4.0, "efsignsgd": 2.5, "onebit": 2.5, "qsgd:bits=4": 2.5, "powersgd:rank=4": 5.0}
+"""Of a step on ResNet-50, in copies of the gradients by the device's own time."""
+HOOKS = {"powersgd:rank=4": POWERSGD, "fp16": FP16}
+LEAST_SPEED = 3.0
+"""How many times as fast as PyTorch's hook a step on ResNet-50 should be."""
+
+
+def as_markdown(document: Mapping[str, Any]) -> str:
+    """The page of what `gpu.json` holds."""
+    facts, parts = document["facts"], document["parts"]
+    gpu = facts["gpu"]
+    lines = [
+        "# Measured on a GPU", "",
+        f"{facts['accelerator']}, compute capability {gpu['compute_capability']}, driver {gpu['driver']}, CUDA "
+        f"{gpu['cuda']}; {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}. Made by "
+        "`make gpu-check`.", "",
+    ]  # fmt: skip
+    lines += table(("part", "result"), [(name, _result(part)) for name, part in parts.items()])
+    lines += ["## Beside what was aimed at", ""]
+    lines += table(("what", "aim", "measured", ""), list(aims(parts)))
+    lines += ["## A step", "", "Milliseconds, medians; device: by the device's own time, the host being ahead.", ""]
+    cells = [
+        (one["model"], one["method"], number(one.get("device_ms")), number(_copies(one)), number(one["step_ms"]),
+         number(one["ratio_to_copy"]), str(one["kernel_launches"] or "-"))
+        for one in parts.get("bench", {}).get("rows", [])
+    ]  # fmt: skip
+    lines += table(("model", "method", "device ms", "x device copy", "wall ms", "x copy", "launches"), cells)
+    lines += ["## A kernel", ""]
+    cells = [
+        (one["method"], one["kernel"], _giga(one["bytes_a_second"]), _percent(one["share"]))
+        for one in parts.get("roofline", {}).get("rows", [])
+    ]
+    lines += table(("method", "kernel", "GB/s", "of the copy's"), cells)
+    return "\n".join(lines)
+
+
+def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """What was aimed at, the aim, what was measured, and "met" or "missed"."""
+    steps = {one["method"]: one for one in parts.get("bench", {}).get("rows", []) if one["model"] == "resnet50"}
+    for method, most in MOST_COPIES.items():
+        copies = _copies(steps[method]) if method in steps else None
+        met = copies is not None and copies <= most
+        yield f"{method} on ResNet-50", f"at most {most} device copies", number(copies), _met(met, copies)
+    for method, hook in HOOKS.items():
+        pair = steps.get(method), steps.get(hook)
+        times = None if None in pair else pair[1]["device_ms"] / pair[0]["device_ms"]  # type: ignore[index]
+        met = times is not None and times >= LEAST_SPEED
+        yield f"{method} beside {hook}", f"at least {LEAST_SPEED} times as fast", number(times), _met(met, times)
+    shares = {
+        f"{one['kernel']} of {one['method']}": one["share"]
+        for one in parts.get("roofline", {}).get("rows", [])
+        if one["share"] is not None
+    }
+    least = min(shares, key=lambda name: shares[name]) if shares else None
+    share = None if least is None else shares[least]
+    what = "slowest kernel" if least is None else f"slowest kernel, {least}"
+    yield what, f"at least {LEAST_SHARE:.0%} of the copy", _percent(share), _met((share or 0) >= LEAST_SHARE, share)
+
+
+def table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [*(f"| {' | '.join(line)} |" for line in (headings, ("---",) * len(headings), *cells)), ""]
+
+
+def _result(part: Mapping[str, Any]) -> str:
+    return "; ".join([f"failed: {len(part['failures'])}" if part["failures"] else "passed", *part["notes"]])
+
+
+def _copies(one: Mapping[str, Any]) -> float | None:
+    return one["device_ms"] / one["device_copy_ms"] if one.get("device_ms") else None
+
+
+def _met(met: bool, value: float | None) -> str:
+    return "not measured" if value is None else "met" if met else "missed"
+
+
+def _giga(value: float | None) -> str:
+    return "-" if value is None else f"{value / 1e9:.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
