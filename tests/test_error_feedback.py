@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hvdcomp import ErrorFeedback, NoMemory, SpecError
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import MEMORIES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import SparseVector
@@ -42,7 +43,10 @@ ELEMENTS = st.floats(-100, 100, width=32) | st.sampled_from([0.0, -0.0, 1.0, -1.
 def check(kept: Kept, decay: float = 1.0) -> None:
     """Holds one passage to the invariant, in the tensor's own precision and arithmetic."""
     shape = tuple(kept.x.shape)
-    assert bits(kept.x) == bits(kept.gradient + (kept.before if decay == 1 else kept.before * decay))
+    before = kept.before * decay
+    if isinstance(before, np.ndarray):  # whose bfloat16 would become float32
+        before = before.astype(kept.before.dtype)
+    assert bits(kept.x) == bits(kept.gradient + before)
     if not isinstance(kept.sent, SparseVector):
         assert bits(kept.after) == bits(kept.x - kept.sent)
         return
@@ -207,6 +211,25 @@ def test_residuals_follow_a_change_of_the_loss_scale(backend: str) -> None:
         lambda r, s: {"w": make(backend, [8.0, 4.0, 2.0])}, 2, before=halve,
     )  # fmt: skip
     assert as_numpy(run.engine.states["w"].memory[0]).tolist() == [0, 6, 3]
+
+
+def test_a_residual_keeps_its_element_type() -> None:
+    """In NumPy, bfloat16 times a number is float32: twice the bytes would travel."""
+
+    def work(communicator: InProcessCommunicator) -> None:
+        memory = ErrorFeedback(decay=0.9)
+        engine = Engine(communicator, infos({"w": (40, 50)}, "bfloat16"), parse_compressor("topk:ratio=0.1"), memory)
+        sent = []
+        for step in range(3):
+            if step == 2:
+                engine.scale_residuals(0.5)
+            engine.begin()
+            engine.step({"w": make("numpy", np.random.default_rng(step).normal(size=(40, 50)), "bfloat16")})
+            sent.append(engine.ledger.last.bytes_sent)
+            assert engine.states["w"].memory[0].dtype.name == "bfloat16"
+        assert len(set(sent)) == 1
+
+    run_ranks(1, work)
 
 
 @pytest.mark.parametrize("decay", [0, -1, 1.5, float("nan")])

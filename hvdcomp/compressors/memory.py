@@ -82,7 +82,10 @@ class ErrorFeedback(Memory):
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
         (residual,) = state
-        return gradient + (residual if self.decay == 1 else residual * self.decay), ()
+        if self.decay == 1:
+            return gradient + residual, ()
+        # In NumPy, bfloat16 times a number is float32, and x would travel as twice the bytes.
+        return gradient + xp.astype(residual * self.decay, xp.dtype_name(gradient)), ()
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
         return (without(xp, x, sent),)

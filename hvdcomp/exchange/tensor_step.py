@@ -160,9 +160,14 @@ class TensorState:
             return
         first = 0 if momentum else len(self.memory) - 1  # the residual is the last of a memory's arrays
         self.memory = tuple(
-            arrays_for(array).finite_or_zero(array * factor) if place >= first else array
-            for place, array in enumerate(self.memory)
+            _scaled(array, factor) if place >= first else array for place, array in enumerate(self.memory)
         )
+
+
+def _scaled(array: Array, factor: float) -> Array:
+    """The array times a number, in the array's element type, with zeros in place of inf and NaN."""
+    xp = arrays_for(array)
+    return xp.finite_or_zero(xp.astype(array * factor, xp.dtype_name(array)))
 
 
 class TensorStep:
