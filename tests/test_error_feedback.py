@@ -44,8 +44,8 @@ def check(kept: Kept, decay: float = 1.0) -> None:
     """Holds one passage to the invariant, in the tensor's own precision and arithmetic."""
     shape = tuple(kept.x.shape)
     before = kept.before * decay
-    if isinstance(before, np.ndarray):  # whose bfloat16 would become float32
-        before = before.astype(kept.before.dtype)
+    if isinstance(before, np.ndarray | np.generic):  # whose bfloat16 would become float32
+        before = np.asarray(before, kept.before.dtype)
     assert bits(kept.x) == bits(kept.gradient + before)
     if not isinstance(kept.sent, SparseVector):
         assert bits(kept.after) == bits(kept.x - kept.sent)
