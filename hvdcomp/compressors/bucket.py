@@ -96,18 +96,19 @@ class Bucket:
         """The keys of the tensors' random numbers, for `step_keys`."""
         return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
 
-    def call(self, kernel: str, *arguments: Any) -> bool | Array:
+    def call(self, kernel: str, *arguments: Any, aside: bool = False) -> bool | Array:
         """Calls a kernel with the table.
 
         Args:
             kernel: its name in `src/kernels.def`.
             arguments: numbers, and arrays as of `xp`, of which the kernel gets the addresses.
+            aside: whether what is sent next does not wait for it, on a device; the bucket's next call does.
 
         Returns:
             Whether it has found an inf or NaN; on a device an element that is NaN if so, and else 0.
         """
         if self.device is not None:
-            return self.kernels.call(kernel, *arguments)
+            return self.kernels.call(kernel, *arguments, aside=aside)
         function = getattr(kernels.library(release=self._elements > _QUICK), f"hvd_{kernel}")
         addresses = (one.__array_interface__["data"][0] if isinstance(one, np.ndarray) else one for one in arguments)
         return bool(function(self.table.address, *addresses))

@@ -77,10 +77,10 @@ class SignSGD(Compressor):
         bucket.found_inf = bucket.call(
             "votes_encode", zero_is_positive, payload.vector, layout.votes, len(layout.votes)
         )
+        if bucket.keeps:
+            bucket.call("votes_keep", payload.vector, aside=True)
         ranks = yield AllGather((payload.vector,), payload.with_room)
         bucket.call("votes_decode", *gathered(ranks))
-        if bucket.keeps:
-            bucket.call("votes_keep", payload.vector)
         return False
 
     @staticmethod

@@ -151,6 +151,6 @@ def aggregate_by_magnitude(
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
     if bucket.keeps:
-        bucket.call("sparse_keep", payload.vector, places.half, bucket.masks)
+        bucket.call("sparse_keep", payload.vector, places.half, bucket.masks, aside=True)
     ranks = yield AllGather((payload.vector,), payload.with_room)
     return bucket.call("sparse_decode", *gathered(ranks), places.half)

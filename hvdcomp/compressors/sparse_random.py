@@ -52,7 +52,7 @@ class _Layout:
         if bucket.device is None:
             bucket.call("random_keep", self.sent, self.places, self.ends, bucket.masks)
         else:
-            bucket.call("random_take_off", self.sent, bucket.masks)
+            bucket.call("random_take_off", self.sent, bucket.masks, aside=True)
 
 
 def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAggregation:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hvdcomp.kernels.cuda import casts, dense, lowrank, quant, quant_more, random, signs, sparse, sparse_decode
+from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
 from hvdcomp.kernels.cuda.x import COLUMNS
 from hvdcomp.kernels.tables import Table
@@ -103,6 +104,8 @@ class DeviceKernels:
         self.moves = False
         self._flags: torch.Tensor
         self._asked = self.flag = 0
+        self._aside = Aside(device) if device.type == "cuda" else None
+        self._is_aside = False  # the call under way
 
     @property
     def segments(self) -> np.ndarray:
@@ -144,16 +147,22 @@ class DeviceKernels:
             found = self._memory[name] = torch.from_numpy(make()).to(self.device)
         return found
 
-    def call(self, name: str, *arguments: Any) -> torch.Tensor:
+    def call(self, name: str, *arguments: Any, aside: bool = False) -> torch.Tensor:
         """Launches what `name` needs.
+
+        Args:
+            aside: whether the network need not wait for it; then it neither finds inf or NaN nor uses `scratch`.
 
         Returns:
             What says whether it has found an inf or NaN, float32 (1,): NaN if so, else 0.
         """
+        if self._aside is not None and not aside:
+            self._aside.join()
         self._rows.bring(self.segments, self.device)
         flag = self._flags[self._asked : self._asked + 1]
         self._asked += 1
         self.flag = flag.data_ptr()
+        self._is_aside = aside
         _LAUNCHERS[name](self, *arguments)
         return flag
 
@@ -190,9 +199,13 @@ class DeviceKernels:
         Multiplications and additions are not fused, so that results are those of the kernels in C.
         """
         numbers = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        beside = self._aside if self._is_aside else None
         with _interpreter if self.interpreting else nullcontext(), _on(self.device):
             as_given = kernel if self.interpreting else _for_all_numbers(kernel.fn)
-            as_given[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+            with nullcontext() if beside is None else torch.cuda.stream(beside.after_main()):
+                as_given[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+        if beside is not None:
+            beside.launched(*arguments)
 
 
 @functools.cache
