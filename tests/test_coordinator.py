@@ -13,12 +13,12 @@ import pytest
 from hvdcomp import TopK
 from hvdcomp.adaptation.decision_log import DecisionLog, with_numbers
 from hvdcomp.adaptation.plans import Plans
-from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision, LevelsAndBatch
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
+from hvdcomp.report.replay import replay
 from tests.driven import COMPRESSED, SHAPES, Driven
 from tests.harness import BACKENDS, copy
 from tests.spy_policy import EPOCH, Spy, at_ratio, drive

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from hvdcomp.adaptation.decision_log import DecisionLog
-from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic
+from hvdcomp.report.replay import replay
 from tests.driven import SHAPES, Driven
 from tests.harness import BACKENDS, as_numpy
 from tests.spy_policy import Spy, SpyState, at_ratio, drive

@@ -18,10 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdcomp.adaptation.decision_log import DecisionLog, DecisionLogError, read_decisions
-from hvdcomp.adaptation.replay import replay
 from hvdcomp.cli import main
 from hvdcomp.policies import POLICIES, Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistic, Statistics, Timing
+from hvdcomp.report.replay import replay
 from tests.harness import fewer_examples
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number

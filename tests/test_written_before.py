@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from hvdcomp.adaptation.decision_log import DecisionLog
-from hvdcomp.adaptation.replay import replay
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates
 from hvdcomp.report.decisions import load_decisions
+from hvdcomp.report.replay import replay
 from tests.driven import Driven
 
 FILE = Path(__file__).parent / "data" / "written_before.json"

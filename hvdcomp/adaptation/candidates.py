@@ -7,16 +7,21 @@ the rest dense or in half precision. Rank 0 alone reads the calibration; the oth
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
-from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.compressors.choice import Plan
-from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.perfmodel import Calibration, CalibrationError, EncodeTime, ModelFacts, Setting, exchange_of_plan, load
+from hvdcomp.perfmodel import (
+    Calibration,
+    CalibrationError,
+    EncodeTime,
+    ModelFacts,
+    Setting,
+    exchange_of_plan,
+    load,
+    model_of,
+)
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.policies.auto import DENSE_CANDIDATE
 from hvdcomp.policies.request import Candidate, Candidates
@@ -49,7 +54,7 @@ def candidates_of(
         CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
     """
     calibration = load(source)
-    facts = _facts(calibration, engine.tensors.values(), source, model)
+    facts = model_of(calibration, engine.tensors.values(), source, model)
     try:
         setting = Setting(engine.communicator.world_size, batch_size=batch)
         return _Model(engine, calibration, facts, setting, overlaps).candidates(source)
@@ -57,37 +62,6 @@ def candidates_of(
         if isinstance(error, CalibrationError):
             raise
         raise CalibrationError(f"{source}: {error}") from None
-
-
-def _facts(
-    calibration: Calibration, tensors: Iterable[TensorInfo], source: str, model: str | None
-) -> ModelFacts:
-    """The model of a calibration that a training's tensors are of. Names do not count: they are up to programs."""
-    mine = _shapes(tensors)
-    if model is not None and model not in calibration.models:
-        raise CalibrationError(f"{source} has no model {model!r}; it has: {', '.join(calibration.models)}")
-    named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
-    fitting = [name for name, facts in named.items() if _shapes(facts.tensors) == mine]
-    if not fitting:
-        sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
-        raise CalibrationError(
-            f"{source} is of another model: this training has {_size(mine)}, the calibration {sizes}; calibrate with "
-            "this model"
-        )
-    if len(fitting) > 1:
-        raise CalibrationError(
-            f"{source} has more than one model of these tensors; name one of them: model={' or model='.join(fitting)}"
-        )
-    return calibration.models[fitting[0]]
-
-
-def _shapes(tensors: Iterable[TensorInfo]) -> Counter[tuple[tuple[int, ...], str]]:
-    return Counter((tensor.shape, tensor.dtype) for tensor in tensors if tensor.size)
-
-
-def _size(shapes: Counter[tuple[tuple[int, ...], str]]) -> str:
-    elements = sum(count * number_of_elements(shape) for (shape, _), count in shapes.items())
-    return f"{sum(shapes.values())} tensors of {elements:,} elements"
 
 
 class _Tensor(NamedTuple):
@@ -168,7 +142,7 @@ class _Model:
         for number in sorted({round(count * cut / (_CUTS + 1)) for cut in range(1, _CUTS + 1)} - {0, count}):
             share = sum(tensor.weight for tensor in tensors[:number]) / total
             plan = self._plans.with_methods(dict.fromkeys(tensor.name for tensor in tensors[:number]), rest)
-            seconds = self._seconds(plan, _part(encode, share))
+            seconds = self._seconds(plan, encode.part(share))
             if best is None or seconds < best.seconds:
                 best = Candidate(seconds, number, rest)
         return best
@@ -179,7 +153,3 @@ class _Model:
         network, compute = self._calibration.network, self.facts.compute
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode)
         return float(parts.total)
-
-
-def _part(encode: EncodeTime, share: float) -> EncodeTime:
-    return EncodeTime(encode.encode_s * share, encode.decode_s * share, encode.decode_per_rank_s * share)

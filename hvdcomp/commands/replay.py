@@ -10,7 +10,7 @@ import click
 from rich.text import Text
 
 from hvdcomp.adaptation.decision_log import DecisionLogError
-from hvdcomp.adaptation.replay import ABSENT, Difference, Replay, replay
+from hvdcomp.report.replay import ABSENT, Difference, Replay, replay
 from hvdcomp.terminal import make_console
 
 DIFFERS = 1

@@ -15,6 +15,7 @@ from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, as_json, from
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of, exchange_of_plan
 from hvdcomp.perfmodel.fields import CalibrationError
+from hvdcomp.perfmodel.fitting import model_of
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds
 from hvdcomp.perfmodel.predict import LIMITS, Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
@@ -49,6 +50,7 @@ __all__ = [
     "least_compression_factor",
     "limited_by",
     "load",
+    "model_of",
     "overlapped",
     "predict",
     "presets",

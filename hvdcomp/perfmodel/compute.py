@@ -33,6 +33,10 @@ class EncodeTime:
         """Encoding and decoding together, with this number of ranks."""
         return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(ranks, float)
 
+    def part(self, share: float) -> EncodeTime:
+        """The time of a share of the model, if all of it takes alike."""
+        return EncodeTime(self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
+
 
 @dataclass(frozen=True)
 class Compute:

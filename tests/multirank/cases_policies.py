@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 import hvdcomp
-from hvdcomp.adaptation.replay import replay
 from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.report.replay import replay
 from hvdcomp.torch.binding import TorchBinding
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.training import (

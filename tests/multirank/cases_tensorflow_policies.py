@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvdcomp.tensorflow
-from hvdcomp.adaptation.replay import replay
 from hvdcomp.policies import POLICIES, parse_policy
+from hvdcomp.report.replay import replay
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.training_tensorflow import (
     Network,

@@ -1,0 +1,50 @@
+"""Which model of a calibration a training is of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.compressors import TensorInfo
+from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
+from hvdcomp.perfmodel.fields import CalibrationError
+
+
+def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: str, model: str | None) -> ModelFacts:
+    """The model of a calibration that a training's tensors are of. Names do not count: they are up to programs.
+
+    Args:
+        calibration: with the models.
+        tensors: of the training.
+        source: where the calibration is from, for messages.
+        model: the name that it must have; None for any.
+
+    Raises:
+        CalibrationError: if none is, or more than one.
+    """
+    mine = _shapes(tensors)
+    if model is not None and model not in calibration.models:
+        raise CalibrationError(f"{source} has no model {model!r}; it has: {', '.join(calibration.models)}")
+    named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
+    fitting = [name for name, facts in named.items() if _shapes(facts.tensors) == mine]
+    if not fitting:
+        sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
+        raise CalibrationError(
+            f"{source} is of another model: this training has {_size(mine)}, the calibration {sizes}; calibrate with "
+            "this model"
+        )
+    if len(fitting) > 1:
+        raise CalibrationError(
+            f"{source} has more than one model of these tensors; name one of them: model={' or model='.join(fitting)}"
+        )
+    return calibration.models[fitting[0]]
+
+
+def _shapes(tensors: Iterable[TensorInfo]) -> Counter[tuple[tuple[int, ...], str]]:
+    return Counter((tensor.shape, tensor.dtype) for tensor in tensors if tensor.size)
+
+
+def _size(shapes: Counter[tuple[tuple[int, ...], str]]) -> str:
+    elements = sum(count * number_of_elements(shape) for (shape, _), count in shapes.items())
+    return f"{sum(shapes.values())} tensors of {elements:,} elements"
