@@ -8,22 +8,26 @@ registers and the bytes of spilled registers that it takes. It fails if any does
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hvdcomp import ErrorFeedback
+from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 
 SPECS = (
@@ -59,19 +63,48 @@ def recorded() -> Iterator[list[Launch]]:
         DeviceKernels.launch = before  # type: ignore[method-assign]
 
 
+def watch(engine: Engine, sources: bool = False) -> None:
+    """Has everything asked that policies may ask of x, and if `sources`, C(x) compressed in place of x."""
+
+    def look(look: Look) -> Mapping[str, Any]:
+        names = list(look)
+        look.energies(names)
+        look.lost_when_sent(names)
+        kept = look.kept(engine.plan, names, Energies())
+        replaced = {name: densified(look.xp, look[name], one) for name, one in kept.items()} if sources else {}
+        look.lost(engine.plan, names, replaced)
+        return replaced
+
+    engine.before_compress = look
+
+
 def launches(
-    spec: str, shapes: list[tuple[int, ...]], memory: Memory | None = None, steps: int = 1, ranks: int = 1
+    spec: str,
+    shapes: list[tuple[int, ...]],
+    memory: Memory | None = None,
+    steps: int = 1,
+    ranks: int = 1,
+    watched: bool = False,
+    sources: bool = False,
 ) -> list[Launch]:
-    """What some ranks together launch in some steps."""
+    """What some ranks together launch in some steps.
+
+    Args:
+        watched, sources: whether somebody looks at x and adds gradients up; as of `watch`.
+    """
     import torch
 
     tensors = [TensorInfo(f"t{number}", shape, "float32") for number, shape in enumerate(shapes)]
 
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
-        for _ in range(steps):
+        sums = AccumulatedGradients()
+        if watched:
+            watch(engine, sources)
+        for step in range(steps):
             engine.begin()
-            engine.step({one.name: torch.zeros(one.shape) for one in tensors}, in_place=True)
+            given = {one.name: torch.zeros(one.shape) for one in tensors}
+            engine.step(given, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
         assert engine.buckets.now
         assert engine.buckets.now[0].bucket.device is not None
 
@@ -81,13 +114,16 @@ def launches(
 
 
 def every_form() -> list[Launch]:
-    """The different launches of all methods and memories."""
+    """The different launches of all methods and memories, of steps that nobody watches and of such that are watched."""
     found: dict[Any, Launch] = {}
-    memories = (NoMemory(), ErrorFeedback(), MomentumCorrection(0.9, nesterov=True))
+    shapes = [(64, 1100), (7,)]
+    momentum = MomentumCorrection(0.9, nesterov=True)
     for spec in COMPILED:
-        for memory in memories:
-            for kernel, types, constants in launches(spec, [(64, 1100), (7,)], memory, ranks=3):
-                found[kernel.__name__, types, constants] = kernel, types, constants
+        of_spec = [launches(spec, shapes, memory, ranks=3) for memory in (NoMemory(), ErrorFeedback(), momentum)]
+        of_spec += [launches(spec, shapes, memory, 2, 3, True, True) for memory in (NoMemory(), ErrorFeedback())]
+        of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
+        for kernel, types, constants in itertools.chain(*of_spec):
+            found[kernel.__name__, types, constants] = kernel, types, constants
     return list(found.values())
 
 

@@ -93,9 +93,7 @@ class Driven:
         mine = self._gradients(self.engine.communicator.rank, number)
         gradients = {name: make(self.backend, values) for name, values in mine.items()}
         coordinator.before_exchange()
-        results = self.engine.step(gradients)
-        seen = {"local": gradients, "aggregated": results}[coordinator.source]
-        coordinator.observe(seen, 1.0, self.engine.found_inf)
+        results = self.engine.step(gradients, sums=coordinator.sums_of_step(1.0))
         self.batches.append(coordinator.batch_size.accumulation)
         coordinator.end_step()
         self.plans.append({name: str(compressor) for name, compressor in self.engine.plan.items()})

@@ -40,8 +40,8 @@ SHAPES = {"matrix": (6, 8), "long": (3, 70_001), "vector": (77,), "odd": (5, 7, 
 BUCKETED = sorted(
     spec for kind in COMPRESSORS.values() for spec in kind.examples if parse_compressor(spec).bucket_family is not None
 )
-# Every other method begins with sums, so that each backend has both.
-WITH_AND_WITHOUT_SUMS = [(spec, (place + turn) % 2 == 1) for place, spec in enumerate(BUCKETED) for turn in (0, 1)]
+TAKING_PLACES = [*BUCKETED, "sidco:ratio=0.1"]  # of which one goes tensor by tensor
+ADDED = "nothing", "gradients", "results"
 BACKENDS = ["numpy"] if torch is None else ["numpy", "torch"]
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
 
@@ -226,9 +226,10 @@ def test_what_was_not_sent_is_kept_exactly(spec: str, decay: float, backend: str
 
 
 @needs_kernels
-@pytest.mark.parametrize(("spec", "added", "backend"), in_turns(WITH_AND_WITHOUT_SUMS))
-def test_results_may_take_the_gradients_place(spec: str, added: bool, backend: str) -> None:
-    """They are the same bits, also where gradients are added up, which a step that does not count does not do."""
+@pytest.mark.parametrize(("spec", "added", "backend"), in_turns(itertools.product(TAKING_PLACES, ADDED)))
+def test_results_may_take_the_gradients_place(spec: str, added: str, backend: str) -> None:
+    """They are the same bits, also where gradients or results are added up, which a step that does not count does not
+    do."""
 
     def work(communicator: Any) -> None:
         def engine() -> Engine:
@@ -241,18 +242,23 @@ def test_results_may_take_the_gradients_place(spec: str, added: bool, backend: s
             given = gradients(backend)(communicator.rank, step)
             if step == 2:
                 given["one"][0] = float("inf") if communicator.rank else 1.0
-            else:
-                for name, x in given.items():
-                    right[name] += np.float32(0.25) * as_numpy(x)
-            of_fresh, of_in_place = (each.of_step(0.25) if added else None for each in totals)
+            summed = {name: as_numpy(x) for name, x in given.items()}
+            of_fresh, of_in_place = (
+                None if added == "nothing" else each.of_step(0.25, of_results=added == "results") for each in totals
+            )
             fresh.begin()
             expected = fresh.step(given, sums=of_fresh)
+            if added == "results":
+                summed = {name: as_numpy(x) for name, x in expected.items()}
+            if step != 2:
+                for name, x in summed.items():
+                    right[name] += np.float32(0.25) * x
             in_place.begin()
             found = in_place.step(given, in_place=True, sums=of_in_place)
             assert {name: bits(x) for name, x in found.items()} == {name: bits(x) for name, x in expected.items()}
-            assert all(found[name] is given[name] for name in given)
+            assert all(found[name] is given[name] for name in given) or spec.startswith("sidco")
         for each in totals:
-            assert each.sums.keys() == (SHAPES.keys() if added else set())
+            assert each.sums.keys() == (set() if added == "nothing" else SHAPES.keys())
             for name, total in each.sums.items():
                 np.testing.assert_allclose(as_numpy(total), right[name], rtol=1e-6, atol=1e-7)
 

@@ -47,6 +47,7 @@ def test_sparse_and_dense_messages_against_numpy(
         by_name = lost.by_name()["x"]
         assert dtype_of(by_name) == "float64"
         assert float(by_name) == pytest.approx(lost.total())
+        assert lost.numbers() == {"x": pytest.approx(lost.total())}
         both = of_arrays(xp, {"x": x})
         both.extend(lost)
         assert both.total() == pytest.approx(np.sum(wide(x) ** 2) + lost.total(), rel=1e-5)

@@ -10,11 +10,13 @@ import pytest
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, kernels
 from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.residuals import Residuals
-from hvdcomp.kernels.tables import FACTORS, PRODUCT, Table, product
+from hvdcomp.kernels.tables import FACTORS, PRODUCT, product
 from tests.harness import bits, infos
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
@@ -147,15 +149,19 @@ def test_a_product_adds_up_column_after_column(rank: int) -> None:
 
 def test_whoever_has_the_factors_stays_as_long_as_they_are_needed() -> None:
     class Owner:
-        pass
+        def commit(self) -> None:
+            pass
+
+    def bucket(sizes: dict[str, int], owner: Owner | None = None) -> Bucket:
+        tensors = [TensorInfo(name, (size,)) for name, size in sizes.items()]
+        return Bucket(tensors, [parse_compressor("powersgd:rank=1")] * len(tensors), ErrorFeedback(), factors=owner)
 
     owner = Owner()
-    seen, residuals, table = weakref.ref(owner), Residuals([6, 4]), Table([6, 4])
-    numbers = np.arange(2)
-    residuals.enter(table.segments, numbers, ErrorFeedback())
-    residuals.commit(table.segments, numbers, ErrorFeedback(), owner)
+    seen, residuals = weakref.ref(owner), Residuals([6, 4])
+    residuals.enter(bucket({"a": 6, "b": 4}), np.arange(2))
+    residuals.commit(bucket({"a": 6, "b": 4}, owner), np.arange(2))
     del owner
-    residuals.commit(table.segments[:1], numbers[:1], ErrorFeedback())
+    residuals.commit(bucket({"a": 6}), np.array([0]))
     assert seen() is not None
-    residuals.commit(table.segments[1:], numbers[1:], ErrorFeedback())
+    residuals.commit(bucket({"b": 4}), np.array([1]))
     assert seen() is None

@@ -41,9 +41,9 @@ def watch_previews(
     """Has a function called with the names of the tensors and the plan of each preview."""
     real = engine._previews
 
-    def kept(xp: Any, xs: Any, plan: Any, context: Any) -> Any:
+    def kept(xp: Any, xs: Any, plan: Any, *others: Any) -> Any:
         note(xs, plan)
-        return type(real).kept(real, xp, xs, plan, context)
+        return type(real).kept(real, xp, xs, plan, *others)
 
     def lost(xp: Any, names: Any, xs: Any, addresses: Any, plan: Any, *others: Any) -> Any:
         note(names, plan)

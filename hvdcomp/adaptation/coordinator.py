@@ -133,21 +133,21 @@ class Coordinator:
         self.receive()
         self._take_up_in_step()
 
-    def observe(self, gradients: Mapping[str, Array], factor: float, found_inf: Array | None) -> None:
-        """Adds gradients of a step to what is accumulated: this rank's own, or the aggregated ones, as `source` says.
+    def observe(self, gradients: Mapping[str, Array], factor: float) -> None:
+        """Adds gradients of a step that does not go through the engine to what is accumulated: this rank's own, or the
+        aggregated ones, as `source` says.
 
         Args:
             factor: what they are multiplied with, beside the number of batches that they are the mean of.
-            found_inf: the element that is NaN if the step does not count; None where that is not known.
         """
         if self.observes:
-            self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
+            self.observers.sums.add(gradients, factor * self.batch_size.accumulation)
 
     def sums_of_step(self, factor: float) -> Sums | None:
-        """For `Engine.step`, if this rank's own gradients are to be accumulated; `factor` is as in `observe`."""
-        if self.source != "local" or not self.observes:
+        """For `Engine.step`, if gradients are to be accumulated; `factor` is as in `observe`."""
+        if not self.observes:
             return None
-        return self.observers.sums.of_step(factor * self.batch_size.accumulation)
+        return self.observers.sums.of_step(factor * self.batch_size.accumulation, self.source == "aggregated")
 
     @property
     def observes(self) -> bool:

@@ -118,11 +118,9 @@ class TwoLevels(Observer):
         start = look.xp.mark(like)
         minimum, candidate = self._plans.at_factor(self._decision.minimum), self._candidate
         twice = [name for name in names if candidate and not self._nests(minimum[name], candidate[name])]
-        kept = look.kept(minimum, twice)
-        once = [name for name in names if name not in kept]
+        once = [name for name in names if name not in set(twice)]
         self._energies = [look.energies(names), self._lost(look, minimum, once, {}, sends == "minimum")]
-        self._energies[1].extend(look.lost_of(kept))
-        sources |= self._once(look, kept)
+        sources |= self._once(look, look.kept(minimum, twice, self._energies[1]))
         between = look.xp.mark(like)
         if candidate:
             self._energies.append(self._lost(look, candidate, names, sources, sends == "candidate"))
@@ -177,7 +175,7 @@ class LevelProbe(Observer):
         self._plans = {factor: plans.at_factor(factor) for factor in probe.factors}
         self._names = plans.names
         self._steps = 0
-        self._energies: dict[str, dict[float, Array]] = {}  # (2,): of x, and of what compression loses
+        self._energies: dict[float, tuple[Energies, Energies]] = {}  # of x, and of what compression loses
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
         if self._steps % self._every == 0:
@@ -186,31 +184,43 @@ class LevelProbe(Observer):
         return {}
 
     def _measure(self, look: Look, names: Sequence[str]) -> None:
-        energies = look.energies(names).by_name()
+        energies = look.energies(names)
         for factor, plan in self._plans.items():
-            for name, lost in look.lost(plan, names).by_name().items():
-                both = look.xp.concatenate([energies[name].reshape(1), lost.reshape(1)])
-                sums = self._energies.setdefault(name, {})
-                sums[factor] = sums[factor] + both if factor in sums else both
+            of_x, lost = self._energies.setdefault(factor, (Energies(), Energies()))
+            of_x.merge(energies)
+            lost.merge(look.lost(plan, names))
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
         return {"level_gains": self.gains(), "level_costs": self.costs()}
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        return {"steps": self._steps, "energies": _table(self._energies, lambda _, both: copy(both))}
+        energies: dict[str, dict[float, Array]] = {}  # by name and factor, (2,): of x, and of what compression loses
+        for factor, pair in self._energies.items():
+            of_x, lost = (one.by_name() for one in pair)
+            for name, value in lost.items():
+                both = arrays_for(value).stack([of_x[name], value])
+                energies.setdefault(name, {})[factor] = copy(both)
+        return {"steps": self._steps, "energies": energies}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
         self._steps = state["steps"]
-        self._energies = _table(state["energies"], lambda name, both: place(both, name))
+        self._energies = {}
+        for name, row in state["energies"].items():
+            for factor, both in row.items():
+                for sums, value in zip(
+                    self._energies.setdefault(factor, (Energies(), Energies())), place(both, name), strict=True
+                ):
+                    sums.add([name], value.reshape(1))
 
     def gains(self) -> dict[str, dict[float, float]]:
         """By tensor name and factor; NaN for a tensor of zeros, which has no gain. Waits for the device."""
-
-        def gain(_: str, both: Array) -> float:
-            energy, lost = both.tolist()
-            return error_gain(energy, lost) if energy else math.nan
-
-        return _table(self._energies, gain)
+        gains: dict[str, dict[float, float]] = {}
+        for factor, pair in self._energies.items():
+            of_x, lost = (one.numbers() for one in pair)
+            for name, value in lost.items():
+                gain = error_gain(of_x[name], value) if of_x[name] else math.nan
+                gains.setdefault(name, {})[factor] = gain
+        return gains
 
     def clear(self) -> None:
         self._steps = 0
@@ -227,8 +237,3 @@ class LevelProbe(Observer):
             }
             for name in self._names
         }
-
-
-def _table(values: Mapping[str, Mapping[float, Array]], function: Callable[[str, Array], Any]) -> Any:
-    """By tensor name and factor, what a function makes of the name and the array that stands there."""
-    return {name: {factor: function(name, one) for factor, one in row.items()} for name, row in values.items()}

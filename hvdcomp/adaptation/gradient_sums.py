@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.policies.request import Statistic
 
@@ -43,18 +44,18 @@ class AccumulatedGradients(Observer):
         totals = xp.add_scaled(self._totals(gradients), arrays, factor, found_inf)
         self.sums.update(zip(gradients, totals, strict=True))
 
-    def of_step(self, factor: float) -> Sums:
-        """For the engine, which adds `factor` times the gradients of a step, where it has them in hand anyway."""
-        return Sums(self._totals, lambda gradients, found_inf: self.add(gradients, factor, found_inf), factor)
+    def of_step(self, factor: float, of_results: bool = False) -> Sums:
+        """For the engine, which adds `factor` times the gradients of a step, or if `of_results` the aggregated ones,
+        where it has them in hand anyway."""
+        add = lambda gradients, found_inf: self.add(gradients, factor, found_inf)  # noqa: E731
+        return Sums(self._totals, add, factor, of_results)
 
     def _totals(self, gradients: Mapping[str, Array]) -> list[Array]:
         """The sums of tensors, made if they are not there."""
-        if gradients.keys() - self.sums.keys():
-            for name, gradient in gradients.items():  # in their order, which that of additions follows
-                if name not in self.sums:
-                    xp = arrays_for(gradient)
-                    wide = wide_dtype(xp.dtype_name(gradient))
-                    self.sums[name] = xp.astype(xp.zeros(gradient.shape, like=gradient), wide)
+        missing = {name: gradient for name, gradient in gradients.items() if name not in self.sums}
+        if missing:
+            zeros = _zeros_like(missing)
+            self.sums.update((name, zeros[name]) for name in missing)  # in their order, which that of additions follows
         return [self.sums[name] for name in gradients]
 
     def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
@@ -94,3 +95,21 @@ class AccumulatedGradients(Observer):
             vector = getattr(xp, function)([self.sums[name] for name in known])
             numbers.update(zip(known, vector.tolist(), strict=True))
         return numbers
+
+
+def _zeros_like(gradients: Mapping[str, Array]) -> dict[str, Array]:
+    """Zeros in the shapes of gradients, at least in single precision; those of one type lie in one storage, which is
+    made at once."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, gradient in gradients.items():
+        xp = arrays_for(gradient)
+        kinds.setdefault((xp.dtype_name(gradient), xp.device(gradient)), []).append(name)
+    found = {}
+    for (dtype, _), names in kinds.items():
+        xp = arrays_for(gradients[names[0]])
+        shapes = [tuple(gradients[name].shape) for name in names]
+        ends = [0, *accumulate(map(number_of_elements, shapes))]
+        flat = xp.astype(xp.zeros((ends[-1],), like=gradients[names[0]]), wide_dtype(dtype))
+        for name, shape, start, end in zip(names, shapes, ends[:-1], ends[1:], strict=True):
+            found[name] = xp.reshape(flat[start:end], shape)
+    return found

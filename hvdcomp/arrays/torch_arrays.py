@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,10 @@ def dtype_name(x: Array) -> str:
 
 def device(x: Array) -> str:
     return str(x.device)
+
+
+def waits(x: Array) -> bool:
+    return not x.is_cpu
 
 
 def astype(x: Array, dtype: str) -> Array:
@@ -47,6 +51,8 @@ def arange(count: int, like: Array) -> Array:
 
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     array = torch.from_numpy(x)
+    if like.is_cuda:
+        array = array.pin_memory()  # from other memory, a copy may wait for the device
     return array if like.is_cpu else array.to(like.device, non_blocking=True)
 
 
@@ -134,7 +140,7 @@ def mean_to_std(arrays: Sequence[Array]) -> Array:
 
 
 def add_scaled(totals: Sequence[Array], arrays: Sequence[Array], factor: float, found_inf: Array) -> list[Array]:
-    if found_inf.is_cuda:
+    if waits(found_inf):
         added = torch._foreach_add(list(totals), list(arrays), alpha=factor)
         return [torch.where(found_inf.to(old.device) == 0, new, old) for new, old in zip(added, totals, strict=True)]
     if found_inf.item() == 0:
@@ -187,7 +193,7 @@ def found_inf(arrays: Sequence[Array]) -> Array:
     if not filled:
         return torch.zeros(1, device=arrays[0].device)
     # A sum is finite only if every element is, and is the fastest to be had on the host. It may also overflow.
-    if all(x.device.type == "cpu" and math.isfinite(x.sum().item()) for x in filled):
+    if all(not waits(x) and math.isfinite(x.sum().item()) for x in filled):
         return torch.zeros(1)
     # The largest magnitude is inf or NaN exactly where an element is; x - x is then NaN, otherwise 0.
     largest = torch.stack([norm.to(filled[0].device) for norm in torch._foreach_norm(filled, float("inf"))])
@@ -195,15 +201,30 @@ def found_inf(arrays: Sequence[Array]) -> Array:
 
 
 def select(found_inf: Array, x: Array, y: Array) -> Array:
-    if found_inf.is_cuda:
+    if waits(found_inf):
         return torch.where(found_inf.to(x.device) == 0, x, y)
     return x if found_inf.item() == 0 else y
 
 
 def spoil(x: Array, found_inf: Array) -> Array:
-    if x.numel() and (found_inf.is_cuda or found_inf.item() != 0):
+    if x.numel() and (waits(found_inf) or found_inf.item() != 0):
         x[(0,) * x.dim()].add_(found_inf[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
     return x
+
+
+def read_later(x: Array) -> Callable[[], float]:
+    if not x.is_cuda:
+        return x.item
+    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(x.device))
+
+    def read() -> float:
+        done.synchronize()
+        return float(there)
+
+    return read
 
 
 def like_original(x: Array, original: Array) -> Array:

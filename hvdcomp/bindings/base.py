@@ -132,7 +132,6 @@ class Binding(Training):
             self.coordinator.before_exchange()
         sums = None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
         results = self.engine.step(gradients, self.results_in_place, sums)
-        self.observe("aggregated", results, self.engine.found_inf)
         self.end_step()
         return results
 
@@ -141,10 +140,11 @@ class Binding(Training):
         if self.coordinator is not None:
             self.coordinator.end_step()
 
-    def observe(self, source: str, gradients: Mapping[str, Array], found_inf: Array | None = None) -> None:
-        """Shows gradients of a step to the coordinator, which looks at them if they are what its policy wants."""
+    def observe(self, source: str, gradients: Mapping[str, Array]) -> None:
+        """Shows gradients that did not go through the engine to the coordinator, which looks at them if they are what
+        its policy wants."""
         if self.coordinator is not None and self.coordinator.source == source:
-            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0), found_inf)
+            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0))
 
     @property
     def needs_engine(self) -> bool:

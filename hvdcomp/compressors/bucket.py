@@ -96,6 +96,26 @@ class Bucket:
         """The keys of the tensors' random numbers, for `step_keys`."""
         return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
 
+    def begin(self, context: Context, factor: Array | None = None) -> None:
+        """Before the first kernel of a step.
+
+        Args:
+            factor: what gradients are multiplied with; None for 1.
+        """
+        self.context = context
+        self.found_inf = False
+        self.segments["source"] = 0
+        self.segments["sent_rule"] = 0
+        settings, memory = self.table.bucket, self.memory
+        settings.decay = memory.keeps
+        if isinstance(memory, MomentumCorrection):
+            settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
+        if self.device is None:
+            settings.threads = kernels.threads()
+            settings.factor = 1.0 if factor is None else float(factor)
+        else:
+            self.kernels.begin(factor, memory.is_momentum)
+
     def call(self, kernel: str, *arguments: Any, aside: bool = False) -> bool | Array:
         """Calls a kernel with the table.
 
@@ -113,8 +133,12 @@ class Bucket:
         addresses = (one.__array_interface__["data"][0] if isinstance(one, np.ndarray) else one for one in arguments)
         return bool(function(self.table.address, *addresses))
 
-    def sums_of(self, kernel: str) -> np.ndarray:
-        """Calls a kernel that adds up something of each tensor; the sums, float64 (tensors,)."""
+    def sums_of(self, kernel: str) -> Array:
+        """Calls a kernel that adds up something of each tensor; the sums, float64 (tensors,), an array as of `xp`."""
+        if self.device is not None:
+            sums = self.zeros(len(self.tensors), "float64")
+            self.call(kernel, sums)
+            return sums
         self.call(kernel)
         return self.segments["sums"][:, 0].copy()
 

@@ -12,7 +12,6 @@ import numpy as np
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import BucketAggregation
-from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.protocol import Context, Request
 from hvdcomp.exchange.buckets import Group
 
@@ -23,11 +22,13 @@ class Sums(NamedTuple):
     totals: the sums of tensors, given their gradients by name: in their order, in storage that may be added to.
     add: adds gradients, by name, to their sums, unless the element that it gets is NaN.
     share: gradients are multiplied by it.
+    of_results: whether it is the aggregated gradients that are added, and not this rank's own.
     """
 
     totals: Callable[[Mapping[str, Array]], Sequence[Array]]
     add: Callable[[Mapping[str, Array], Array], None]
     share: float
+    of_results: bool = False
 
 
 class BucketStep:
@@ -53,37 +54,35 @@ class BucketStep:
         self.group = group
         self.like = group.arrays[0]
         start = xp.mark(self.like)
-        bucket = group.bucket
-        bucket.context = context
-        bucket.found_inf = False
-        bucket.segments["source"] = 0
-        bucket.segments["sent_rule"] = 0
-        self._enter(group, factor)
+        group.bucket.begin(context, factor)
+        if group.bucket.keeps:
+            group.residuals.enter(group.bucket, group.numbers)
         self._generator: BucketAggregation
         self._given: Sequence[Array] = ()
         self._results: Sequence[Array] = ()
-        self._aside = self._adds = self._dense = False  # dense: results have the gradients' layout as they are
+        self._sums: Sums | None = None
+        self._aside = False  # whether results lie aside until gradients are added up
+        self._dense = False  # whether results have the gradients' layout as they are
         self.found_inf_after: bool | Array = False
         self.had_residual = False
         self.marks = [(start, xp.mark(self.like))]
 
-    def _enter(self, group: Group, factor: Array | None) -> None:
-        """Tells the kernels of the step."""
-        bucket, memory = group.bucket, group.bucket.memory
-        settings = bucket.table.bucket
-        settings.factor = 1.0 if factor is None else float(factor)
-        settings.decay = memory.keeps
-        if isinstance(memory, MomentumCorrection):
-            settings.momentum, settings.nesterov = memory.momentum, memory.nesterov
-        if bucket.keeps:
-            group.residuals.enter(bucket.segments, group.numbers, memory)
-
-    def make_x(self) -> np.ndarray:
-        """Makes x now rather than while it is compressed, for those who look at it; returns ||x||^2 of each tensor."""
+    def make_x(self) -> Array:
+        """Makes x now rather than while it is compressed, for those who look at it; ||x||^2 of each tensor, float64
+        (tensors,)."""
         start = self._xp.mark(self.like)
-        energies = self.group.bucket.sums_of("make_x")
+        energies = self._sums_of("make_x")
         self.marks.append((start, self._xp.mark(self.like)))
         return energies
+
+    def left(self) -> Array:
+        """||x - C(x)||^2 of each tensor, float64 (tensors,), once the generator has ended, where the memory keeps
+        something."""
+        return self._sums_of("measure_left")
+
+    def _sums_of(self, kernel: str) -> Array:
+        sums = self.group.bucket.sums_of(kernel)
+        return self._xp.from_numpy(sums, like=self.like) if isinstance(sums, np.ndarray) else sums
 
     @property
     def addresses(self) -> list[int]:
@@ -98,10 +97,6 @@ class BucketStep:
             return group.arrays[place]
         _, state, number = group.tensors[place]
         return state.wrapped(group.residuals.x(number))
-
-    def left(self) -> np.ndarray:
-        """||x - C(x)||^2 of each tensor, once the generator has ended, where the memory keeps something."""
-        return self.group.bucket.sums_of("measure_left")
 
     def open(
         self,
@@ -118,25 +113,26 @@ class BucketStep:
             in_place: whether results take the gradients' place.
             made: addresses by name of x, if it was made; else the kernels make it.
             sources: by name what is to be compressed in place of x, where that is something else.
-            sums: to which the gradients are added if the step counts.
+            sums: to which gradients are added if the step counts.
         """
         group, bucket, xp = self.group, self.group.bucket, self._xp
         start = xp.mark(self.like)
         self._given = [gradients[name] for name in group.names]
-        self._results, self._adds = group.arrays, sums is not None
-        self._aside = in_place and self._adds  # until the gradients are added
+        self._results, self._sums = group.arrays, sums
+        self._aside = in_place and sums is not None and not sums.of_results
         if not in_place:
             self._results, bucket.segments["result"] = group.fresh_results(xp)
             self._dense = all(map(operator.is_, group.arrays, self._given))
         else:
-            bucket.segments["result"] = group.aside if self._aside else bucket.segments["gradient"]
+            bucket.segments["result"] = group.aside() if self._aside else bucket.segments["gradient"]
         if group.names[0] in made:
             own = [name for name in group.names if name in sources]
-            self._sources, addresses = xp.hosted([sources[name] for name in own])  # kept alive until the step ends
+            self._sources, addresses = group.placed(xp, [sources[name] for name in own])  # kept until the step ends
             replaced = dict(zip(own, addresses, strict=True))
             bucket.segments["source"] = [replaced.get(name) or made[name] for name in group.names]
         if sums is not None:
-            bucket.segments["total"] = xp.hosted(sums.totals(dict(zip(group.names, self._given, strict=True))))[1]
+            totals = sums.totals(dict(zip(group.names, self._given, strict=True)))
+            bucket.segments["total"] = group.placed(xp, totals)[1]
             bucket.table.bucket.share = sums.share
         if bucket.compressors[0].keeps_state:
             group.prepare_states(xp)
@@ -166,28 +162,45 @@ class BucketStep:
         """Of the first tensor; those of the others differ in their level alone."""
         return self.group.bucket.compressors[0]
 
-    def finish(self, counts: bool) -> dict[str, Array]:
-        """Keeps what was not sent, unless the step does not count; returns the results by name."""
+    def finish(self, counts: Any) -> dict[str, Array]:
+        """Keeps what was not sent, unless the step does not count; returns the results by name.
+
+        Args:
+            counts: whether it counts; on a device, an element that is NaN if not, and else 0.
+        """
         group, xp = self.group, self._xp
         start = xp.mark(self.like)
         self.had_residual = group.had_residuals
-        if counts:
-            if group.bucket.keeps:
-                bucket = group.bucket
-                group.residuals.commit(bucket.segments, group.numbers, bucket.memory, bucket.factors)
-                if bucket.factors is not None:
-                    bucket.factors.commit()
-            if group.bucket.compressors[0].keeps_state:
-                group.keep_states(xp)
-            group.end_states()
-        adds = counts and self._adds
-        if adds or self._aside:
-            group.bucket.call("end_step", adds, self._aside)
-        if not counts:
-            for result in self._results:
-                xp.flatten(result)[:1] = np.nan
+        self._settle(counts)
         arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
         results = dict(zip(group.names, arrays, strict=True))
-        group.arrays = self._given = self._results = ()  # the bucket outlives the step; what it was given need not
+        group.let_go()
+        self._given = self._results = ()
         self.marks.append((start, xp.mark(self.like)))
         return results
+
+    def _settle(self, counts: bool) -> None:
+        if counts:
+            self._keep()
+        adds = counts and self._adds()
+        if adds or self._aside:
+            self.group.bucket.call("end_step", adds, self._aside)
+        if not counts:
+            for result in self._results:
+                self._xp.flatten(result)[:1] = np.nan
+
+    def _adds(self) -> bool:
+        """Whether what the table calls gradients, which are those that are to be added up then, are added up."""
+        segments = self.group.bucket.segments
+        if self._sums is not None and self._sums.of_results:
+            segments["gradient"] = segments["result"]
+        return self._sums is not None
+
+    def _keep(self, found_inf: Array | None = None) -> None:
+        """What is left is what is kept; on a device, of what the method keeps, if the step counts."""
+        group = self.group
+        if group.bucket.keeps:
+            group.residuals.commit(group.bucket, group.numbers)
+        if self.compressor.keeps_state:
+            group.keep_states(self._xp, found_inf)
+        group.end_states()

@@ -27,7 +27,7 @@ from hvdcomp.compressors.sizes import payloads_of_step
 from hvdcomp.exchange.device_residuals import DeviceResiduals
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.recycled import Recycled
-from hvdcomp.exchange.residuals import Residuals
+from hvdcomp.exchange.residuals import FlatStorage, Residuals
 from hvdcomp.exchange.tensor_step import TensorState
 from hvdcomp.kernels import cuda
 
@@ -58,7 +58,7 @@ class Buckets:
         self._memory_for = memory_for
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
-        self._residuals: Any = Residuals(self._sizes)
+        self._residuals: FlatStorage = Residuals(self._sizes)
         self.now: list[Group] = []
         self._able: list[str] = []  # of the latest step, the float32 tensors where kernels are
         self._made_for: tuple[Plan, Sequence[str]] | None = None
@@ -68,17 +68,13 @@ class Buckets:
         self._released = 0
 
     def groups(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan, watched: bool = False
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> tuple[list[Group], list[str]]:
         """The buckets of a step, and the tensors that are in none of them and go one by one.
 
         Args:
             names: of the tensors that take part.
-            watched: whether somebody looks at x, or adds gradients up, which buckets on devices do not offer.
         """
-        if watched and cuda.placed([gradients[names[0]]]) is not None:
-            self._made_for = None
-            return [], list(names)
         if not self._still_right(names, plan):
             able = [name for name in names if self._tensors[name].dtype == "float32"]
             self._able = able if able and self._placed(xp, [gradients[name] for name in able]) else []
@@ -93,9 +89,7 @@ class Buckets:
         if placed is None:
             return [], list(names)
         arrays, addresses = placed
-        threads = kernels.threads()
         for group in self.now:
-            group.bucket.table.bucket.threads = threads
             group.arrays = group.pick(arrays)
             group.bucket.segments["gradient"] = group.pick(addresses)
         return self.now, self._rest
@@ -107,6 +101,11 @@ class Buckets:
                 self._residuals = DeviceResiduals(self._sizes, xp, xp.flatten(arrays[0])[:0])
             return placed if isinstance(self._residuals, DeviceResiduals) else None
         return xp.hosted(arrays) if kernels.available() and isinstance(self._residuals, Residuals) else None
+
+    @property
+    def released(self) -> int:
+        """As of `FlatStorage`."""
+        return self._residuals.released
 
     def drop(self, group: Group) -> None:
         """Forgets the residuals of a bucket's tensors, which may then go with others."""
@@ -148,6 +147,23 @@ class Buckets:
             group.pick = operator.itemgetter(*members) if len(members) > 1 else _one_of(members[0])
             group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
             yield group
+
+
+def prepared_states(
+    xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
+) -> BucketStates:
+    """The compressors' arrays of a bucket's tensors, which have these states, fitted to its levels.
+
+    Args:
+        arrays: in the shapes of the tensors, where the bucket works.
+    """
+    context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
+    if bucket.device is None:
+        return BucketStates([state.prepare_on_host(xp, tensor, one, context) for state, tensor, one, _ in each])
+    return BucketStates(
+        [state.prepare(xp, x, one, dataclasses.replace(context, name=tensor.name)) for state, tensor, one, x in each],
+        xp,
+    )
 
 
 def _one_of(place: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -205,7 +221,7 @@ class Group:
         compressors: tuple[Compressor, ...],
         memory: Memory,
         described: Sequence[TensorInfo],
-        residuals: Any,
+        residuals: FlatStorage,
         where: tuple[Any, ...] = (),
     ) -> None:
         self.tensors = tensors
@@ -218,21 +234,41 @@ class Group:
         self.pick: Callable[[Sequence[Any]], Sequence[Any]]
         self.arrays: Sequence[Array] = ()
         period = compressors[0].period
+        self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._costs = [self._costs_of(step) for step in range(period)]
         self.has_states = False
         self.ends_states = False
         self._wrap_state: Callable[[np.ndarray], Array]
 
-    @cached_property
-    def aside(self) -> np.ndarray:
+    def aside(self) -> Sequence[int] | np.ndarray:
         """Addresses of memory for the results of a step that are not yet to be seen."""
-        self._aside, addresses = self._fresh.arrays()  # nobody else gets their storage as long as this holds them
-        return addresses
+        if self._set_aside is None or self._on_device:
+            self._set_aside = self._fresh_arrays()  # nobody else gets their storage as long as this holds them
+        return self._set_aside[1]
 
-    def fresh_results(self, xp: ModuleType) -> tuple[list[Array], np.ndarray]:
+    def fresh_results(self, xp: ModuleType) -> tuple[list[Array], Sequence[int] | np.ndarray]:
         """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
-        arrays, addresses = self._fresh.arrays()
-        return [xp.from_numpy(array, like=self.arrays[0]) for array in arrays], addresses
+        arrays, addresses = self._fresh_arrays()
+        return arrays if self._on_device else [xp.from_numpy(one, like=self.arrays[0]) for one in arrays], addresses
+
+    def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
+        return cuda.split_like(self.arrays) if self._on_device else self._fresh.arrays()
+
+    def placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
+        """Float32 arrays in row-major order where the bucket works, and the addresses of their first elements."""
+        found = (cuda.placed if self._on_device else xp.hosted)(arrays) if arrays else ([], [])
+        assert found is not None
+        return found
+
+    def let_go(self) -> None:
+        """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""
+        self.arrays = ()
+        if self._on_device:  # where memory that is let go of comes back without being cleared
+            self._set_aside = None
+
+    @property
+    def _on_device(self) -> bool:
+        return self.bucket.device is not None
 
     @cached_property
     def _fresh(self) -> Recycled:
@@ -257,24 +293,9 @@ class Group:
 
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        if self.has_states:
-            return
-        bucket = self.bucket
-        if bucket.device is not None:
-            states = []
-            for place, (name, state, _) in enumerate(self.tensors):
-                context = dataclasses.replace(bucket.context, name=name)
-                states.append(state.prepare(xp, self.arrays[place], bucket.compressors[place], context))
-            bucket.states = BucketStates(states, xp)
-            return
-        bucket.states = BucketStates(
-            [
-                state.prepare_on_host(xp, tensor, compressor, bucket.context)
-                for (_, state, _), tensor, compressor in zip(
-                    self.tensors, bucket.tensors, bucket.compressors, strict=True
-                )
-            ]
-        )
+        if not self.has_states:
+            states = [state for _, state, _ in self.tensors]
+            self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
     def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
         """Keeps what a step has made of the compressors' arrays for the next one; on a device, if it counts."""
@@ -285,8 +306,7 @@ class Group:
             self.bucket.states.settle(found_inf)
         if not self.has_states:
             like = xp.zeros((0,), like=self.arrays[0])
-            on_host = self.bucket.device is None
-            self._wrap_state = functools.partial(xp.from_numpy, like=like) if on_host else _itself
+            self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
             for place, (_, state, _) in enumerate(self.tensors):
                 state.method = self.bucket.compressors[place].name
                 state.lie_in_bucket(self, place)

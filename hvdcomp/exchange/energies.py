@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.protocol import SparseVector
+
+
+class _Part(NamedTuple):
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    weights: tuple[float, ...]
+    values: Array
 
 
 class Energies:
     """A sum of squares for each of some tensors."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Sequence[str], Array, Sequence[float]]] = []
+        self._parts: list[_Part] = []
 
-    def add(self, names: Sequence[str], values: Array, weights: Sequence[float] = ()) -> None:
+    def add(
+        self, names: Sequence[str], values: Array, weights: Sequence[float] = (), places: Sequence[int] = ()
+    ) -> None:
         """Adds to the sums of tensors.
 
         Args:
-            names: of the tensor of each value; a name may come more than once.
-            values: float64 (values,).
-            weights: of the values, 1 if there are none.
+            names: of the tensors; a name may come more than once.
+            values: float64, a vector.
+            weights: of the names, 1 if there are none.
+            places: where in `values` each name's value is; in their order if there are none.
         """
-        self._parts.append((names, values, weights or [1.0] * len(names)))
+        count = len(names)
+        self._parts.append(_Part(tuple(names), tuple(places or range(count)), tuple(weights or [1.0] * count), values))
 
     def extend(self, others: Energies) -> None:
         """Adds all sums of others."""
         self._parts += others._parts
 
+    def merge(self, others: Energies) -> None:
+        """The same in as little memory as can be: values of the same tensors, such as those of several steps, become
+        one."""
+        known = {part[:3]: number for number, part in enumerate(self._parts)}
+        for part in others._parts:
+            if (number := known.get(part[:3])) is None:
+                self._parts.append(part)
+            else:
+                self._parts[number] = part._replace(values=self._parts[number].values + part.values)
+
     def total(self) -> float:
         """The sum over all tensors. Waits for the device."""
-        weighted = ((weights, values.tolist()) for _, values, weights in self._parts)
-        # 0 times an infinity would be NaN.
-        return float(sum(w * value for ws, values in weighted for w, value in zip(ws, values, strict=True) if w))
+        return sum((value for part in self._parts for _, value in _numbers(part)), 0.0)
+
+    def numbers(self) -> dict[str, float]:
+        """The sum of each tensor. Waits for the device."""
+        found: dict[str, float] = {}
+        for part in self._parts:
+            for name, value in _numbers(part):
+                found[name] = found.get(name, 0.0) + value
+        return found
 
     def by_name(self) -> dict[str, Array]:
-        """The sum of each tensor, a float64 scalar on the device."""
+        """The same as float64 scalars on the device, each of which is made by itself."""
         found: dict[str, Array] = {}
-        for names, values, weights in self._parts:
-            for place, (name, weight) in enumerate(zip(names, weights, strict=True)):
-                value = weight * values[place]
+        for part in self._parts:
+            for name, place, weight in zip(part.names, part.places, part.weights, strict=True):
+                value = weight * part.values[place]
                 found[name] = found[name] + value if name in found else value
         return found
+
+
+def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
+    values = part.values.tolist()
+    for name, place, weight in zip(part.names, part.places, part.weights, strict=True):
+        yield name, weight * values[place] if weight else 0.0  # 0 times an infinity would be NaN
 
 
 def of_arrays(xp: ModuleType, xs: dict[str, Array]) -> Energies:

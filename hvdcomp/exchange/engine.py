@@ -79,6 +79,7 @@ class Engine:
         self._previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
+        self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
 
     # Between two steps.
 
@@ -96,7 +97,10 @@ class Engine:
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """`Planner.begin`."""
+        """`Planner.begin`. Waits for the device if the step before has sent residuals dense."""
+        if self._drop_sent is not None:
+            self._drop_sent()
+            self._drop_sent = None
         return self.planner.begin()
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:
@@ -145,7 +149,7 @@ class Engine:
             gradients: by name; the same names on all ranks.
             in_place: whether results may take the place of the gradients, as in Horovod's own allreduce: fresh memory
                 costs as much time as several copies. Otherwise gradients are not changed.
-            sums: to which the gradients are added, unless the step does not count.
+            sums: to which gradients are added, unless the step does not count.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -159,10 +163,12 @@ class Engine:
         found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, buckets, tensors)
         if look is not None:
             look.tell(buckets, tensors)
-        if sums is not None and tensors:
+        if sums is not None and not sums.of_results and tensors:
             sums.add({one.name: gradients[one.name] for one in tensors}, found_inf)
         counts: Any = found_inf if buckets and buckets[0].on_device else bool(buckets) and found_inf.item() == 0
         results = {one.name: one.finish(found_inf) for one in tensors}
+        if sums is not None and sums.of_results and tensors:
+            sums.add(results, found_inf)
         for bucket in buckets:
             results |= bucket.finish(counts)
         self._drop_sent_residuals(xp, buckets, tensors, found_inf)
@@ -181,8 +187,7 @@ class Engine:
         context = self._context("")
 
         def make(names: Sequence[str]) -> tuple[list[BucketStep], list[TensorStep]]:
-            watched = sums is not None or self.before_compress is not None
-            groups, rest = self.buckets.groups(xp, names, gradients, self.plan, watched)
+            groups, rest = self.buckets.groups(xp, names, gradients, self.plan)
             memory_for = self.planner.memory_for
             return [
                 (BucketStep if group.bucket.device is None else DeviceStep)(xp, group, context, factor)
@@ -215,16 +220,36 @@ class Engine:
     def _drop_sent_residuals(
         self, xp: ModuleType, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep], found_inf: Array
     ) -> None:
-        """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error."""
-        sent = [one for one in tensors if one.had_residual and self._sends_all(one.name, one.compressor)]
+        """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
+
+        On a device that is done before the next step: nobody knows yet whether this one counts.
+        """
+        sent = [
+            (state := self.states[one.name], state.memory)
+            for one in tensors
+            if one.had_residual and self._sends_all(one.name, one.compressor)
+        ]
         groups = [
             one.group for one in buckets if one.had_residual and self._sends_all(one.group.names[0], one.compressor)
         ]
-        if (sent or groups) and found_inf.item() == 0:
-            for one in sent:
-                self.states[one.name].memory = ()
-            for group in groups:
-                self.buckets.drop(group)
+        self._drop_sent = None
+        if not sent and not groups:
+            return
+        found, released = xp.read_later(found_inf), self.buckets.released
+
+        def drop() -> None:
+            if found() == 0:
+                for state, memory in sent:
+                    if state.memory is memory:  # nobody has put something else there
+                        state.memory = ()
+                if self.buckets.released == released:
+                    for group in groups:
+                        self.buckets.drop(group)
+
+        if xp.waits(found_inf) or any(one.on_device for one in buckets):
+            self._drop_sent = drop
+        else:
+            drop()
 
     def _sends_all(self, name: str, compressor: Compressor) -> bool:
         return compressor.lossless or self.planner.is_cast(name, compressor)

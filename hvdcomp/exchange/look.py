@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
-import numpy as np
-
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
@@ -49,7 +47,7 @@ class Look(Mapping[str, Array]):
         self.like = buckets[0].like if buckets else tensors[0].like
         self._plan = plan
         self._addresses: dict[str, int] = {}
-        self._energies: list[np.ndarray] = []  # of x, by bucket
+        self._energies: list[Array] = []  # of x, by bucket
         self._asked: list[tuple[Energies, set[str]]] = []
 
     def __iter__(self) -> Iterator[str]:
@@ -94,13 +92,17 @@ class Look(Mapping[str, Array]):
             self._add(found, bucket, values, wanted)
         return found
 
-    def kept(self, compressors: Mapping[str, Compressor], names: Sequence[str]) -> Kept:
-        """C(x) of some tensors, by name, as if this rank were the only one that sends."""
-        return self._previews.kept(self.xp, {name: self[name] for name in names}, compressors, self._context)
+    def kept(
+        self, compressors: Mapping[str, Compressor], names: Sequence[str], lost: Energies | None = None
+    ) -> Kept:
+        """C(x) of some tensors, by name, as if this rank were the only one that sends.
 
-    def lost_of(self, kept: Kept) -> Energies:
-        """||x - C(x)||^2 of tensors whose C(x) is known, by name."""
-        return of_errors(self.xp, {name: (self[name], one) for name, one in kept.items()})
+        Args:
+            compressors: as of `lost`.
+            lost: gets ||x - C(x)||^2 of each.
+        """
+        xs = {name: self[name] for name in names}
+        return self._previews.kept(self.xp, xs, compressors, self._context, lost)
 
     def lost(
         self, compressors: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array] | None = None
@@ -134,10 +136,9 @@ class Look(Mapping[str, Array]):
                     self._add(found, bucket, bucket.left(), told)
             found.extend(of_errors(self.xp, {one.name: (one.x, one.sent) for one in tensors if one.name in told}))
 
-    def _add(self, found: Energies, bucket: BucketStep, values: np.ndarray, wanted: set[str]) -> None:
+    @staticmethod
+    def _add(found: Energies, bucket: BucketStep, values: Array, wanted: set[str]) -> None:
         """Adds those values of a bucket's tensors that are wanted."""
         names = [name for name in bucket.group.names if name in wanted]
-        if len(names) < len(values):
-            values = values[[bucket.group.places[name] for name in names]]
         if names:
-            found.add(names, self.xp.from_numpy(values, like=bucket.like))
+            found.add(names, values, places=[bucket.group.places[name] for name in names])

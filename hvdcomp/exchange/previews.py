@@ -12,11 +12,13 @@ import numpy as np
 from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketStates
+from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo, run_alone
+from hvdcomp.exchange.buckets import prepared_states
 from hvdcomp.exchange.energies import Energies, of_errors
 from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.kernels import cuda
 
 _MOST_BUCKETS = 32  # a policy looks at a handful of levels in turn
 
@@ -38,24 +40,35 @@ class Previews:
         self._room = _Room()
 
     def kept(
-        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
+        self,
+        xp: ModuleType,
+        xs: Mapping[str, Array],
+        compressors: Mapping[str, Compressor],
+        context: Context,
+        lost: Energies | None = None,
     ) -> Kept:
         """C(x) of some tensors, by name.
 
         Args:
             context: of the step; its name is not looked at.
+            lost: gets ||x - C(x)||^2 of each.
         """
-        hosted = xp.hosted(list(xs.values())) if kernels.available() else None
-        flat = [] if hosted is None else [name for name in xs if self._states[name].is_flat]  # as the step does it
-        addresses = {} if hosted is None else dict(zip(xs, hosted[1], strict=True))
+        placed = _placed(xp, list(xs.values())) if xs else None
+        flat = [] if placed is None else [name for name in xs if self._states[name].is_flat]  # as the step does it
+        addresses = {} if placed is None else dict(zip(xs, placed[1], strict=True))
         found: Kept = {}
-        for bucket in self._grouped(tuple(flat), compressors):
-            bucket.run(addresses, {}, context, self._states_of(xp, bucket, context))
-            like = xp.flatten(xs[bucket.names[0]])[:0]
-            for tensor, mean in zip(bucket.tensors, bucket.means, strict=True):
-                found[tensor.name] = xp.reshape(xp.from_numpy(mean.copy(), like=like), tensor.shape)
+        for bucket in self._grouped(xp, flat, xs, compressors):
+            self._run(xp, bucket, xs, addresses, {}, context)
+            found.update(zip(bucket.names, bucket.means(xp, xs[bucket.names[0]]), strict=True))
+            if lost is not None:
+                lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
+            bucket.let_go()
+        pairs = {}
         for name in xs.keys() - found.keys():
             found[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
+            pairs[name] = (xs[name], found[name])
+        if lost is not None:
+            lost.extend(of_errors(xp, pairs))
         return {name: found[name] for name in xs}
 
     def lost(
@@ -71,22 +84,25 @@ class Previews:
         """||x - C(x)||^2 of some tensors.
 
         Args:
-            xs: x by name; looked at where it is not in a bucket.
+            xs: x by name.
             addresses: of x by name, where the step has it in a bucket.
             compressors: by name; the same object for the same compressors is quickest.
             sources: what is compressed in place of x, of the tensors where that is something else.
         """
         found = Energies()
-        for bucket in self._grouped(tuple(name for name in names if name in addresses), compressors):
+        done: set[str] = set()
+        for bucket in self._grouped(xp, [name for name in names if name in addresses], xs, compressors):
             own = [name for name in bucket.names if name in sources]
-            hosted, places = xp.hosted([sources[name] for name in own])  # keeps the arrays alive
-            replaced = dict(zip(own, places, strict=True))
-            bucket.run(addresses, replaced, context, self._states_of(xp, bucket, context))
-            del hosted
-            found.add(bucket.names, xp.from_numpy(bucket.lost(), like=xs[bucket.names[0]]))
+            placed = _placed(xp, [sources[name] for name in own]) if own else ([], [])
+            assert placed is not None
+            self._run(xp, bucket, xs, addresses, dict(zip(own, placed[1], strict=True)), context)
+            del placed  # which has kept the arrays alive
+            found.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
+            bucket.let_go()
+            done.update(bucket.names)
         pairs = {}
         for name in names:
-            if name not in addresses:
+            if name not in done:
                 own_context = dataclasses.replace(context, name=name)
                 source = sources.get(name, xs[name])
                 pairs[name] = (xs[name], self._of_tensor(xp, source, compressors[name], own_context))
@@ -97,101 +113,132 @@ class Previews:
         state = self._states[context.name].prepare(xp, x, compressor, context)
         return compressor.preview(xp, x, state, context)
 
-    def _grouped(self, names: tuple[str, ...], compressors: Mapping[str, Compressor]) -> list[_Bucket]:
+    def _grouped(
+        self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
+    ) -> list[_Bucket]:
         """Tensors that are compressed together, in buckets; those of methods without a bucket form are in none."""
         if not names:
             return []
-        key = (names, id(compressors))
+        first = xs[names[0]]
+        where = (first.device, xp) if cuda.placed([first]) is not None else ()
+        key = (tuple(names), id(compressors), where)
         if key not in self._buckets:
             if len(self._buckets) == _MOST_BUCKETS:
                 self._buckets.clear()
             families: dict[Any, list[str]] = {}
             for name in names:
-                families.setdefault(compressors[name].bucket_family, []).append(name)
+                one, tensor = compressors[name], self._tensors[name]
+                family = one.bucket_family if not where or cuda.takes(one.name, tensor.size) else None
+                families.setdefault(family, []).append(name)
             families.pop(None, None)
             buckets = [
-                _Bucket([self._tensors[name] for name in members], [compressors[name] for name in members], self._room)
-                for members in families.values()
+                _Bucket([self._tensors[name] for name in mine], [compressors[name] for name in mine], where, self._room)
+                for mine in families.values()
             ]
             self._buckets[key] = (compressors, buckets)  # as long as these are kept, no others get their id
         return self._buckets[key][1]
 
-    def _states_of(self, xp: ModuleType, bucket: _Bucket, context: Context) -> BucketStates | None:
-        if not bucket.compressors[0].keeps_state:
-            return None
-        return BucketStates(
-            [
-                self._states[tensor.name].prepare_on_host(xp, tensor, compressor, context)
-                for tensor, compressor in zip(bucket.tensors, bucket.compressors, strict=True)
-            ]
-        )
+    def _run(
+        self,
+        xp: ModuleType,
+        bucket: _Bucket,
+        xs: Mapping[str, Array],
+        addresses: Mapping[str, int],
+        sources: Mapping[str, int],
+        context: Context,
+    ) -> None:
+        own = [xs[name] for name in bucket.names]
+        bucket.bucket.begin(context)
+        if bucket.bucket.compressors[0].keeps_state:
+            states = [self._states[name] for name in bucket.names]
+            bucket.bucket.states = prepared_states(xp, bucket.bucket, states, own)
+        bucket.run(own, addresses, sources)
+
+
+def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
+    """As `cuda.placed`, where kernels work on the arrays, on a device or on the host; else None."""
+    found = cuda.placed(arrays)
+    return xp.hosted(arrays) if found is None and kernels.available() else found
 
 
 class _Room:
-    """Memory for x and means, which all buckets use in turn."""
+    """Memory that all buckets use in turn.
+
+    Attributes:
+        on_device: as of `DeviceKernels.room`.
+    """
 
     def __init__(self) -> None:
-        self.vectors = [np.empty(0, np.float32) for _ in range(2)]
+        self._vectors = [np.empty(0, np.float32) for _ in range(2)]
+        self.on_device: dict[str, Any] = {}
 
-    def at_least(self, elements: int) -> list[np.ndarray]:
-        """Two vectors of some elements."""
-        if len(self.vectors[0]) < elements:
-            self.vectors = [np.empty(elements, np.float32) for _ in range(2)]
-        return [vector[:elements] for vector in self.vectors]
+    def on_host(self, sizes: np.ndarray) -> list[tuple[list[np.ndarray], np.ndarray]]:
+        """Two vectors of each size, and their addresses: those of the first, and those of the second."""
+        ends = np.cumsum(sizes)
+        if len(self._vectors[0]) < ends[-1]:
+            self._vectors = [np.empty(ends[-1], np.float32) for _ in range(2)]
+        offsets = 4 * (ends - sizes).astype(np.uint64)
+        return [(np.split(one[: ends[-1]], ends[:-1]), one.ctypes.data + offsets) for one in self._vectors]
 
 
 class _Bucket:
     """A bucket that sends nothing.
 
     Args:
+        where: as of `Bucket`: device and array functions; empty on the host.
         room: for what it makes.
 
     Attributes:
         names: of its tensors.
+        bucket: what its compressors see.
     """
 
-    def __init__(self, tensors: Sequence[TensorInfo], compressors: Sequence[Compressor], room: _Room) -> None:
-        self.tensors = tensors
-        self.compressors = compressors
-        self.names = [tensor.name for tensor in tensors]
-        self._bucket = Bucket(tensors, compressors, ErrorFeedback())
-        self._room = room
-        sizes = self._bucket.segments["size"]
-        self._ends = np.cumsum(sizes)
-        self._offsets = 4 * (self._ends - sizes).astype(np.uint64)
-
-    def run(
-        self,
-        addresses: Mapping[str, int],
-        sources: Mapping[str, int],
-        context: Context,
-        states: BucketStates | None,
+    def __init__(
+        self, tensors: Sequence[TensorInfo], compressors: Sequence[Compressor], where: tuple[Any, ...], room: _Room
     ) -> None:
-        """A step of this rank alone, in which nothing was kept before.
+        self.names = [tensor.name for tensor in tensors]
+        self.bucket = Bucket(tensors, compressors, ErrorFeedback(), *where)
+        self._room = room
+        if where:
+            self.bucket.kernels.room = room.on_device
+        self._made: Sequence[Sequence[Array]] = ()  # x, and C(x)
+
+    def run(self, xs: Sequence[Array], addresses: Mapping[str, int], sources: Mapping[str, int]) -> None:
+        """A step of this rank alone, which has begun, and in which nothing was kept before.
 
         Args:
+            xs: x of each tensor.
             addresses: of x, by name.
             sources: of what is compressed in its place, of the tensors where that is something else.
         """
-        bucket = self._bucket
-        segments = bucket.segments
-        bucket.context = context
-        bucket.states = states
-        bucket.table.bucket.threads = kernels.threads()
-        for field, vector in zip(("x", "result"), self._room.at_least(int(self._ends[-1])), strict=True):
-            segments[field] = vector.ctypes.data + self._offsets
+        bucket, segments = self.bucket, self.bucket.segments
+        made: Sequence[tuple[Sequence[Array], Any]] = (
+            self._room.on_host(segments["size"]) if bucket.device is None else [cuda.split_like(xs) for _ in range(2)]
+        )
+        self._made = [arrays for arrays, _ in made]
+        segments["x"], segments["result"] = (places for _, places in made)
         segments["gradient"] = [addresses[name] for name in self.names]
-        segments["source"] = segments["sent_rule"] = 0
         if sources:
             bucket.call("make_x")
             segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
-        run_alone(bucket.compressors[0].aggregate_bucket(bucket), context.world_size)
+        run_alone(bucket.compressors[0].aggregate_bucket(bucket), bucket.context.world_size)
 
-    @property
-    def means(self) -> list[np.ndarray]:
-        """C(x) of each tensor, a vector in storage that is used again."""
-        return np.split(self._room.at_least(int(self._ends[-1]))[1], self._ends[:-1])
+    def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
+        """C(x) of each tensor; like: an array of the framework."""
+        means = self._made[1]
+        if self.bucket.device is not None:
+            return means
+        empty = xp.flatten(like)[:0]  # not a part of it: that would keep all of it
+        return [
+            xp.reshape(xp.from_numpy(mean.copy(), like=empty), tensor.shape)
+            for mean, tensor in zip(means, self.bucket.tensors, strict=True)
+        ]
 
-    def lost(self) -> np.ndarray:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,)."""
-        return self._bucket.sums_of("measure_left")
+    def lost(self, xp: ModuleType, like: Array) -> Array:
+        """||x - C(x)||^2 of each tensor, float64 (tensors,); like: an array of the framework."""
+        sums = self.bucket.sums_of("measure_left")
+        return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums
+
+    def let_go(self) -> None:
+        """Forgets x and C(x), whose memory on a device is needed elsewhere."""
+        self._made = ()

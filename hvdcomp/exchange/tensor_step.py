@@ -16,7 +16,7 @@ from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
 from hvdcomp.exchange.fusion import part_bytes, request_bytes
 from hvdcomp.exchange.ledger import Cost
-from hvdcomp.exchange.residuals import Residuals
+from hvdcomp.exchange.residuals import FlatStorage
 
 
 class KeepsStates(Protocol):
@@ -49,7 +49,7 @@ class TensorState:
     ) -> None:
         self._arrays = memory
         self._keeper = keeper or NoMemory()
-        self._residuals: Residuals | None = None
+        self._residuals: FlatStorage | None = None
         self._number = 0
         self._wrap: Callable[[np.ndarray], Array] | None = None
         self.method = method
@@ -119,7 +119,7 @@ class TensorState:
 
     def lie_in(
         self,
-        residuals: Residuals,
+        residuals: FlatStorage,
         number: int,
         unwrap: Callable[[Array], np.ndarray],
         wrap: Callable[[np.ndarray], Array],

@@ -1,11 +1,19 @@
-"""Kernels that change nothing of what is sent, and what ends a step."""
+"""Kernels that change nothing of what is sent: x itself, gradients that travel as they are, what is measured, and what
+ends a step.
+
+Sums of squares are in double precision: of each piece first, then of each tensor's pieces in their order.
+"""
 
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
+    FIRST_TASK,
+    GRADIENT,
     NEXT_VELOCITY,
     PLACE0,
     RESULT,
     SENT_RULE,
+    TASKS,
+    TOTAL,
     VELOCITY,
     X_SENT,
     X,
@@ -18,6 +26,7 @@ from hvdcomp.kernels.cuda.x import (
     pointer,
     report,
     residual,
+    unsent,
 )
 
 
@@ -56,12 +65,66 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def settle(
-    table, segments, tasks, flag, found_inf,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+def make_and_measure(
+    table, segments, tasks, flag, factor, decay, momentum, parts,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Says what was sent of x. If the step does not count, puts what was kept where the next step looks for it, and a
-    NaN into each result: the host does not know whether the step counts, and goes on as if it did.
+    """Makes x; the sum of squares of each piece of it."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        largest = tl.maximum(largest, magnitude(x))
+        wide = x.to(tl.float64)
+        squares += wide * wide
+    tl.store(pointer(parts, tl.float64) + tl.program_id(0), tl.sum(squares, 0))
+    report(flag, largest)
+
+
+@triton.jit
+def measure_left(table, segments, tasks, flag, parts, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of squares of each piece of what is left of x when this rank has sent its part."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    sent = floats(table, segments, segment, X_SENT)
+    squares = tl.zeros((BLOCK,), tl.float64)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = tl.load(floats(table, segments, segment, X) + i, mask=inside, other=0.0)
+        rule = i * 0 + entry(table, segments, segment, SENT_RULE).to(tl.int32)
+        wide = unsent(x, rule, sent, inside).to(tl.float64)
+        squares += wide * wide
+    tl.store(pointer(parts, tl.float64) + tl.program_id(0), tl.sum(squares, 0))
+
+
+@triton.jit
+def add_parts(table, segments, parts, sums, BLOCK: tl.constexpr):
+    """The sums of all pieces of each tensor."""
+    segment = tl.program_id(0)
+    own = pointer(parts, tl.float64) + entry(table, segments, segment, FIRST_TASK)
+    tasks = entry(table, segments, segment, TASKS)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for block in range(0, tasks, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        total += tl.load(own + i, mask=i < tasks, other=0.0)
+    tl.store(pointer(sums, tl.float64) + segment, tl.sum(total, 0))
+
+
+@triton.jit
+def settle(
+    table, segments, tasks, flag, found_inf, share,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, ADDS: tl.constexpr, PUTS: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ends a step: says what was sent of x and, if ADDS, adds gradients to their totals. If the step does not count,
+    adds nothing, but puts what was kept where the next step looks for it, and a NaN into each result: the host does not
+    know whether the step counts, and goes on as if it did.
+
+    PUTS: puts results, which lie elsewhere, in the gradients' place. share: gradients are multiplied by it.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     fails = tl.load(pointer(found_inf, tl.float32)) != 0
@@ -69,9 +132,24 @@ def settle(
         if start == 0:
             rule = tl.where(fails, 0, entry(table, segments, segment, SENT_RULE)).to(tl.float32)
             tl.store(floats(table, segments, segment, X_SENT), rule)
+    if ADDS or PUTS:
+        for block in range(start, end, BLOCK):
+            i = block + tl.arange(0, BLOCK)
+            inside = i < end
+            failing = i * 0 + fails.to(tl.int32)
+            gradient = floats(table, segments, segment, GRADIENT) + i
+            if ADDS:
+                total = floats(table, segments, segment, TOTAL) + i
+                counts = inside & (failing == 0)
+                added = tl.load(gradient, mask=counts, other=0.0) * share
+                tl.store(total, tl.load(total, mask=counts, other=0.0) + added, mask=counts)
+            if PUTS:
+                result = tl.load(floats(table, segments, segment, RESULT) + i, mask=inside, other=0.0)
+                tl.store(gradient, tl.where((failing != 0) & (i == 0), float("nan"), result), mask=inside)
     if fails:
-        if start == 0:
-            tl.store(floats(table, segments, segment, RESULT), float("nan"))
+        if not PUTS:
+            if start == 0:
+                tl.store(floats(table, segments, segment, RESULT), float("nan"))
         if KEEPS:
             for block in range(start, end, BLOCK):
                 i = block + tl.arange(0, BLOCK)
@@ -85,10 +163,32 @@ def settle(
                     tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, velocity, mask=inside)
 
 
+def _make_x(on, sums=None):
+    """sums: float64, of each tensor, for the sums of squares, if they are asked for."""
+    if sums is None:
+        on.pieces(dense_encode, 0, x=True, COPIES=False)
+        return
+    parts = on.scratch("sums of pieces", on.tasks, "float64")
+    on.pieces(make_and_measure, parts, x=True)
+    on.tensors(add_parts, parts, sums, BLOCK=1024)
+
+
+def _measure_left(on, sums):
+    parts = on.scratch("sums of pieces", on.tasks, "float64")
+    on.pieces(measure_left, parts)
+    on.tensors(add_parts, parts, sums, BLOCK=1024)
+
+
+def _settle(on, found_inf, adds, puts):
+    share = on.table.bucket.share
+    on.pieces(settle, found_inf, share, KEEPS=on.keeps, MOMENTUM=on.moves, ADDS=bool(adds), PUTS=bool(puts))
+
+
 KERNELS = {
-    "make_x": lambda on: on.pieces(dense_encode, 0, x=True, COPIES=False),
+    "make_x": _make_x,
+    "measure_left": _measure_left,
     "dense_encode": lambda on, wire: on.pieces(dense_encode, wire, x=True, COPIES=True),
     "dense_decode": lambda on, mean: on.pieces(dense_decode, mean),
-    "settle": lambda on, found_inf: on.pieces(settle, found_inf, KEEPS=on.keeps, MOMENTUM=on.moves),
+    "settle": _settle,
 }
 """How each is launched, by its name."""

@@ -34,6 +34,14 @@ _LAUNCHERS: dict[str, Callable[..., Any]] = {
 _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time
 
 
+def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array of NumPy on a device. Nobody waits for the copy; the array is not to be changed."""
+    there = torch.from_numpy(array)
+    if device.type == "cuda":
+        there = there.pin_memory()  # from other memory, a copy may wait for the device
+    return there.to(device, non_blocking=True)
+
+
 class _Rows:
     """The table as it was last brought to a device.
 
@@ -63,11 +71,8 @@ class _Rows:
             else:
                 self._now[number] = self._fixed[name] if name in self._fixed else segments[name].astype(np.int64)
         if self._before is None or not np.array_equal(self._now, self._before):
-            rows = torch.from_numpy(self._now.copy())
-            self._before = rows.numpy()
-            if device.type == "cuda":
-                rows = rows.pin_memory()  # from other memory, a copy may wait for the device
-            self.there = rows.to(device, non_blocking=True)
+            self._before = self._now.copy()
+            self.there = brought(self._before, device)
 
 
 class DeviceKernels:
@@ -84,6 +89,7 @@ class DeviceKernels:
         moves: whether there is momentum correction.
         flag: address of what says whether the kernels of the call under way have found an inf or NaN.
         plans: what kernels have worked out of the tensors and levels once, beside `static`.
+        room: memory that each call uses anew (`scratch`); buckets whose kernels are launched in turn may have the same.
     """
 
     interpreting = INTERPRETED
@@ -97,10 +103,14 @@ class DeviceKernels:
         self.tasks = len(table.tasks)
         self._rows = _Rows(table)
         self._memory: dict[str, torch.Tensor] = {}
+        self.room: dict[str, torch.Tensor] = {}
         self.plans: dict[str, Any] = {}
         pieces = np.stack([table.tasks["segment"], table.tasks["start"]], axis=1).astype(np.int64)
         self._pieces = self.static("pieces", lambda: pieces)
         self.factor = self.static("one", lambda: np.ones(1, np.float32))
+        tensors = len(table.segments)
+        self._sent = self.zeros(2 * 4 * tensors, "float32")  # of buckets whose x nobody keeps from step to step
+        self.sent[:] = self._sent.data_ptr() + 16 * np.arange(2 * tensors).reshape(2, tensors)
         self.moves = False
         self._flags: torch.Tensor
         self._asked = self.flag = 0
@@ -135,16 +145,16 @@ class DeviceKernels:
 
     def scratch(self, name: str, count: int, dtype: str) -> torch.Tensor:
         """Memory that only one kernel after the other looks at."""
-        found = self._memory.get(name)
+        found = self.room.get(name)
         if found is None or found.shape[0] < count:
-            found = self._memory[name] = self.zeros(count, dtype)
+            found = self.room[name] = self.zeros(count, dtype)
         return found
 
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
         """Numbers that follow from the tensors and levels alone, on the device."""
         found = self._memory.get(name)
         if found is None:
-            found = self._memory[name] = torch.from_numpy(make()).to(self.device)
+            found = self._memory[name] = brought(make(), self.device)
         return found
 
     def call(self, name: str, *arguments: Any, aside: bool = False) -> torch.Tensor:

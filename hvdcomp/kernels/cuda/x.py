@@ -26,6 +26,7 @@ COLUMNS = (
     "x_sent",
     "first_task",
     "tasks",
+    "total",
 )
 """Fields as of `hvd_segment` in `src/bucket.h`; and `kept_sent`: where the rule that says what was sent of `kept` is, a
 float32 number, and behind it what was sent above and below; `x_sent`: where those of x go; `first_task` and `tasks`:
@@ -50,6 +51,7 @@ KEPT_SENT = tl.constexpr(15)
 X_SENT = tl.constexpr(16)
 FIRST_TASK = tl.constexpr(17)
 TASKS = tl.constexpr(18)
+TOTAL = tl.constexpr(19)
 
 INFINITE = tl.constexpr(0x7F800000)  # the magnitude bits of inf; those of NaN are higher
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -108,16 +110,22 @@ def is_address(address, i):
 
 
 @triton.jit
+def unsent(x, rule, sent, inside):
+    """x without what a rule says was sent of it, zero beyond a tensor's end. sent: behind its first number, what was
+    sent above and below."""
+    upper = (x > 0) | ((x == 0) & (rule == 1))
+    left = x - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
+    return tl.where(inside & (rule != 4), tl.where(rule == 0, x, left), 0.0)
+
+
+@triton.jit
 def residual(table, segments, segment, i, inside):
     """What was not sent of the kept x, zero beyond a tensor's end, and whether there is one."""
     address = entry(table, segments, segment, KEPT)
     holds = is_address(address, i)
     kept = tl.load(pointer(address, tl.float32) + i, mask=inside & holds, other=0.0)
     sent = floats(table, segments, segment, KEPT_SENT)
-    rule = i * 0 + tl.load(sent).to(tl.int32)
-    upper = (kept > 0) | ((kept == 0) & (rule == 1))
-    left = kept - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
-    return tl.where(inside & (rule != 4), tl.where(rule == 0, kept, left), 0.0), holds
+    return unsent(kept, i * 0 + tl.load(sent).to(tl.int32), sent, inside), holds
 
 
 @triton.jit
