@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hvdcomp.arrays import torch_arrays
 from hvdcomp.kernels import cuda
 
+Places = frozenset[tuple[str, str]]
+
 READING = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select", "unique_dim",
     "_unique2", "unique_consecutive", "bincount", "_linalg_check_errors", "_linalg_eigh",
@@ -28,7 +30,7 @@ _VIEWS = {
     "alias", "expand", "unsqueeze", "squeeze", "transpose", "permute", "_unsafe_view", "empty_like", "empty_strided",
 }  # fmt: skip
 _METHODS = "numpy", "tolist", "cpu", "__array__"  # which read a tensor on the CPU without an operation
-_PINNING = {("device.py", "brought"), ("torch_arrays.py", "from_numpy")}  # these copy from memory that is pinned before
+_PINNING = frozenset({("device.py", "brought"), ("torch_arrays.py", "from_numpy")})  # from memory that is pinned first
 
 
 class WaitedError(AssertionError):
@@ -38,24 +40,37 @@ class WaitedError(AssertionError):
 class NothingWaits(TorchDispatchMode):
     """Within it, what would wait for a device fails.
 
+    Args:
+        allowed: files and functions in which it does not.
+
     Attributes:
         operations: how often each was called that a device would have to be told of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Places = frozenset()) -> None:
         super().__init__()
+        self.allowed = allowed
         self.operations: Counter[str] = Counter()
+
+    def refuse(self, why: str, allowed: Places = frozenset()) -> None:
+        """Raises an error, unless one of the callers is allowed to wait."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in self.allowed | allowed:
+                return
+            frame = frame.f_back
+        raise WaitedError(why)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         if name in READING:
-            raise WaitedError(f"{name} reads what is on the device")
+            self.refuse(f"{name} reads what is on the device")
         if name in ("index", "index_put", "index_put_") and any(map(_truths, args[1])):
-            raise WaitedError(f"{name} by truth values: how many are true is known on the device only")
+            self.refuse(f"{name} by truth values: how many are true is known on the device only")
         if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
-            raise WaitedError("the length of repeat_interleave's result is known on the device only")
-        if name == "lift_fresh" and args[0].dim() and not _pinned(sys._getframe()):  # a number is told with a kernel
-            raise WaitedError("a copy of memory that is not pinned")
+            self.refuse("the length of repeat_interleave's result is known on the device only")
+        if name == "lift_fresh" and args[0].dim():  # a number is told with a kernel
+            self.refuse("a copy of memory that is not pinned", _PINNING)
         if name not in _VIEWS:
             self.operations[name] += 1
         return function(*args, **(kwargs or {}))
@@ -63,14 +78,6 @@ class NothingWaits(TorchDispatchMode):
 
 def _truths(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def _pinned(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in _PINNING:
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextmanager
@@ -82,16 +89,17 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_waits() -> Iterator[NothingWaits]:
-    """Within it, on this thread, what would wait for a device raises `WaitedError`."""
-
-    def refused(name: str) -> Any:
-        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            raise WaitedError(f"{name} reads what is on the device")
-
-        return method
-
-    with pytest.MonkeyPatch.context() as patch, NothingWaits() as mode:
+def nothing_waits(allowed: Places = frozenset()) -> Iterator[NothingWaits]:
+    """Within it, on this thread, what would wait for a device raises `WaitedError`; `allowed` as of `NothingWaits`."""
+    with pytest.MonkeyPatch.context() as patch, NothingWaits(allowed) as mode:
         for name in _METHODS:
-            patch.setattr(torch.Tensor, name, refused(name))
+            patch.setattr(torch.Tensor, name, _refused(name, getattr(torch.Tensor, name), mode))
         yield mode
+
+
+def _refused(name: str, real: Any, mode: NothingWaits) -> Any:
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mode.refuse(f"{name} reads what is on the device")
+        return real(self, *args, **kwargs)
+
+    return method

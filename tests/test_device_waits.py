@@ -12,11 +12,14 @@ import pytest
 from hvdcomp import ErrorFeedback
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.kernels import cuda
+from hvdcomp.policies import parse_policy
+from tests.driven import Driven
 from tests.harness import infos
 
 torch = pytest.importorskip("torch")
@@ -97,6 +100,35 @@ def test_in_a_step_of_buckets_nothing_waits(spec: str, memory: Memory, monkeypat
                 watch(engine, sources)
             steps(engine, [spec, None, "none", "fp16", spec], in_place=watched)
             assert {name for group in engine.buckets.now for name in group.names} == SHAPES.keys()
+
+
+@pytest.mark.parametrize(("spec", "text"), [
+    ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=2,eta=0.3"),
+    ("qsgd:bits=4", "accordion:low=8,high=2,interval=2,eta=0.3,statistic=aggregated"),
+    ("topk:ratio=0.1", "accordion:auto,probe=2,interval=1,every=2,largest=64,eta=0.3"),
+    ("randomk:ratio=0.1", "adaqs:start=64,fall=0.01,interval=1"),
+    ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5"),
+    ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5"),
+    ("powersgd:rank=2", "gravac:min=2,max=16,window=3,omega=0,epsilon=0.5,lag=0"),
+])  # fmt: skip
+def test_in_a_step_that_a_policy_watches_nothing_waits(spec: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for GraVAC with lag=0, where what a step sends is decided in the step itself."""
+    decisions = frozenset({("in_step.py", "_decide_in_step")})
+
+    def work(communicator: InProcessCommunicator) -> None:
+        driven = Driven(communicator, parse_policy(text), "torch", spec=spec, steps_per_epoch=2)
+        step = driven.engine.step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with nothing_waits(decisions):
+                return step(*args, **kwargs)
+
+        monkeypatch.setattr(driven.engine, "step", watched)
+        driven.run(5)
+        assert {name for group in driven.engine.buckets.now for name in group.names} == driven.engine.tensors.keys()
+
+    with on_device(monkeypatch), recorded():
+        run_ranks(1, work)
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.name)

@@ -16,6 +16,7 @@ from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from tests import test_buckets
 from tests.cuda_kernels import SPECS, launches
@@ -181,21 +182,30 @@ def test_residuals_are_sent_by_dense_steps_and_taken_over_by_other_methods() -> 
     run_ranks(1, work)
 
 
-def test_while_somebody_looks_at_x_tensors_go_one_by_one() -> None:
-    """And what was kept follows them."""
+def test_while_somebody_looks_at_x_tensors_stay_in_their_bucket() -> None:
+    """And x is the gradient with what was kept, and what is kept is x less what was sent."""
 
     def work(communicator: Any) -> None:
         engine = Engine(communicator, infos(SHAPES), parse_compressor("fp16"), ErrorFeedback(), min_numel=0, min_ndim=0)
         before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        seen: list[dict[str, Any]] = []
+
+        def look(look: Look) -> dict[str, Any]:
+            seen.append({name: x.clone() for name, x in look.items()})
+            return {}
+
         for step in range(4):
-            engine.before_compress = (lambda look: {}) if step % 2 == 0 else None
+            engine.before_compress = look if step % 2 else None
             engine.begin()
             given = gradients("torch")(0, step)
             found = engine.step(given)
             for name, result in found.items():
-                assert engine.states[name].is_flat == (step % 2 == 1)
+                assert engine.states[name].is_flat
                 (after,) = (one.numpy().copy() for one in engine.states[name].memory)
-                np.testing.assert_array_equal(after, given[name].numpy() + before[name] - result.numpy(), err_msg=name)
+                x = given[name].numpy() + before[name]
+                np.testing.assert_array_equal(after, x - result.numpy(), err_msg=name)
+                if step % 2:
+                    np.testing.assert_array_equal(seen[-1][name].numpy(), x, err_msg=name)
                 before[name] = after
 
     run_ranks(1, work)

@@ -128,7 +128,7 @@ class Previews:
             families: dict[Any, list[str]] = {}
             for name in names:
                 one, tensor = compressors[name], self._tensors[name]
-                family = one.bucket_family if not where or cuda.takes(one.name, tensor.size) else None
+                family = one.bucket_family if not where or cuda.takes(one, tensor.size) else None
                 families.setdefault(family, []).append(name)
             families.pop(None, None)
             buckets = [

@@ -1,0 +1,183 @@
+"""What policies see of gradients on CUDA devices, in Triton's interpreter on the CPU: the same as on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.observers import Observers
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.energies import Energies, densified
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.look import Look
+from hvdcomp.kernels import cuda
+from hvdcomp.policies import parse_policy
+from tests.driven import Driven
+from tests.harness import as_numpy, infos
+
+torch = pytest.importorskip("torch")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    if cuda.available():
+        import hvdcomp.kernels.cuda.device  # noqa: F401
+pytestmark = [
+    pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
+    pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}"),
+]
+
+SHAPES = {"matrix": (6, 8), "odd": (5, 7, 3), "long": (4, 2300)}  # of one piece, and of two
+
+
+@contextmanager
+def where(device: bool) -> Iterator[None]:
+    """Within it, gradients on the CPU are served as if they were on a device, or by the kernels of the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        if not device:
+            yield
+            return
+        with cuda.serving_host():
+            yield
+
+
+def assert_same(found: Any, right: Any, where: str = "") -> None:
+    """Numbers in the same places, which differ by the order of additions."""
+    if isinstance(right, Mapping):
+        assert found.keys() == right.keys(), where
+        for name, one in right.items():
+            assert_same(found[name], one, f"{where} {name}")
+    elif isinstance(right, list | tuple):
+        assert len(found) == len(right), where
+        for place, (mine, theirs) in enumerate(zip(found, right, strict=True)):
+            assert_same(mine, theirs, f"{where} {place}")
+    elif isinstance(right, str) or right is None:
+        assert found == right, where
+    else:
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-6, err_msg=where)
+
+
+def numbers_of(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: as_numpy(x) for name, x in arrays.items()}
+
+
+def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: bool, ranks: int) -> Any:
+    """What ranks see in steps of which the second does not count, and what they are left with after each."""
+
+    def work(communicator: InProcessCommunicator) -> list[Any]:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), memory, min_numel=0, min_ndim=0)
+        sums, seen = AccumulatedGradients(), []
+
+        def look(look: Look) -> dict[str, Any]:
+            names, of_kept, half = ["odd", "long"], Energies(), {"odd": look["odd"] / 2}
+            kept = {
+                name: densified(look.xp, look[name], one)
+                for name, one in look.kept(engine.plan, names, of_kept).items()
+            }
+            lost = [look.lost(engine.plan, names), look.lost(engine.plan, list(SHAPES), half)]
+            energies = [look.energies(names), of_kept, *lost, look.lost_when_sent(names)[0]]
+            seen.append((energies, numbers_of(look), numbers_of(kept)))
+            return half
+
+        engine.before_compress = look
+        told: list[Any] = []
+        for step in range(1 + ranks):
+            rng = np.random.default_rng([communicator.rank, step])
+            given = {name: torch.tensor(rng.normal(size=shape), dtype=torch.float32) for name, shape in SHAPES.items()}
+            if step == 1 and communicator.rank == ranks - 1:
+                given["odd"][0, 0, 0] = float("inf")
+            engine.begin()
+            results = engine.step(given, in_place, sums.of_step(0.25, of_results))
+            assert all((group.bucket.device is not None) == device for group in engine.buckets.now)
+            assert {name for group in engine.buckets.now for name in group.names} == SHAPES.keys()
+            if step == 1:
+                assert all(bool(x.isnan().any()) for x in results.values())
+            else:
+                energies, x, kept = seen[-1]
+                told += [[one.numbers() for one in energies], x, kept, numbers_of(results)]
+            told.append(numbers_of(sums.sums))
+            told.append({name: [as_numpy(x) for x in state.memory] for name, state in engine.states.items()})
+        return told
+
+    with where(device):
+        return run_ranks(ranks, work)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("spec", "memory", "in_place", "of_results", "ranks"),
+    [
+        ("efsignsgd", ErrorFeedback(0.5), True, False, 1),
+        *(
+            pytest.param(spec, memory, in_place, of_results, 2, marks=pytest.mark.thorough)
+            for spec in (
+                "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural",
+                "globalqsgd", "topk:ratio=0.1", "topk:ratio=0.3,values=fp16", "randomk:ratio=0.3", "powersgd:rank=2",
+            )
+            for memory, in_place, of_results in (
+                (NoMemory(), True, True),
+                (ErrorFeedback(0.5), False, False),
+                (MomentumCorrection(0.9, nesterov=True, clip=1.0), True, False),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_who_looks_sees_the_same_as_on_the_host(
+    spec: str, memory: Memory, in_place: bool, of_results: bool, ranks: int
+) -> None:
+    """x, its energy, what compression keeps and loses of it, and of something else in its place; sums of gradients, to
+    which a step that does not count adds nothing; and the step does what it does on the host."""
+    found, right = (looked(spec, memory, device, in_place, of_results, ranks) for device in (True, False))
+    assert_same(found, right)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "ranks"),
+    [
+        ("qsgd:bits=4", "accordion:low=8,high=2,interval=1,eta=0.3", 1),
+        *(
+            pytest.param(spec, text, 2, marks=pytest.mark.thorough)
+            for spec, text in (
+                ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=2,eta=0.3,statistic=aggregated"),
+                ("powersgd:rank=2", "accordion:low=4,high=1,steps=2,statistic=aggregated,eta=0.5"),
+                ("topk:ratio=0.1", "accordion:auto,probe=2,interval=1,every=2,largest=64,eta=0.3"),
+                ("powersgd:rank=2", "adaqs:start=8,fall=0.01,steps=2"),
+                ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
+                ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3,lag=0"),
+                ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5,lag=0"),
+                ("powersgd:rank=2", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),
+            )
+        ),
+    ],
+)
+def test_policies_are_told_the_same_and_decide_the_same_as_on_the_host(spec: str, text: str, ranks: int) -> None:
+    def train(device: bool) -> Any:
+        def work(communicator: InProcessCommunicator) -> Any:
+            driven = Driven(communicator, parse_policy(text), "torch", spec=spec, steps_per_epoch=2)
+            observers, told = driven.coordinator.observers, []
+
+            def statistics(*args: Any) -> dict[str, Any]:
+                found = Observers.statistics(observers, *args)
+                told.append({name: one for name, one in found.items() if name != "timing"})
+                return found
+
+            observers.statistics = statistics  # type: ignore[method-assign]
+            driven.run(5 if ranks == 1 else 9)
+            groups = driven.engine.buckets.now
+            assert all((group.bucket.device is not None) == device for group in groups)
+            assert {name for group in groups for name in group.names} == driven.engine.tensors.keys()
+            return told, driven.plans, driven.results
+
+        with where(device):
+            return run_ranks(ranks, work)
+
+    found, right = train(True), train(False)
+    assert len(right[0][0]) >= 2
+    assert_same(found, right)
