@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,9 @@ def where(device: bool) -> Iterator[None]:
 
 def assert_same(found: Any, right: Any, where: str = "") -> None:
     """Numbers in the same places, which differ by the order of additions."""
-    if isinstance(right, Mapping):
+    if dataclasses.is_dataclass(right) and not isinstance(right, type):
+        assert_same(vars(found), vars(right), where)
+    elif isinstance(right, Mapping):
         assert found.keys() == right.keys(), where
         for name, one in right.items():
             assert_same(found[name], one, f"{where} {name}")
@@ -61,7 +64,7 @@ def assert_same(found: Any, right: Any, where: str = "") -> None:
     elif isinstance(right, str) or right is None:
         assert found == right, where
     else:
-        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-6, err_msg=where)
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=1e-5, err_msg=where)
 
 
 def numbers_of(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
