@@ -13,9 +13,13 @@ import pytest
 from hvdcomp import ErrorFeedback, kernels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.adaptation.observers import Observers
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.low_rank import random_columns
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Context
 from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
@@ -65,6 +69,18 @@ def assert_same(found: Any, right: Any, where: str = "") -> None:
         assert found == right, where
     else:
         np.testing.assert_allclose(found, right, rtol=2e-5, atol=1e-5, err_msg=where)
+
+
+def power_step(matrix: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """P Q' and Q of PowerSGD on one rank, in double precision: Q is orthonormal twice over, by Gram-Schmidt."""
+
+    def orthonormal(columns: np.ndarray) -> np.ndarray:
+        unit, triangle = np.linalg.qr(columns)
+        return unit * np.sign(np.diag(triangle))
+
+    p = orthonormal(matrix @ orthonormal(start))
+    q = matrix.T @ p
+    return p @ q.T, q
 
 
 def numbers_of(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -139,6 +155,36 @@ def test_who_looks_sees_the_same_as_on_the_host(
     which a step that does not count adds nothing; and the step does what it does on the host."""
     found, right = (looked(spec, memory, device, in_place, of_results, ranks) for device in (True, False))
     assert_same(found, right)
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_powersgd_goes_on_from_what_it_kept_when_its_rank_changes(device: bool) -> None:
+    """From the first columns of Q and, at a higher rank, from the random ones that a first step begins with; the
+    residual is what was left, bit for bit."""
+    tensors = infos({"matrix": (6, 8), "odd": (5, 7, 3)})
+    engine = Engine(LoopbackCommunicator(), tensors, parse_compressor("powersgd:rank=1"), min_numel=0, min_ndim=0)
+    rng = np.random.default_rng(0)
+    kept: dict[str, np.ndarray] = {}
+    with where(device):
+        for rank in (2, 3, 1, 3):
+            engine.set_level(rank)
+            engine.begin()
+            given = {one.name: rng.standard_normal(one.shape, dtype=np.float32) for one in tensors}
+            before = {name: [as_numpy(x) for x in engine.states[name].memory] for name in given}
+            found = engine.step({name: torch.tensor(x) for name, x in given.items()})
+            assert [group.bucket.device is not None for group in engine.buckets.now] == [device]
+            for name, gradient in given.items():
+                x = sum(before[name], gradient)
+                matrix = x.reshape(x.shape[0], -1)
+                random = random_columns(numpy_arrays, matrix, matrix.shape[1], 3, Context(name, 0, 0, 0, 1), "powersgd")
+                columns = kept.get(name, random)
+                start = np.concatenate([columns, random[:, columns.shape[1] :]], axis=1)[:, :rank]
+                approximation, q = power_step(matrix.astype(np.float64), start.astype(np.float64))
+                np.testing.assert_allclose(as_numpy(found[name]), approximation.reshape(x.shape), rtol=0, atol=2e-6)
+                (kept[name],) = (as_numpy(one) for one in engine.states[name].compressor)
+                np.testing.assert_allclose(kept[name], q, rtol=0, atol=2e-5)
+                (residual,) = engine.states[name].memory
+                np.testing.assert_array_equal(as_numpy(residual), x - as_numpy(found[name]))
 
 
 @pytest.mark.parametrize(

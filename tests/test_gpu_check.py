@@ -77,8 +77,12 @@ def test_what_differs_is_named() -> None:
     assert said[0].startswith("step 0, rank 0, matrix: 48 of 48 elements are apart, one by ")
 
 
-def test_steps_are_checked_with_policies_and_memories() -> None:
-    spec, policy = steps.POLICIES[0]
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [pytest.param(*case, marks=[pytest.mark.thorough] * (number > 0)) for number, case in enumerate(steps.POLICIES)],
+)
+def test_steps_are_checked_with_policies_and_memories(spec: str, policy: str) -> None:
+    """What rank 0 sends is what the others expect, although it alone looks at gradients."""
     assert list(steps.check(spec, "cpu", policy, shapes={"matrix": (40, 48), "bias": (105,)})) == []
 
 

@@ -15,7 +15,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.kernels import cuda
-from tests.cuda_kernels import SPECS, launches
+from tests.cuda_kernels import SPECS, launches, watch
 from tests.harness import infos
 
 torch = pytest.importorskip("torch")
@@ -119,22 +119,29 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     ("spec", "taken_off"),
     [("topk:ratio=0.1", "sparse_keep"), ("randomk:ratio=0.1", "random_keep"), ("signsgd", "votes_keep")],
 )
-def test_the_network_does_not_wait_for_what_is_taken_off(spec: str, taken_off: str, streams: Streams) -> None:
-    """It has all that encodes behind it, and whatever comes after the collective has what is aside behind it."""
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_network_does_not_wait_for_what_is_taken_off(
+    spec: str, taken_off: str, watched: bool, streams: Streams
+) -> None:
+    """It has all that encodes behind it, and whatever comes after the collective has what is aside behind it: also what
+    measures, and what is compressed to be measured."""
 
     def work(communicator: Any) -> None:
         engine = Engine(communicator, infos({"w": (8, 8)}), parse_compressor(spec), ErrorFeedback(), 0, 0, 0)
+        if watched:
+            watch(engine)
         for _ in range(3):
             engine.begin()
             engine.step({"w": torch.ones(8, 8)})
 
     run_ranks(1, work)
     numbers = [number for number, (name, _, _) in enumerate(streams.launched) if name == taken_off]
-    assert len(numbers) == 3
+    compressed = 3 if watched else 1  # times in a step, at last to be sent
+    assert len(numbers) == 3 * compressed
     for number, (_, on_side, seen) in enumerate(streams.launched):
         assert on_side == (number in numbers)
         assert seen == set(range(number + 1))
-    assert streams.sent == [set(range(number)) for number in numbers]
+    assert streams.sent == [set(range(number)) for number in numbers[compressed - 1 :: compressed]]
 
 
 def test_without_anything_aside_there_is_one_stream(streams: Streams) -> None:

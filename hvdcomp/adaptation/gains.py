@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import StepClock
+from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.exchange.energies import Energies, densified
@@ -198,7 +199,7 @@ class LevelProbe(Observer):
         for factor, pair in self._energies.items():
             of_x, lost = (one.by_name() for one in pair)
             for name, value in lost.items():
-                both = arrays_for(value).stack([of_x[name], value])
+                both = arrays_for(value).concatenate([of_x[name].reshape(1), value.reshape(1)])
                 energies.setdefault(name, {})[factor] = copy(both)
         return {"steps": self._steps, "energies": energies}
 

@@ -43,7 +43,7 @@ class Magnitudes:
         values = abs(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         self._place = xp.from_numpy
         self._like = x
-        if xp.device(x) == "cpu":  # where NumPy is quicker, and all frameworks' choices are the same
+        if not xp.waits(x):  # where NumPy is quicker, and all frameworks' choices are the same
             xp, values = numpy_arrays, xp.to_numpy(values)
         self.xp, self._values = xp, values
         self._index = "int32" if x.shape[0] < 2**31 else "int64"

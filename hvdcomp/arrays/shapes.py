@@ -95,8 +95,8 @@ class ShapeArray:
 floor = finite_or_zero = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
 
 
-def device(x: ShapeArray) -> str:
-    return "none"
+def waits(x: ShapeArray) -> bool:
+    return True  # for ever: there are no elements
 
 
 def dtype_name(x: ShapeArray) -> str:

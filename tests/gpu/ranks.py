@@ -150,11 +150,7 @@ class Ranks:
             results = list(self._group.run(exchange))
 
         def end(communicator: InProcessCommunicator) -> None:
-            coordinator = self._coordinators[communicator.rank]
-            if coordinator.source == "aggregated":
-                found_inf = self.engines[communicator.rank].found_inf
-                coordinator.observe(results[communicator.rank], 1.0, found_inf)
-            coordinator.end_step()
+            self._coordinators[communicator.rank].end_step()
 
         if self._coordinators:
             self._group.run(end)

@@ -21,8 +21,13 @@ TRAINING: Shapes = {
 }  # fmt: skip
 STEPS = 5
 
-POLICIES = (("topk:ratio=0.1", "accordion:low=0.3,high=0.03"),)
-"""A method, and a policy that changes its level."""
+POLICIES = (
+    ("powersgd:rank=4", "accordion:low=4,high=1"),
+    ("topk:ratio=0.1", "accordion:low=0.3,high=0.03"),
+    ("qsgd:bits=4", "adaqs:start=8,fall=0.01,steps=2"),
+    ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
+)
+"""A method, and a policy that changes its level. Policies look at rank 0's gradients alone."""
 
 MEMORIES: tuple[tuple[str, Callable[[], Memory | None]], ...] = (
     ("efsignsgd", lambda: MomentumCorrection(0.9, nesterov=True)),
