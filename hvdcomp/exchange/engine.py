@@ -133,10 +133,7 @@ class Engine:
     # A step.
 
     def step(
-        self,
-        gradients: Mapping[str, Array],
-        in_place: bool = False,
-        sums: Sums | None = None,
+        self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None
     ) -> dict[str, Array]:
         """Aggregates the gradients of one step.
 

@@ -84,7 +84,6 @@ class DeviceKernels:
         keeps: whether the memory keeps anything.
 
     Attributes:
-        tasks: number of pieces.
         factor: of the step, what gradients are multiplied with, float32 (1,) on the device.
         moves: whether there is momentum correction.
         flag: address of what says whether the kernels of the call under way have found an inf or NaN.
@@ -100,7 +99,6 @@ class DeviceKernels:
         self.table = table
         self.device = device
         self.keeps = keeps
-        self.tasks = len(table.tasks)
         self._rows = _Rows(table)
         self._memory: dict[str, torch.Tensor] = {}
         self.room: dict[str, torch.Tensor] = {}
@@ -109,8 +107,9 @@ class DeviceKernels:
         self._pieces = self.static("pieces", lambda: pieces)
         self.factor = self.static("one", lambda: np.ones(1, np.float32))
         tensors = len(table.segments)
-        self._sent = self.zeros(2 * 4 * tensors, "float32")  # of buckets whose x nobody keeps from step to step
-        self.sent[:] = self._sent.data_ptr() + 16 * np.arange(2 * tensors).reshape(2, tensors)
+        # What says what was sent of x, where nobody keeps it from step to step.
+        sent = self.static("sent", lambda: np.zeros((2, tensors, 4), np.float32))
+        self.sent[:] = sent.data_ptr() + 16 * np.arange(2 * tensors).reshape(2, tensors)
         self.moves = False
         self._flags: torch.Tensor
         self._asked = self.flag = 0
@@ -121,6 +120,11 @@ class DeviceKernels:
     def segments(self) -> np.ndarray:
         """The table's rows, on the host."""
         return self.table.segments
+
+    @property
+    def tasks(self) -> int:
+        """Number of pieces."""
+        return len(self.table.tasks)
 
     @property
     def rows(self) -> torch.Tensor:
