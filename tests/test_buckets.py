@@ -226,6 +226,7 @@ def test_what_was_not_sent_is_kept_exactly(spec: str, decay: float, backend: str
 
 
 @needs_kernels
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("spec", "added", "backend"), in_turns(itertools.product(TAKING_PLACES, ADDED)))
 def test_results_may_take_the_gradients_place(spec: str, added: str, backend: str) -> None:
     """They are the same bits, also where gradients or results are added up, which a step that does not count does not
