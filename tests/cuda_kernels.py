@@ -32,7 +32,8 @@ from hvdcomp.kernels import cuda
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
-    "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
+    "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "mstopk:ratio=0.01",
+    "redsync:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
     "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
 )  # fmt: skip
 

@@ -20,8 +20,8 @@ from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from tests import test_buckets
 from tests.cuda_kernels import SPECS, launches
-from tests.harness import bits, infos, make, states_of
-from tests.test_buckets import Recorded, assert_close, gradients, needs_kernels, run
+from tests.harness import infos, states_of
+from tests.test_buckets import Recorded, assert_close, gradients, run
 
 torch = pytest.importorskip("torch")
 with pytest.MonkeyPatch.context() as patch:
@@ -81,27 +81,6 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     assert_close(found, plain, atol=5e-6)
     monkeypatch.undo()
     kernels.reset()
-
-
-@needs_kernels
-@pytest.mark.parametrize("spec", ["topk:ratio=0.01", "topk:ratio=0.5,values=fp16"])
-def test_indices_in_blocks(spec: str) -> None:
-    """Of a tensor of more than one block of 2**16 elements, many of them equal: the same as with kernels in C."""
-    shape = (3, 23_000)
-
-    def step(backend: str) -> list[bytes]:
-        def work(communicator: Any) -> list[bytes]:
-            engine = Engine(communicator, infos({"long": shape}), parse_compressor(spec))
-            engine.begin()
-            rng = np.random.default_rng(communicator.rank)
-            result = engine.step({"long": make(backend, rng.integers(-3, 4, shape))})["long"]
-            (group,) = engine.buckets.now
-            assert (group.bucket.device is None) == (backend == "numpy")
-            return [bits(result), *states_of(engine)["long"]]
-
-        return [one for rank in run_ranks(3, work) for one in rank]
-
-    assert step("torch") == step("numpy")
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 
 @pytest.mark.parametrize(
     ("spec", "taken_off"),
-    [("topk:ratio=0.1", "sparse_keep"), ("randomk:ratio=0.1", "random_keep"), ("signsgd", "votes_keep")],
+    [("randomk:ratio=0.1", "random_keep"), ("signsgd", "votes_keep")],
 )
 @pytest.mark.parametrize("watched", [False, True])
 def test_the_network_does_not_wait_for_what_is_taken_off(

@@ -69,7 +69,7 @@ def _run(program: str, *arguments: str, **variables: str) -> str:
 
 
 def test_what_is_compiled_does_not_depend_on_the_tensors() -> None:
-    _run(_PROGRAM, "fp16", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01")
+    _run(_PROGRAM, "fp16", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01")
 
 
 _AHEAD = """

@@ -86,37 +86,63 @@ class SparsePlaces:
         self.payload = bucket.payload(end)
 
 
+class Asked:
+    """What is asked of each tensor.
+
+    Args:
+        bucket: its table has `count`.
+
+    Attributes:
+        method: `LARGEST`, `BISECT` or `SAMPLED`.
+        rounds: of the search.
+        half: whether values travel in half precision.
+        masks: whether the momentum of an element ends where it is sent.
+        most: a threshold is good if `count` to this number of elements reach it, int64 (tensors,), as all that follow.
+        limited: whether that may be more than `count`.
+        need: this number of candidates answers all questions.
+        stride: of the elements that the method samples.
+        sampled: the number of these.
+        reaching: of these, the number that reach the first threshold.
+    """
+
+    def __init__(self, bucket: Bucket, half: bool, method: int, room: int, rounds: int) -> None:
+        self.method, self.rounds, self.half, self.masks = method, rounds, half, bucket.masks
+        sizes, counts = bucket.segments["size"], bucket.segments["count"]
+        self.most = np.minimum(room * counts, sizes)
+        self.limited = room > 1
+        self.need = counts if method == LARGEST else np.minimum(self.most + 1, sizes)
+        self.stride = self.sampled = self.reaching = np.zeros_like(sizes)
+        if method == SAMPLED:
+            self.stride = np.array([sample_stride(size) for size in sizes.tolist()])
+            self.sampled = -(-sizes // self.stride)
+            ratios = [one.ratio for one in bucket.compressors]
+            self.reaching = np.array(
+                [elements_of_sample(ratio, size) for ratio, size in zip(ratios, self.sampled.tolist(), strict=True)]
+            )
+
+
 class _Layout:
     """What a bucket's steps share: the places in its payload, and room for candidates."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
+        asked = Asked(bucket, self.places.half, method, room, rounds)
         segments, tasks = bucket.segments, bucket.table.tasks
-        sizes, counts = segments["size"], segments["count"]
         self._choices = np.zeros(len(segments), _CHOICE)
         choices = self._choices
         choices["first_task"] = np.searchsorted(tasks["segment"], np.arange(len(segments)))
         choices["tasks"] = np.bincount(tasks["segment"], minlength=len(segments))
-        choices["most"] = np.minimum(room * counts, sizes)
-        choices["need"] = counts if method == LARGEST else np.minimum(choices["most"] + 1, sizes)
-        sample = 0
-        if method == SAMPLED:
-            choices["stride"] = [sample_stride(size) for size in sizes.tolist()]
-            choices["sampled"] = -(-sizes // choices["stride"])
-            choices["sample"] = np.cumsum(choices["sampled"]) - choices["sampled"]
-            choices["reaching"] = [
-                elements_of_sample(one.ratio, count)
-                for one, count in zip(bucket.compressors, choices["sampled"].tolist(), strict=True)
-            ]
-            sample = int(choices["sampled"].sum())
+        for name in ("most", "need", "stride", "sampled", "reaching"):
+            choices[name] = getattr(asked, name)
+        choices["sample"] = np.cumsum(asked.sampled) - asked.sampled
         self._candidates = np.zeros(len(tasks), _CANDIDATES)
-        shares = (choices["need"] / sizes)[tasks["segment"]] * tasks["length"]
+        shares = (asked.need / segments["size"])[tasks["segment"]] * tasks["length"]
         rooms = np.minimum(tasks["length"], (_CANDIDATES_PER_NEEDED * shares).astype(np.int64) + 1024)
         self._candidates["room"] = rooms
         self._candidates["place"] = np.cumsum(rooms + _SLACK) - (rooms + _SLACK)
         pool = int((rooms + _SLACK).sum())
         self._values, self._places = np.empty(pool, np.float32), np.empty(pool, np.uint16)
-        self._sample = np.empty(sample, np.float32)
+        self._sample = np.empty(int(asked.sampled.sum()), np.float32)
         arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
         addresses = [array.ctypes.data for array in arrays]
         self._sparse = _Sparse(*addresses, method, rounds, self.places.half, 0)
@@ -124,12 +150,11 @@ class _Layout:
 
 
 class _DeviceLayout:
-    """The same on a device, where the kernels look for the k largest elements only, and have room of their own."""
+    """The same on a device, where the kernels have room of their own."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
-        assert method == LARGEST
         self.places = SparsePlaces(bucket, values)
-        self.passed = self.places.half
+        self.passed = Asked(bucket, self.places.half, method, room, rounds)
 
 
 def aggregate_by_magnitude(
@@ -150,7 +175,7 @@ def aggregate_by_magnitude(
     places = layout.places
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
-    if bucket.keeps:
-        bucket.call("sparse_keep", payload.vector, places.half, bucket.masks, aside=True)
+    if bucket.keeps and bucket.device is None:  # on a device, encoding has taken off x what is sent
+        bucket.call("sparse_keep", payload.vector, places.half, bucket.masks)
     ranks = yield AllGather((payload.vector,), payload.with_room)
     return bucket.call("sparse_decode", *gathered(ranks), places.half)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.compressors.sparsification import TopK
+from hvdcomp.arrays import numpy_arrays
 from tests.cuda_kernels import SPECS
 from tests.gpu.ranks import HOST, Named, Ranks, Shapes, on_host, one_by_one
 
@@ -143,17 +143,17 @@ def compare(
 
 @contextmanager
 def _first_of_equals() -> Iterator[None]:
-    """Within it, top-k in NumPy takes the first of equal magnitudes, as kernels do; by itself it may take any."""
-    before = TopK.choose
+    """Within it, NumPy takes the first of equal magnitudes, as kernels do; by itself it may take any."""
+    before = numpy_arrays.top
 
-    def choose(self: TopK, xp: Any, vector: np.ndarray, k: int) -> np.ndarray:
-        return np.sort(np.argsort(-np.abs(vector), kind="stable")[:k]).astype(np.int32)
+    def top(x: np.ndarray, k: int) -> np.ndarray:
+        return np.argsort(-x, kind="stable")[:k]
 
-    TopK.choose = choose  # type: ignore[method-assign]
+    numpy_arrays.top = top
     try:
         yield
     finally:
-        TopK.choose = before  # type: ignore[method-assign]
+        numpy_arrays.top = before
 
 
 def _different(found: list[dict[str, Any]], expected: list[dict[str, Any]], where: str, loose: float) -> Iterator[str]:

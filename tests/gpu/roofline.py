@@ -22,7 +22,7 @@ from hvdcomp.exchange.engine import Engine
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
-    "topk:ratio=0.01", "powersgd:rank=4", "randomk:ratio=0.01",
+    "topk:ratio=0.01", "redsync:ratio=0.01", "powersgd:rank=4", "randomk:ratio=0.01",
 )  # fmt: skip
 LEAST_SHARE = 0.7
 """Of the copy's bandwidth, that a kernel should reach."""
@@ -67,8 +67,7 @@ BYTES: dict[str, Callable[[Moved], float]] = {
     "global_measure": lambda one: one.made,
     "global_encode": lambda one: 4 + one.payload + 4 * one.keeps,
     "global_decode": lambda one: one.payload + 4,
-    "first_digits": lambda one: one.made,
-    "note_places": lambda one: 4,
+    "note_candidates": lambda one: one.made,
     "zero_results": lambda one: 4,
     "sparse_decode": lambda one: one.payload + 4,
     "multiply": lambda one: one.made if one.makes_x else 4,

@@ -71,8 +71,8 @@ def case_the_bits_of_the_host() -> None:
 
 
 def case_several_rounds_and_a_tensor_in_no_bucket() -> None:
-    """The same within the order of additions: PowerSGD has two rounds, and mstopk no kernels for devices."""
-    spec = '{"first": "powersgd:rank=2", "second": "mstopk:ratio=0.1", "*": "fp16"}'
+    """The same within the order of additions: PowerSGD has two rounds, and sidco no kernels for devices."""
+    spec = '{"first": "powersgd:rank=2", "second": "sidco:ratio=0.1", "*": "fp16"}'
     host = _train(spec)
     with on_device():
         device = _train(spec)

@@ -31,6 +31,9 @@ METHODS = {
     "natural",
     "globalqsgd",
     "topk",
+    "mstopk",
+    "redsync",
+    "dgc",
     "randomk",
     "powersgd",
 }

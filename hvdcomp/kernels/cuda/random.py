@@ -5,9 +5,10 @@ element is can be worked out again wherever that is asked, so nothing is sorted 
 the order of j.
 """
 
+import numpy as np
+
 from hvdcomp.kernels.cuda.dense import dense_encode
 from hvdcomp.kernels.cuda.language import tl, triton
-from hvdcomp.kernels.cuda.sparse import CHUNK, chunks_of, zero_results
 from hvdcomp.kernels.cuda.x import (
     COUNT,
     KEY,
@@ -20,10 +21,13 @@ from hvdcomp.kernels.cuda.x import (
     floats,
     made,
     magnitude,
+    piece,
     pointer,
     report,
     size_of,
 )
+
+_CHUNK = 1024  # elements that a program draws
 
 
 @triton.jit
@@ -90,6 +94,15 @@ def random_take(
 
 
 @triton.jit
+def zero_results(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Before the means are written."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        tl.store(floats(table, segments, segment, RESULT) + i, tl.zeros((BLOCK,), tl.float32), mask=i < end)
+
+
+@triton.jit
 def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: tl.constexpr):
     """Means of the drawn elements; the results hold zeros."""
     segment, number, i, there = _drawn(table, segments, chunks, CHUNK)
@@ -110,14 +123,25 @@ def random_keep(table, segments, flag, chunks, sent, MASKING: tl.constexpr, CHUN
     x = floats(table, segments, segment, X) + i
     tl.store(x, tl.load(x, mask=there, other=0.0) - value, mask=there)
     if MASKING:
-        tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, value * 0.0, mask=there)
+        tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, tl.zeros((CHUNK,), tl.float32), mask=there)
 
 
 def _launch(on, kernel, *arguments, **constants):
-    least = 6  # bits: with fewer, not all choices are equally likely
-    chunks = chunks_of(on, lambda tensor: max(least, (int(on.segments["size"][tensor]) - 1).bit_length()))
+    """Programs take chunks of drawn elements: their tensor, the number of the first, and the bits of a number."""
+
+    def make():
+        fewest = 6  # bits: with fewer, not all choices are equally likely
+        pairs = zip(on.segments["size"].tolist(), on.segments["count"].tolist(), strict=True)
+        chunks = [
+            (tensor, first, max(fewest, (size - 1).bit_length()))
+            for tensor, (size, count) in enumerate(pairs)
+            for first in range(0, count, _CHUNK)
+        ]
+        return np.array(chunks, np.int64)
+
+    chunks = on.static("chunks of what is drawn", make)
     on.launch(
-        kernel, chunks.shape[0], on.rows, len(on.segments), on.flag, chunks, *arguments, CHUNK=CHUNK, **constants
+        kernel, chunks.shape[0], on.rows, len(on.segments), on.flag, chunks, *arguments, CHUNK=_CHUNK, **constants
     )
 
 
