@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import MethodType, ModuleType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
@@ -18,13 +18,8 @@ from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import Payload, payloads_of
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.specs.described import Described, is_whole
+from hvdcomp.specs.described import Described, Rule, is_whole
 from hvdcomp.specs.levels import Level
-
-# No index reaches further: more rows, columns or elements than this have no meaning.
-LARGEST_COUNT = 2**63 - 1
-# The most repetitions within a step: more bring nothing, and a typing error would otherwise run without end.
-MOST_ROUNDS = 100
 
 
 class HorovodMethod:
@@ -203,11 +198,18 @@ class Compressor(Described):
         return dataclasses.replace(self, **changes)
 
 
-def require_count(method: str, most: int = LARGEST_COUNT, **values: Any) -> None:
-    """Raises SpecError unless every value is a whole number of at least 1 and at most `most`."""
+COUNT = Rule(lambda value: is_whole(value, 1) and value < 2**63, "a whole number of at least 1 and below 2**63")
+Count = Annotated[int, COUNT]
+"""No index reaches further: more rows, columns or elements than 2**63 have no meaning."""
+
+Rounds = Annotated[
+    int, Rule(lambda value: is_whole(value, 1) and value <= 100, "a whole number of at least 1 and at most 100")
+]
+"""Repetitions within a step: more bring nothing, and a typing error would otherwise run without end."""
+
+
+def require_count(method: str, **values: Any) -> None:
+    """Raises SpecError unless every value is a whole number of at least 1 and below 2**63."""
     for name, value in values.items():
-        if not is_whole(value, 1) or value > most:
-            upper = "below 2**63" if most == LARGEST_COUNT else f"at most {most}"
-            raise SpecError(
-                f"{method}: {name}={value} is not allowed; it must be a whole number of at least 1 and {upper}"
-            )
+        if not COUNT.allows(value):
+            raise SpecError(f"{method}: {name}={value} is not allowed; it must be {COUNT.what}")

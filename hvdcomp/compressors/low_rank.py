@@ -6,18 +6,19 @@ import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
-from hvdcomp.compressors.base import MOST_ROUNDS, Compressor, require_count
+from hvdcomp.compressors.base import Compressor, Count, Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank_bucket import LowRankBucket
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.errors import SpecError
+from hvdcomp.specs.described import Rule, Truth
 from hvdcomp.specs.levels import Level
 
 # A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
@@ -50,10 +51,10 @@ class PowerSGD(Compressor):
         alternating: one factor a step. Takes iterations=1.
     """
 
-    rank: int
-    min_rate: float = 1.0
-    iterations: int = 1
-    alternating: bool = False
+    rank: Count
+    min_rate: Annotated[float, Rule(lambda rate: rate > 0, "positive (1 is usual)")] = 1.0
+    iterations: Rounds = 1
+    alternating: Truth = False
 
     name: ClassVar[str] = "powersgd"
     examples: ClassVar[tuple[str, ...]] = (
@@ -69,10 +70,7 @@ class PowerSGD(Compressor):
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:
-        require_count(self.name, rank=self.rank)
-        require_count(self.name, MOST_ROUNDS, iterations=self.iterations)
-        self.require(self.min_rate > 0, "min_rate", "positive (1 is usual)")
-        self.require_truth("alternating")
+        super().__post_init__()
         if self.alternating and self.iterations > 1:
             raise SpecError(
                 f"powersgd: iterations={self.iterations} does not go with alternating, which does half an iteration "

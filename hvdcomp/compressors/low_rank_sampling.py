@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import Compressor, require_count
+from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.low_rank import as_matrix, rank_for
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, TensorInfo
@@ -39,7 +39,7 @@ class ATOMO(Compressor):
         rank: number of triplets sent; no more than rows or columns, with which the gradient is sent exactly.
     """
 
-    rank: int
+    rank: Count
 
     name: ClassVar[str] = "atomo"
     examples: ClassVar[tuple[str, ...]] = ("atomo:rank=4",)
@@ -47,9 +47,6 @@ class ATOMO(Compressor):
     sends: ClassVar[str] = "rank pairs of vectors u (rows) and v (columns), scaled by sigma / p"
     variance: ClassVar[float] = math.inf  # min(rows, columns) / rank - 1 if singular values are equal
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
-
-    def __post_init__(self) -> None:
-        require_count(self.name, rank=self.rank)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         matrix = as_matrix(xp, x)

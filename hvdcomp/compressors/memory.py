@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import SparseVector
-from hvdcomp.specs.described import Described
+from hvdcomp.specs.described import Described, Share
 
 State = tuple[Array, ...]
 
@@ -64,13 +64,10 @@ class ErrorFeedback(Memory):
         decay: the residual is multiplied by this before it is added; 1 loses nothing.
     """
 
-    decay: float = 1.0
+    decay: Share = 1.0
 
     name: ClassVar[str] = "error_feedback"
     examples: ClassVar[tuple[str, ...]] = ("error_feedback:decay=0.9",)
-
-    def __post_init__(self) -> None:
-        self.require(0 < self.decay <= 1, "decay", "above 0 and at most 1")
 
     @property
     def keeps(self) -> float:  # type: ignore[override]

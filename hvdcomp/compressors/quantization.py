@@ -11,19 +11,19 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.base import Compressor, require_count
+from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, uniform
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.described import is_number, is_whole
+from hvdcomp.specs.described import between, is_number
 from hvdcomp.specs.levels import Level
 
 
@@ -39,18 +39,14 @@ class QSGD(Compressor):
         bucket: consecutive elements that share a norm; the last bucket may be shorter.
     """
 
-    bits: int
-    bucket: int = 512
+    bits: Annotated[int, between(1, 8)]
+    bucket: Count = 512
 
     name: ClassVar[str] = "qsgd"
     examples: ClassVar[tuple[str, ...]] = ("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=1,bucket=64")
     level_name: ClassVar[str | None] = "bits"
     sends: ClassVar[str] = "bits for each element, a 2-norm for each bucket"
     reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
-
-    def __post_init__(self) -> None:
-        self.require(is_whole(self.bits, 1) and self.bits <= 8, "bits", "a whole number from 1 to 8")
-        require_count(self.name, bucket=self.bucket)
 
     @property
     def variance(self) -> float:  # type: ignore[override]
@@ -170,7 +166,7 @@ class GlobalQSGD(Compressor):
         bits: of a field, 2 to 16; 2, 4, 8 and 16 leave no bit of the int32 unused.
     """
 
-    bits: int = 8
+    bits: Annotated[int, between(2, 16)] = 8
 
     name: ClassVar[str] = "globalqsgd"
     examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
@@ -178,9 +174,6 @@ class GlobalQSGD(Compressor):
     sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"
     sent_is_own: ClassVar[bool] = False  # its scale is the largest of all ranks
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
-
-    def __post_init__(self) -> None:
-        self.require(is_whole(self.bits, 2) and self.bits <= 16, "bits", "a whole number from 2 to 16")
 
     def levels(self, ranks: int) -> int:
         """s: with this number of ranks, each sends -s ... s.

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import Compressor, require_count
+from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
@@ -195,12 +195,12 @@ class _ByThreshold(Router):
         condition: what a spec string calls that number.
     """
 
-    threshold: int
+    threshold: Count
 
     condition: ClassVar[str]
 
     def __post_init__(self) -> None:
-        require_count(self.name, threshold=self.threshold)
+        super().__post_init__()
         for place, choice in self._by_field().items():
             _require_compressor(self.name, place, choice)
 

@@ -21,6 +21,7 @@ from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
+from hvdcomp.specs.described import Truth
 
 # The balance of this number of votes fits into a byte with a sign.
 _VOTES_PER_BYTE = 127
@@ -114,16 +115,13 @@ class OneBit(Compressor):
             one for the tensor. Seide et al. take a pair for each column of their weight matrices.
     """
 
-    per_row: bool = False
+    per_row: Truth = False
 
     name: ClassVar[str] = "onebit"
     examples: ClassVar[tuple[str, ...]] = ("onebit", "onebit:per_row=True")
     sends: ClassVar[str] = "one bit an element, two means (a pair for each row if per_row)"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
-
-    def __post_init__(self) -> None:
-        self.require_truth("per_row")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape = tuple(x.shape)

@@ -13,21 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Annotated
 
 from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors.protocol import Context, SparseVector
+from hvdcomp.specs.described import Rule
 from hvdcomp.specs.levels import Level
 
-_VALUES = ("same", "fp16")
+_MEANINGS = "'same' (as in the gradient) or 'fp16' (half precision)"
+How = Annotated[str, Rule(lambda how: how in ("same", "fp16"), _MEANINGS)]
 LARGEST_HALF = 65504.0
 _LARGEST_COMMON = 65280.0  # of the numbers that both float16 and bfloat16 hold; 65504 is 65536 in bfloat16
 _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
-
-
-def require_values(method: Any) -> None:
-    """Raises SpecError unless the setting `values` of a method says how to send values."""
-    method.require(method.values in _VALUES, "values", "'same' (as in the gradient) or 'fp16' (half precision)")
 
 
 def elements_kept(ratio: Level, size: int) -> int:

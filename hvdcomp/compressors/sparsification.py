@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
@@ -16,7 +16,7 @@ from hvdcomp.compressors.randomness import distinct_indices, shared_key
 from hvdcomp.compressors.sparse_bucket import LARGEST, aggregate_by_magnitude
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
 from hvdcomp.compressors.sparse_random import aggregate_at_random
-from hvdcomp.specs.described import is_number
+from hvdcomp.specs.described import SHARE, Rule, Truth
 from hvdcomp.specs.levels import Level
 
 
@@ -28,13 +28,11 @@ class ByRatio(Compressor):
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
     """
 
-    ratio: float
+    ratio: Annotated[
+        float, Rule(SHARE.allows, "the share of elements sent, 0 < ratio <= 1 (0.01 sends one in a hundred)")
+    ]
 
     level_name: ClassVar[str | None] = "ratio"
-
-    def __post_init__(self) -> None:
-        allowed = is_number(self.ratio) and 0 < self.ratio <= 1
-        self.require(allowed, "ratio", "the share of elements sent, 0 < ratio <= 1 (0.01 sends one in a hundred)")
 
     def most_elements(self, budget: float, size: int) -> int:
         """Of a tensor of `size` elements, the most whose payload is within `budget` bytes; 1 if that of none is."""
@@ -61,14 +59,10 @@ class Sparsifier(ByRatio):
             so does what exceeds the largest half-precision number.
     """
 
-    values: str = field(default="same", kw_only=True)
+    values: sparse_payload.How = field(default="same", kw_only=True)
 
     sends: ClassVar[str] = "k values, k indices"
     biased: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sparse_payload.require_values(self)
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         """Indices (k,), each at most once, of the elements of the vector (d,) to send."""
@@ -121,18 +115,13 @@ class RandomK(ByRatio):
             of additions overflows.
     """
 
-    unbiased: bool = False
-    values: str = field(default="same", kw_only=True)
+    unbiased: Truth = False
+    values: sparse_payload.How = field(default="same", kw_only=True)
 
     name: ClassVar[str] = "randomk"
     examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
     sends: ClassVar[str] = "k values"
     reference: ClassVar[str] = "Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2018, arXiv:1710.09854"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        sparse_payload.require_values(self)
-        self.require_truth("unbiased")
 
     @property
     def biased(self) -> bool:  # type: ignore[override]

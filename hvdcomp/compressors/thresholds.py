@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.base import MOST_ROUNDS, require_count
+from hvdcomp.compressors.base import Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import Memory, MomentumCorrection
 from hvdcomp.compressors.sparse_bucket import BISECT, SAMPLED, aggregate_by_magnitude
@@ -112,16 +112,12 @@ class MSTopK(ThresholdSparsifier):
         rounds: of the search, at most 100.
     """
 
-    rounds: int = _ROUNDS
+    rounds: Rounds = _ROUNDS
 
     name: ClassVar[str] = "mstopk"
     room: ClassVar[int] = 1
     examples: ClassVar[tuple[str, ...]] = ("mstopk:ratio=0.01",)
     reference: ClassVar[str] = "Shi et al. 2021, arXiv:2010.10458"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count(self.name, MOST_ROUNDS, rounds=self.rounds)
 
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         bisect(magnitudes, bracket, self.rounds)
@@ -220,16 +216,12 @@ class SIDCo(ThresholdSparsifier):
             fixed.
     """
 
-    stages: int = 2
+    stages: Rounds = 2
 
     name: ClassVar[str] = "sidco"
     room: ClassVar[int] = 4  # an estimate may let through that many
     examples: ClassVar[tuple[str, ...]] = ("sidco:ratio=0.01",)
     reference: ClassVar[str] = "Abdelmoniem et al. 2021, arXiv:2101.10761"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_count(self.name, MOST_ROUNDS, stages=self.stages)
 
     def search(self, magnitudes: Magnitudes, bracket: Bracket) -> None:
         threshold: Any = 0.0

@@ -10,13 +10,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import AccumulatedGradientPolicy, Policy, State, is_number
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.described import at_least, number
 from hvdcomp.specs.levels import Level
 
 
@@ -48,12 +49,11 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
             Falling learning rates are then noticed at the end of these steps too.
     """
 
-    eta: float = 0.5
-    interval: int = 10
+    eta: Annotated[float, number(lambda eta: eta > 0, "a number above 0")] = 0.5
+    interval: Annotated[int, at_least(1)] = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(is_number(self.eta) and self.eta > 0, "eta", "a number above 0")
         self.require_interval(self.interval, CriticalRegimes.interval)
 
     def compares_at(self, end: int) -> bool:

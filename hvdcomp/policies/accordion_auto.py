@@ -12,12 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import AccordionState, CriticalTensors
 from hvdcomp.policies.decisions import Factors, Probe
 from hvdcomp.policies.request import Request, Statistic, Statistics
+from hvdcomp.specs.described import Share, at_least
 
 Table = Mapping[str, Mapping[float, float]]
 """By tensor name and compression factor."""
@@ -57,10 +58,10 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
         smallest, largest: candidates are `smallest` and its doubles up to `largest`.
     """
 
-    probe: int = 1
-    every: int = 10
-    keep_low: float = 0.7
-    keep_high: float = 0.3
+    probe: Annotated[int, at_least(1)] = 1
+    every: Annotated[int, at_least(1)] = 10
+    keep_low: Share = 0.7
+    keep_high: Share = 0.3
     smallest: float = 2.0
     largest: float = 1024.0
 
@@ -70,10 +71,6 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_whole("probe", 1)
-        self.require_whole("every", 1)
-        self.require_share("keep_low")
-        self.require_share("keep_high")
         if self.keep_high > self.keep_low:
             raise SpecError(
                 f"{self.name}: keep_low={self.keep_low},keep_high={self.keep_high} is not allowed; high compression "

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hvdcomp.policies.base import AccumulatedGradientPolicy, is_number
 from hvdcomp.policies.decisions import Factors
 from hvdcomp.policies.request import Request, Statistic, Statistics
+from hvdcomp.specs.described import at_least, number
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
     """
 
     start: float
-    fall: float
-    floor: float = 1.0
-    interval: int = 1
+    fall: Annotated[float, number(lambda fall: 0 < fall < 1, "a number between 0 and 1")]
+    floor: Annotated[float, number(lambda floor: floor >= 1, "a number of at least 1")] = 1.0
+    interval: Annotated[int, at_least(1)] = 1
 
     name: ClassVar[str] = "adaqs"
     examples: ClassVar[tuple[str, ...]] = ("adaqs:start=64,fall=0.2",)
@@ -57,9 +58,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require(is_number(self.floor) and self.floor >= 1, "floor", "a number of at least 1")
         self.require(is_number(self.start) and self.start > self.floor, "start", f"a number above floor={self.floor}")
-        self.require(is_number(self.fall) and 0 < self.fall < 1, "fall", "a number between 0 and 1")
         self.require_interval(self.interval, AdaQS.interval)
 
     def initial_state(self, tensors: Sequence[str]) -> AdaQSState:

@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from hvdcomp.policies.auto_state import (
     DOUBT,
@@ -29,10 +29,11 @@ from hvdcomp.policies.auto_state import (
     Trial,
     as_if_measured,
 )
-from hvdcomp.policies.base import Policy, is_number
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Methods
 from hvdcomp.policies.request import Candidates, Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.described import Rule, at_least, number
 
 WARM_UP = 10
 """Steps at the start of a training that are not counted, before those after the first change. Caches, allocators and
@@ -48,6 +49,9 @@ _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are:
 _MOST_PATIENCE = 64  # looks in a row
 _LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be short
 _SURE = 3  # standard errors that a change of the step time must exceed: else restless steps would always open all again
+
+
+_Excess = Annotated[float, number(lambda one: one > 0, "above 0, such as 0.15 for 15 %")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +72,14 @@ class Auto(Policy[AutoState]):
             all again, if that is so at four looks in a row.
     """
 
-    calibration: str
+    calibration: Annotated[str, Rule(bool, "a calibration file or the name of a preset")]
     model: str = ""
-    batch: int = 0
-    window: int = 5
-    every: int = 20
-    margin: float = 0.25
-    budget: float = 0.01
-    drift: float = 0.15
+    batch: Annotated[int, at_least(0)] = 0
+    window: Annotated[int, at_least(3)] = 5
+    every: Annotated[int, at_least(5)] = 20
+    margin: _Excess = 0.25
+    budget: Annotated[float, number(lambda share: 0 < share < 1, "a share of the time, above 0, below 1")] = 0.01
+    drift: _Excess = 0.15
 
     name: ClassVar[str] = "auto"
     examples: ClassVar[tuple[str, ...]] = ("auto:calibration=calibration.json",)
@@ -85,14 +89,6 @@ class Auto(Policy[AutoState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require(self.lag == 1, "lag", "1: it looks at whole steps, and one that waits for a decision is none")
-        self.require(bool(self.calibration), "calibration", "a calibration file or the name of a preset")
-        self.require_whole("batch", 0)
-        self.require_whole("window", 3)
-        self.require_whole("every", 5)
-        for setting in ("margin", "drift"):
-            value = getattr(self, setting)
-            self.require(is_number(value) and value > 0, setting, "above 0, such as 0.15 for 15 %")
-        self.require(is_number(self.budget) and 0 < self.budget < 1, "budget", "a share of the time, above 0, below 1")
 
     def request(self, state: AutoState) -> Request:
         next_read = Statistic.STEP_TIMES if state.candidates else Statistic.CANDIDATES

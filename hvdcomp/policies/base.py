@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.described import Described, is_number, is_whole
+from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole
 from hvdcomp.specs.typed import typed
 
 State = TypeVar("State")
@@ -37,14 +37,11 @@ class Policy(Described, Generic[State]):
             next step's computation. 0 to have every step wait for the decision that is meant for it.
     """
 
-    lag: int = 1
+    lag: Annotated[int, Rule(between(0, 1).allows, "0 or 1")] = 1
 
     name: ClassVar[str]
     state_type: ClassVar[type]
     state_growth: ClassVar[int] = 512
-
-    def __post_init__(self) -> None:
-        self.require(is_whole(self.lag, 0) and self.lag <= 1, "lag", "0 or 1")
 
     def request(self, state: State) -> Request:
         """What the policy asks for in a state: when it decides next, and by what."""
@@ -135,11 +132,6 @@ class Policy(Described, Generic[State]):
         """Raises SpecError unless a setting is a whole number of at least `least`."""
         self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
 
-    def require_share(self, setting: str) -> None:
-        """Raises SpecError unless a setting is a share that is not nothing."""
-        value = getattr(self, setting)
-        self.require(is_number(value) and 0 < value <= 1, setting, "above 0 and at most 1")
-
     def require_factors(self, least: str, most: str) -> None:
         """Raises SpecError unless two settings may be the ends of a range of compression factors."""
         small, large = getattr(self, least), getattr(self, most)
@@ -168,17 +160,11 @@ class AccumulatedGradientPolicy(Policy[State]):
         statistic: whose gradients are accumulated, "local" (rank 0's own) or "aggregated" (the mean over the ranks).
     """
 
-    steps: int = 0
-    statistic: str = "local"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_whole("steps", 0)
-        self.require(self.statistic in ("local", "aggregated"), "statistic", "local or aggregated")
+    steps: Annotated[int, at_least(0)] = 0
+    statistic: Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")] = "local"
 
     def require_interval(self, interval: int, default: int) -> None:
         """Raises SpecError unless a policy that takes `interval` was given that or `steps`."""
-        self.require_whole("interval", 1)
         if self.steps and interval != default:
             raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
 

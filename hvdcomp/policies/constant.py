@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from hvdcomp.policies.base import Policy, is_number
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistics
 from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.described import Rule, or_none
 from hvdcomp.specs.levels import Level
 
 
@@ -28,15 +29,11 @@ class Constant(Policy[ConstantState]):
         level: of all tensors; None for the compressor's own.
     """
 
-    level: Level | None = None
+    level: Annotated[Level | None, or_none(Rule(is_number, "a level, such as a ratio or a rank"))] = None
 
     name: ClassVar[str] = "constant"
     examples: ClassVar[tuple[str, ...]] = ("constant:level=0.01",)
     state_type: ClassVar[type] = ConstantState
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(self.level is None or is_number(self.level), "level", "a level, such as a ratio or a rank")
 
     def request(self, state: ConstantState) -> Request:
         return Request()

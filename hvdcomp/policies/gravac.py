@@ -11,12 +11,13 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import Policy, is_number
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
+from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_none
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
 """Steps for which a candidate is evaluated, by how the candidates follow on each other."""
@@ -99,12 +100,12 @@ class GraVAC(Policy[GraVACState]):
 
     min: float = 10.0
     max: float = 1000.0
-    epsilon: float = 0.7
-    omega: float = 0.01
-    scaling: str = "exponential"
-    window: int | None = None
-    smoothing: float | None = None
-    every: int | None = None
+    epsilon: Share = 0.7
+    omega: Annotated[float, number(lambda omega: omega >= 0, "a number of at least 0, such as 0.01 for 1 %")] = 0.01
+    scaling: Annotated[str, Rule(WINDOWS.__contains__, " or ".join(WINDOWS))] = "exponential"
+    window: Annotated[int | None, or_none(at_least(1))] = None
+    smoothing: Annotated[float | None, or_none(SHARE)] = None
+    every: Annotated[int | None, or_none(at_least(1))] = None
 
     name: ClassVar[str] = "gravac"
     examples: ClassVar[tuple[str, ...]] = ("gravac:min=10,max=1000",)
@@ -115,15 +116,7 @@ class GraVAC(Policy[GraVACState]):
         self.require_factors("min", "max")
         if self.max < self.min:
             raise SpecError(f"{self.name}: min={self.min},max={self.max} is not allowed; max must not be below min")
-        self.require_share("epsilon")
-        self.require(is_number(self.omega) and self.omega >= 0, "omega", "a number of at least 0, such as 0.01 for 1 %")
-        self.require(self.scaling in WINDOWS, "scaling", " or ".join(WINDOWS))
-        if self.window is not None:
-            self.require_whole("window", 1)
-        if self.smoothing is not None:
-            self.require_share("smoothing")
         if self.every is not None:
-            self.require_whole("every", 1)
             self.require(self.lag == 1 or self.every == 1, "every", "1 with lag=0, where each step obeys its own gains")
             self.require(self._window % self.every == 0, "every", f"a divisor of the window, {self._window} steps")
 

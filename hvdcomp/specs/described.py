@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
-from typing import ClassVar
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from hvdcomp.errors import SpecError
+
+
+class Rule(NamedTuple):
+    """What a setting may be, in its type: `rank: Annotated[int, Rule(allows, what)]`; errors say `what` is allowed.
+
+    The type is read as text later, so a lambda that stands there can use its own argument alone.
+    """
+
+    allows: Callable[[Any], bool]
+    what: str
 
 
 class Described:
@@ -32,14 +45,15 @@ class Described:
         ]
         return self.name + after_name(self.name) + ",".join(settings) if settings else self.name
 
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for setting, rule in _rules(kind).items():
+            self.require(rule.allows(getattr(self, setting)), setting, rule.what)
+
     def require(self, allowed: bool, setting: str, what: str) -> None:
         """Raises SpecError, which says `what` is allowed, unless a setting is."""
         if not allowed:
             raise SpecError(f"{self.name}: {setting}={getattr(self, setting)} is not allowed; it must be {what}")
-
-    def require_truth(self, setting: str) -> None:
-        """Raises SpecError unless a setting is True or False."""
-        self.require(isinstance(getattr(self, setting), bool), setting, "true or false")
 
 
 def after_name(name: str) -> str:
@@ -56,6 +70,37 @@ def is_number(value: object) -> bool:
 def is_whole(value: object, least: int) -> bool:
     """Whether a setting is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def number(allows: Callable[[Any], bool], what: str) -> Rule:
+    """Allows the finite numbers that `allows` does."""
+    return Rule(lambda value: is_number(value) and allows(value), what)
+
+
+def at_least(least: int) -> Rule:
+    """Allows whole numbers from `least`."""
+    return Rule(lambda value: is_whole(value, least), f"a whole number of at least {least}")
+
+
+def between(least: int, most: int) -> Rule:
+    """Allows whole numbers from `least` to `most`."""
+    return Rule(lambda value: is_whole(value, least) and value <= most, f"a whole number from {least} to {most}")
+
+
+def or_none(rule: Rule) -> Rule:
+    """Allows None as well."""
+    return Rule(lambda value: value is None or rule.allows(value), rule.what)
+
+
+SHARE = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
+Share = Annotated[float, SHARE]
+Truth = Annotated[bool, Rule(lambda value: isinstance(value, bool), "true or false")]
+
+
+@functools.cache  # a level that is set makes a description anew
+def _rules(kind: Any) -> Mapping[str, Rule]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: rule for name, hint in hints.items() for rule in getattr(hint, "__metadata__", ())}
 
 
 def _text(value: object) -> str:
