@@ -176,7 +176,7 @@ def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
     rank = np.stack([np.isnan(x), key])  # NaN above inf
     expected = np.sort(np.lexsort(rank[::-1])[-k:])
     for xp, array in everywhere(x):
-        indices = Magnitudes(xp, array).top(k)
+        indices = Magnitudes(xp, array, k).top(k)
         assert dtype_of(indices) == "int32"
         assert tuple(indices.shape) == (k,)
         chosen = as_numpy(indices)
@@ -189,8 +189,26 @@ def test_top_k(x: np.ndarray, data: st.DataObject) -> None:
 def test_top_k_of_ties_is_exactly_k(backend: str, dtype: str) -> None:
     x = make(backend, np.tile([1.0, -1.0], 500), dtype)
     for k in (1, 7, 500, 999, 1000):
-        indices = as_numpy(Magnitudes(arrays_for(x), x).top(k))
+        indices = as_numpy(Magnitudes(arrays_for(x), x, k).top(k))
         assert len(np.unique(indices)) == k
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("zeros", [0, 19_000])
+def test_elements_set_aside_answer_as_all_do(zeros: int, backend: str) -> None:
+    values = np.random.default_rng(2).laplace(size=20_000).astype(np.float32)
+    values[:zeros] = 0
+    x = make(backend, values, "float32")
+    magnitudes = Magnitudes(arrays_for(x), x, 2000)
+    assert magnitudes._few is not None
+    assert 2000 <= len(magnitudes._few.values) < 6000
+    for threshold in np.float32([0.5, 1.0, 1.5, 2.0, 2.3, 3.0, 5.0]):
+        reaching = np.abs(values)[np.abs(values) >= threshold]
+        assert magnitudes.count(threshold) == len(reaching)
+        assert magnitudes.mean_excess(threshold) == pytest.approx((reaching - threshold).mean(), rel=1e-4)
+    for k in (1, 1500, 2000):
+        chosen = np.abs(values[as_numpy(magnitudes.top(k))])
+        np.testing.assert_array_equal(np.sort(chosen), np.sort(np.abs(values))[-k:])
 
 
 @given(arrays(shapes=hnp.array_shapes(max_dims=1, max_side=30), finite=True), st.data())

@@ -1,7 +1,9 @@
 """Questions about the largest magnitudes of a vector, wherever it is.
 
 The threshold sparsifiers ask how many elements reach a threshold, and at last for the indices of k of them. No answer
-makes an accelerator wait, and all shapes follow from sizes known before: counts and thresholds are scalar arrays.
+makes an accelerator wait, and all shapes follow from sizes known before: counts and thresholds are scalar arrays. On
+the host, where shapes may depend on elements, one pass sets the largest elements aside, and questions that concern no
+others go to these few.
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
 
 _SAMPLE_STRIDE = 97  # about one element in a hundred; a prime, so as not to fall in step with rows and channels
 _SMALLEST_SAMPLE = 1024
+_PIECE = 1 << 16  # elements; what is made of them stays in a core's cache
 
 
 def sample_stride(size: int) -> int:
@@ -34,24 +39,27 @@ class Magnitudes:
     Args:
         xp: the array functions of the vector.
         x: of at least one element.
+        need: how many of the largest elements the questions are mostly about; these few are set aside.
 
     Attributes:
         xp: the array functions of thresholds and counts.
     """
 
-    def __init__(self, xp: ModuleType, x: Array) -> None:
+    def __init__(self, xp: ModuleType, x: Array, need: int) -> None:
         values = abs(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         self._place = xp.from_numpy
         self._like = x
+        self._few: _Few | None = None
         if not xp.waits(x):  # where NumPy is quicker, and all frameworks' choices are the same
             xp, values = numpy_arrays, xp.to_numpy(values)
+            self._few = _largest(values, min(need, values.shape[0]))
         self.xp, self._values = xp, values
         self._index = "int32" if x.shape[0] < 2**31 else "int64"
 
     @cached_property
     def mean(self) -> Any:
         """Mean magnitude."""
-        return (self._values / self._values.shape[0]).sum()  # divided first: the sum may overflow
+        return self._mean(self._values, self._values.shape[0], 0.0)
 
     @cached_property
     def largest(self) -> Any:
@@ -66,12 +74,21 @@ class Magnitudes:
 
     def count(self, threshold: Any) -> Any:
         """Number of elements with |x| >= threshold."""
-        return self.xp.count_nonzero(self._values >= self._rounded(threshold))
+        threshold = self._rounded(threshold)
+        return self.xp.count_nonzero(self._above(threshold)[0] >= threshold)
 
     def mean_excess(self, threshold: Any) -> Any:
         """Mean of |x| - threshold over the elements with |x| >= threshold; 0 if there are none."""
-        excess = self._values - threshold
-        return (excess.clip(0, math.inf) / self.xp.count_nonzero(excess >= 0).clip(1)).sum()
+        return self._mean(self._above(threshold)[0], self._rounded(self.count(threshold).clip(1)), threshold)
+
+    def _mean(self, values: Array, count: Any, threshold: Any) -> Any:
+        threshold = self._rounded(threshold)
+        piece = _PIECE if self.xp is numpy_arrays else values.shape[0]
+
+        def of(values: Array) -> Any:
+            return ((values - threshold).clip(0, math.inf) / count).sum()  # divided first: the sum may overflow
+
+        return sum(of(values[start : start + piece]) for start in range(0, values.shape[0], piece))
 
     def pick(self, low: Any, high: Any, k: int, limit: int) -> Array:
         """Indices (k,) of the k largest among the first `limit` of the elements that matter.
@@ -79,23 +96,56 @@ class Magnitudes:
         In front, in index order, come the elements with |x| >= high, then, again in index order, those with
         low <= |x| < high, or NaN. There must be `limit` of them; low = 0 is always enough.
         """
-        front = self._values >= self._rounded(high)
-        chosen = self.xp.first_places(front, ~(front | (self._values < self._rounded(low))), limit)
-        if limit > k:
-            chosen = self.xp.take(chosen, self.xp.top(self.xp.take(self._values, chosen), k))
-        return self._placed(chosen)
+        low, high = self._rounded(low), self._rounded(high)
+        if self.xp is numpy_arrays and self.count(high) >= k:
+            low = high  # no others are needed
+        values, places = self._above(low)
+        chosen = self.xp.first_places(values, low, high, limit)
+        if chosen.shape[0] > k:
+            chosen = self.xp.take(chosen, self.xp.top(self.xp.take(values, chosen), k))
+        return self._placed(chosen, places)
 
     def top(self, k: int) -> Array:
-        """Indices (k,), int32 where they fit, of the k largest elements; NaN counts as largest.
+        """Indices (k,), int32 where they fit, of the k largest elements, k <= `need`; NaN counts as largest.
 
         Which of several equal elements is taken is left open; exactly k are.
         """
-        return self._placed(self.xp.top(self._values, k))
+        few = self._few
+        if few is None:
+            return self._placed(self.xp.top(self._values, k))
+        return self._placed(self.xp.top(few.values, k), few.places)
 
-    def _rounded(self, threshold: Any) -> Any:
-        """A threshold in the vector's element type: NumPy takes several times as long to compare with a wider one."""
-        return self.xp.astype(threshold, self.xp.dtype_name(self._values))
+    def _above(self, threshold: Any) -> tuple[Array, Array | None]:
+        """Magnitudes, and their indices (None for all), among which are all that reach a threshold."""
+        few = self._few
+        return (self._values, None) if few is None or not threshold > few.level else (few.values, few.places)
 
-    def _placed(self, indices: Array) -> Array:
-        indices = self.xp.astype(indices, self._index)
+    def _rounded(self, number: Any) -> Any:
+        """A number in the vector's element type: NumPy takes several times as long to compute with a wider one."""
+        return number if type(number) is float else self.xp.astype(number, self.xp.dtype_name(self._values))
+
+    def _placed(self, indices: Array, places: Array | None = None) -> Array:
+        indices = self.xp.astype(indices if places is None else self.xp.take(places, indices), self._index)
         return self._place(indices, like=self._like) if self.xp is numpy_arrays else indices
+
+
+class _Few(NamedTuple):
+    """The largest elements of a vector on the host, in index order: all above a level, and some that equal it."""
+
+    level: float
+    places: np.ndarray
+    values: np.ndarray
+
+
+def _largest(values: np.ndarray, need: int) -> _Few | None:
+    """At least the `need` largest, above a level seen in the sample; None where that is no few, or was misled."""
+    sample = values[:: sample_stride(values.shape[0])]
+    expected = need / values.shape[0] * len(sample)
+    rank = math.ceil(1.5 * expected + 4 * math.sqrt(expected) + 4)
+    if 3 * rank > len(sample):
+        return None
+    level = np.partition(sample, len(sample) - rank)[len(sample) - rank]
+    places = np.flatnonzero(~(values <= level))  # NaN is found too
+    if len(places) < need:  # as where most are zeros
+        places = np.sort(np.concatenate([places, np.flatnonzero(values == level)[: need - len(places)]]))
+    return _Few(level, places, values[places]) if len(places) >= need else None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdcomp.arrays.types import Array
 
 _UNSIGNED_32 = np.dtype("uint32")
+_PIECE = 1 << 16  # elements; what is made of them stays in a core's cache
 
 
 def dtype_name(x: Array) -> str:
@@ -118,12 +120,21 @@ def top(x: Array, k: int) -> Array:
     return np.argpartition(x, x.shape[0] - k)[x.shape[0] - k :]
 
 
-def first_places(front: Array, back: Array, limit: int) -> Array:
-    """The first `limit` places, int64, of those where one mask holds, and then of those where another does.
+def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
+    """The first `limit` places, int64, of the elements of a vector that reach `high`, and then of those that reach
+    `low` only, or are NaN.
 
-    There must be as many.
+    Where there are not as many, NumPy returns fewer; elsewhere there must be.
     """
-    return np.concatenate([np.flatnonzero(front), np.flatnonzero(back)])[:limit]
+    places = [np.flatnonzero(x >= high)[:limit]]
+    missing = limit - len(places[0])
+    for start in range(0, x.shape[0], _PIECE):
+        if missing <= 0:
+            break
+        piece = x[start : start + _PIECE]
+        places.append(start + np.flatnonzero(~((piece >= high) | (piece < low)))[:missing])
+        missing -= len(places[-1])
+    return np.concatenate(places)
 
 
 def count_nonzero(x: Array) -> Array:

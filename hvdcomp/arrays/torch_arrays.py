@@ -98,12 +98,13 @@ def top(x: Array, k: int) -> Array:
     return torch.topk(x, k, sorted=False).indices
 
 
-def first_places(front: Array, back: Array, limit: int) -> Array:
+def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
     # Element j of a mask, counted from 0, is where the running count of its elements first exceeds j. Searching for
     # that needs neither the number of elements on the host nor a scatter.
-    index = torch.int32 if front.shape[0] < 2**31 else torch.int64
-    in_front, behind = (torch.cumsum(mask, 0, dtype=index) for mask in (front, back))
-    places = torch.arange(limit, dtype=index, device=front.device)
+    index = torch.int32 if x.shape[0] < 2**31 else torch.int64
+    front = x >= high
+    in_front, behind = (torch.cumsum(mask, 0, dtype=index) for mask in (front, ~(front | (x < low))))
+    places = torch.arange(limit, dtype=index, device=x.device)
     rest = places - in_front[-1]
     return torch.where(rest < 0, interval_index(in_front, places), interval_index(behind, rest))
 

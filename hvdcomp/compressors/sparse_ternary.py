@@ -45,7 +45,7 @@ class SparseTernary(ByRatio):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
         count = elements_kept(self.ratio, vector.shape[0])
-        (values, *places), chosen = sparse_payload.encode(xp, vector, Magnitudes(xp, vector).top(count), "same")
+        (values, *places), chosen = sparse_payload.encode(xp, vector, Magnitudes(xp, vector, count).top(count), "same")
         # In double precision no sum overflows, and every framework rounds it to the same float32.
         magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
         mean_magnitude = representable(xp, xp.flatten(magnitudes.sum(1, keepdims=True)) * (1 / count), x)

@@ -96,7 +96,7 @@ class TopK(Sparsifier):
     reference: ClassVar[str] = "Aji and Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599"
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
-        return Magnitudes(xp, vector).top(k)
+        return Magnitudes(xp, vector, k).top(k)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         return aggregate_by_magnitude(bucket, self.values, LARGEST)

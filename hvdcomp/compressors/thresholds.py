@@ -92,7 +92,7 @@ class ThresholdSparsifier(Sparsifier):
 
     def choose(self, xp: ModuleType, vector: Array, k: int) -> Array:
         most = min(self.room * k, vector.shape[0])
-        magnitudes = Magnitudes(xp, vector)
+        magnitudes = Magnitudes(xp, vector, k)
         bracket = Bracket(magnitudes, k, most)
         with np.errstate(invalid="ignore", over="ignore"):
             self.search(magnitudes, bracket)
