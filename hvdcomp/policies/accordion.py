@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import AccumulatedGradientPolicy, Policy, State, is_number
+from hvdcomp.policies.base import AccumulatedGradientPolicy, Policy, SomeLevel, State
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
@@ -111,8 +111,6 @@ class CriticalTensors(CriticalRegimes[TensorsState]):
 
 def require_two_levels(policy: Policy, low: Level, high: Level) -> None:
     """Raises SpecError unless a policy's settings `low` and `high` are levels of low and of high compression."""
-    for setting in ("low", "high"):
-        policy.require(is_number(getattr(policy, setting)), setting, "a level, such as a ratio or a rank")
     if not low > high:
         raise SpecError(
             f"{policy.name}: low={low},high={high} is not allowed; low is the level of low compression, so it must be "
@@ -131,8 +129,8 @@ class Accordion(CriticalTensors[AccordionState]):
         high: the level of high compression.
     """
 
-    low: Level
-    high: Level
+    low: SomeLevel
+    high: SomeLevel
 
     name: ClassVar[str] = "accordion"
     examples: ClassVar[tuple[str, ...]] = ("accordion:low=4,high=1",)

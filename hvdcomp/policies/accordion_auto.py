@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import AccordionState, CriticalTensors
+from hvdcomp.policies.base import LargestFactor, SmallestFactor
 from hvdcomp.policies.decisions import Factors, Probe
 from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.specs.described import Share, at_least
@@ -62,8 +63,8 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
     every: Annotated[int, at_least(1)] = 10
     keep_low: Share = 0.7
     keep_high: Share = 0.3
-    smallest: float = 2.0
-    largest: float = 1024.0
+    smallest: SmallestFactor = 2.0
+    largest: LargestFactor = 1024.0
 
     name: ClassVar[str] = "accordion:auto"
     examples: ClassVar[tuple[str, ...]] = ("accordion:auto",)
@@ -76,7 +77,6 @@ class AutoAccordion(CriticalTensors[AutoAccordionState]):
                 f"{self.name}: keep_low={self.keep_low},keep_high={self.keep_high} is not allowed; high compression "
                 "keeps less, so keep_high must not be above keep_low"
             )
-        self.require_factors("smallest", "largest")
         if self.largest < 2 * self.smallest:
             raise SpecError(
                 f"{self.name}: smallest={self.smallest},largest={self.largest} is not allowed; there must be at least "

@@ -16,11 +16,17 @@ from hvdcomp.errors import SpecError
 from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole
+from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole, number
+from hvdcomp.specs.levels import Level
 from hvdcomp.specs.typed import typed
 
 State = TypeVar("State")
 Value = TypeVar("Value")
+
+SmallestFactor = Annotated[float, number(lambda factor: factor > 1, "a compression factor above 1")]
+LargestFactor = Annotated[float, number(lambda factor: factor <= 1e12, "a compression factor of at most 1e12")]
+LEVEL = Rule(is_number, "a level, such as a ratio or a rank")
+SomeLevel = Annotated[Level, LEVEL]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +137,6 @@ class Policy(Described, Generic[State]):
     def require_whole(self, setting: str, least: int) -> None:
         """Raises SpecError unless a setting is a whole number of at least `least`."""
         self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
-
-    def require_factors(self, least: str, most: str) -> None:
-        """Raises SpecError unless two settings may be the ends of a range of compression factors."""
-        small, large = getattr(self, least), getattr(self, most)
-        self.require(is_number(small) and small > 1, least, "a compression factor above 1")
-        self.require(is_number(large) and large <= 1e12, most, "a compression factor of at most 1e12")
 
     def of_tensors(self, values: Mapping[str, Value], tensors: Mapping[str, Any], what: str) -> Mapping[str, Value]:
         """The values, if they are of exactly these tensors.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.accordion import CriticalRegimes, finite, is_critical
@@ -17,6 +17,10 @@ from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.described import at_least
+
+Batch = Annotated[int, at_least(1)]
+"""A batch size, in samples."""
 
 ROUNDING = 1e-9
 """Relative: 0.1 / 0.02 must be a decay by 5, whatever floating point makes of it."""
@@ -24,8 +28,6 @@ ROUNDING = 1e-9
 
 def require_multiple(policy: Policy, low: str, high: str) -> None:
     """Raises SpecError unless two settings of a policy are batch sizes, the second a larger multiple of the first."""
-    for setting in (low, high):
-        policy.require_whole(setting, 1)
     small, large = getattr(policy, low), getattr(policy, high)
     if large <= small or large % small:
         raise SpecError(
@@ -61,8 +63,8 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         high: the large one, a multiple of it.
     """
 
-    low: int
-    high: int
+    low: Batch
+    high: Batch
 
     name: ClassVar[str] = "accordion_batch_size"
     examples: ClassVar[tuple[str, ...]] = ("accordion_batch_size:low=512,high=4096",)
@@ -138,9 +140,9 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
         steps: look at the learning rate at the end of every `steps` steps; 0 for at the end of every epoch.
     """
 
-    low: int
-    high: int
-    steps: int = 0
+    low: Batch
+    high: Batch
+    steps: Annotated[int, at_least(0)] = 0
 
     name: ClassVar[str] = "increase_batch_size"
     examples: ClassVar[tuple[str, ...]] = ("increase_batch_size:low=128,high=2048",)
@@ -148,8 +150,6 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for setting, least in (("low", 1), ("high", 1), ("steps", 0)):
-            self.require_whole(setting, least)
         if self.high < 2 * self.low:
             raise SpecError(
                 f"{self.name}: low={self.low},high={self.high} is not allowed; the batch grows by whole multiples, so "

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hvdcomp.policies.base import Policy, is_number
+from hvdcomp.policies.base import LEVEL, Policy
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.described import Rule, or_none
+from hvdcomp.specs.described import or_none
 from hvdcomp.specs.levels import Level
 
 
@@ -29,7 +29,7 @@ class Constant(Policy[ConstantState]):
         level: of all tensors; None for the compressor's own.
     """
 
-    level: Annotated[Level | None, or_none(Rule(is_number, "a level, such as a ratio or a rank"))] = None
+    level: Annotated[Level | None, or_none(LEVEL)] = None
 
     name: ClassVar[str] = "constant"
     examples: ClassVar[tuple[str, ...]] = ("constant:level=0.01",)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import Policy
+from hvdcomp.policies.base import LargestFactor, Policy, SmallestFactor
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
 from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_none
@@ -98,8 +98,8 @@ class GraVAC(Policy[GraVACState]):
             timing is told at the end of it, in two calls of `decide`.
     """
 
-    min: float = 10.0
-    max: float = 1000.0
+    min: SmallestFactor = 10.0
+    max: LargestFactor = 1000.0
     epsilon: Share = 0.7
     omega: Annotated[float, number(lambda omega: omega >= 0, "a number of at least 0, such as 0.01 for 1 %")] = 0.01
     scaling: Annotated[str, Rule(WINDOWS.__contains__, " or ".join(WINDOWS))] = "exponential"
@@ -113,7 +113,6 @@ class GraVAC(Policy[GraVACState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_factors("min", "max")
         if self.max < self.min:
             raise SpecError(f"{self.name}: min={self.min},max={self.max} is not allowed; max must not be below min")
         if self.every is not None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdcomp.policies.accordion import Accordion, AccordionState, CriticalRegimes, require_two_levels
-from hvdcomp.policies.batch_size import AccordionBatchSize, AccordionBatchSizeState, require_multiple
+from hvdcomp.policies.base import SomeLevel
+from hvdcomp.policies.batch_size import AccordionBatchSize, AccordionBatchSizeState, Batch, require_multiple
 from hvdcomp.policies.decisions import LevelsAndBatch
 from hvdcomp.policies.request import Request, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class AccordionJoint(CriticalRegimes[AccordionJointState]):
         batch_low, batch_high: the small batch, that the training is started with, and the large one, in samples.
     """
 
-    low: Level
-    high: Level
-    batch_low: int
-    batch_high: int
+    low: SomeLevel
+    high: SomeLevel
+    batch_low: Batch
+    batch_high: Batch
 
     name: ClassVar[str] = "accordion_joint"
     examples: ClassVar[tuple[str, ...]] = ("accordion_joint:low=4,high=1,batch_low=512,batch_high=4096",)
