@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hvdcomp.commands import doctor
 from hvdcomp.doctor import checks
 from hvdcomp.doctor.checks import find_problems, runs_on
-from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
+from hvdcomp.doctor.facts import DeviceKernels, Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
 from hvdcomp.doctor.gather import ask_python
 from hvdcomp.horovod_build.environment import CudaToolkit, Mpi
 
@@ -31,10 +31,16 @@ HEALTHY = Facts(
     mpi4py_library="Open MPI v4.1.8, package: Open MPI",
     variables={"OPAL_PREFIX": "/env"},
     kernels=Kernels("avx2", threads=2),
+    device_kernels=DeviceKernels("3.7.1", compiler="/usr/bin/gcc"),
 )
 TOOLKIT = CudaToolkit("/cuda/bin/nvcc", "13.0", "13.0")
 FOR_CUDA = Torch("2.13.0+cu126", cuda="12.6")
 V100 = Gpu("Tesla V100-SXM2-16GB", "7.0", "580.10")
+ON_V100 = {
+    "gpus": (V100,),
+    "torch": Torch("2.13.0", cuda="12.6", architectures=("sm_70",)),
+    "bindings": {"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
+}
 LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
 GLOO_ONLY = {"torch": HorovodBinding(gloo=True)}
 
@@ -141,6 +147,24 @@ def test_a_healthy_environment_has_no_problem() -> None:
             False,
         ),
         (changed(kernels=Kernels(error="HVDCOMP_KERNELS='x' is unknown")), "'x' is unknown", "unset", True),
+        (
+            changed(**ON_V100, device_kernels=DeviceKernels("3.4.0", why_not="Triton 3.4.0 is installed, and 3.7")),
+            "no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other",
+            "Install PyTorch 2.13 or later for CUDA",
+            False,
+        ),
+        (
+            changed(**ON_V100, device_kernels=DeviceKernels("3.7.1", why_not="HVDCOMP_KERNELS=off is set")),
+            "HVDCOMP_KERNELS=off",
+            "Unset HVDCOMP_KERNELS",
+            False,
+        ),
+        (
+            changed(**ON_V100, device_kernels=DeviceKernels("3.7.1")),
+            "Triton 3.7.1 finds no C compiler",
+            "export CC=",
+            False,
+        ),
         (changed(packages={**HEALTHY.packages, "setuptools": "82.0.0"}), "setuptools 82", "setuptools<81", False),
         (changed(packages={**HEALTHY.packages, "cmake": "4.1.0"}), "cmake 4.1.0", "cmake<4", False),
     ],
@@ -157,6 +181,8 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
     [
         changed(variables=LAUNCHED, started=Started(size=4, rank=1), root=True),
         changed(toolkit=TOOLKIT),  # torch is for CPU
+        changed(**ON_V100),
+        changed(device_kernels=DeviceKernels(why_not="No module named 'triton'")),  # without a GPU nobody misses it
         changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", "12.4")),
         changed(bindings={"torch": BUILT, "tensorflow": dataclasses.replace(BUILT, keras_callbacks=True)}),
         changed(bindings=GLOO_ONLY, mpi=None),
@@ -235,6 +261,7 @@ def test_the_command_reports_and_sets_the_exit_status(
     assert "2.13.0+cpu (CPU build)" in text.stdout
     assert "CUDA toolkit" in text.stdout
     assert "compiled; instruction set avx2, 2 threads" in text.stdout
+    assert "Triton 3.7.1, C compiler for its loader: /usr/bin/gcc" in text.stdout
     program = CliRunner().invoke(doctor.command, ["--json"])
     assert program.exit_code == status
     report = json.loads(program.stdout)

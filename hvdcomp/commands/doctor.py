@@ -65,6 +65,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
     rows.append(("CUDA toolkit", _toolkit(facts)))
     rows.append(("Kernels", _kernels(facts)))
+    rows.append(("  for CUDA", _device_kernels(facts)))
     rows.append(("Packages", ", ".join(f"{name} {version}" for name, version in facts.packages.items())))
     if facts.launched_size is None:
         rows.append(("Launcher", "none"))
@@ -89,6 +90,13 @@ def _kernels(facts: Facts) -> str:
     if kernels is None or kernels.instruction_set is None:
         return "none"
     return f"compiled; instruction set {kernels.instruction_set}, {kernels.threads} threads unless PyTorch uses others"
+
+
+def _device_kernels(facts: Facts) -> str:
+    kernels = facts.device_kernels
+    if kernels is None or kernels.error or kernels.why_not:
+        return f"none: {kernels.error or kernels.why_not}" if kernels else "none"
+    return f"Triton {kernels.triton}, C compiler for its loader: {kernels.compiler or 'none found'}"
 
 
 def _print(console: Console, facts: Facts, problems: list[Problem]) -> None:

@@ -257,6 +257,29 @@ def check_kernels(facts: Facts) -> Iterator[Problem]:
         yield Problem(False, what, kernels.way_out)
 
 
+def check_device_kernels(facts: Facts) -> Iterator[Problem]:
+    """Only where there is a GPU that this PyTorch can use: elsewhere nobody misses them."""
+    kernels, cuda = facts.device_kernels, None if facts.torch is None else facts.torch.cuda
+    if kernels is None or cuda is None or not facts.gpus:
+        return
+    why_not = kernels.error or kernels.why_not
+    if why_not:
+        asked = "HVDCOMP_KERNELS" in why_not
+        yield Problem(
+            False,
+            "hvdcomp has no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other, and "
+            f"TensorFlow's on the host: {why_not}.",
+            "Unset HVDCOMP_KERNELS." if asked else "Install PyTorch 2.13 or later for CUDA: its packages bring Triton.",
+        )
+    elif kernels.compiler is None:
+        yield Problem(
+            False,
+            f"Triton {kernels.triton} finds no C compiler. With one it compiles what loads its kernels, at their first "
+            "use; without, that must lie compiled in ~/.triton.",
+            "Install gcc, or name a C compiler: export CC=/path/to/cc",
+        )
+
+
 def check_build_tools(facts: Facts) -> Iterator[Problem]:
     for name, limit in (("setuptools", 81), ("cmake", 4)):
         version = facts.packages.get(name)
@@ -283,6 +306,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_opal_prefix,
     check_root,
     check_kernels,
+    check_device_kernels,
     check_build_tools,
 )
 

@@ -63,6 +63,19 @@ class Kernels:
 
 
 @dataclass(frozen=True)
+class DeviceKernels:
+    """hvdcomp's kernels for CUDA devices: the version of Triton, why there are none, and the C compiler.
+
+    Triton compiles a loader of its own at the first use, with what CC names, or gcc, or clang.
+    """
+
+    triton: str | None = None
+    why_not: str = ""
+    compiler: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class Started:
     """The outcome of `hvd.init()` in a process of its own, beside this one."""
 
@@ -91,6 +104,7 @@ class Facts:
     variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, Keras
     started: Started | None = None
     kernels: Kernels | None = None
+    device_kernels: DeviceKernels | None = None
 
     @property
     def launched_size(self) -> int | None:

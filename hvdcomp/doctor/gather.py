@@ -14,7 +14,7 @@ import subprocess
 import sys
 from typing import Any
 
-from hvdcomp.doctor.facts import Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
+from hvdcomp.doctor.facts import DeviceKernels, Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
 from hvdcomp.horovod_build.environment import (
     TENSORFLOW_DISTRIBUTIONS,
     find_cuda_toolkit,
@@ -111,6 +111,12 @@ try:
 except ConfigurationError as error:
     found = {"error": str(error)}
 """
+# What Triton compiles its loader with: the first of these that there is.
+_DEVICE_KERNELS = """
+import os, shutil
+from hvdcomp.kernels import cuda
+found = {"why_not": cuda.why_not(), "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
+"""
 _ANSWER = "hvdcomp doctor: "
 
 
@@ -188,6 +194,7 @@ def gather() -> Facts:
         gpus=_gpus(),
         toolkit=find_cuda_toolkit(),
         kernels=Kernels(**ask_python(_KERNELS, _IMPORT_TIMEOUT)),
+        device_kernels=DeviceKernels(installed_version("triton"), **ask_python(_DEVICE_KERNELS, _IMPORT_TIMEOUT)),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     )
 
