@@ -11,6 +11,7 @@ from hvdcomp.kernels.cuda.x import (
     left_of,
     magnitude,
     make_x,
+    no_sum,
     piece,
     pointer,
     report,
@@ -74,7 +75,7 @@ def cast_decode(
         i = block + tl.arange(0, BLOCK)
         inside = i < end
         place = entry(table, segments, segment, PLACE0)
-        total = tl.zeros((BLOCK,), tl.float32)
+        total = no_sum(BLOCK)
         for rank in range(0, ranks):
             numbers = pointer(payloads + rank * row, tl.uint16)
             total += _from_wire(tl.load(numbers + place + i, mask=inside, other=0).to(tl.int32), HALF)

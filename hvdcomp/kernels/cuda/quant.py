@@ -23,6 +23,7 @@ from hvdcomp.kernels.cuda.x import (
     made,
     magnitude,
     make_x,
+    no_sum,
     piece,
     pointer,
     report,
@@ -282,7 +283,7 @@ def multiples_decode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        total = tl.zeros((BLOCK,), tl.float32)
+        total = no_sum(BLOCK)
         for rank in range(0, ranks):
             payload = payloads + rank * row
             code = packed_code(payload, place, size, bits, i, inside)

@@ -17,6 +17,7 @@ from hvdcomp.kernels.cuda.x import (
     made,
     magnitude,
     make_x,
+    no_sum,
     piece,
     pointer,
     report,
@@ -77,7 +78,7 @@ def natural_decode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        total = tl.zeros((BLOCK,), tl.float32)
+        total = no_sum(BLOCK)
         for rank in range(0, ranks):
             payload = payloads + rank * row
             exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=inside, other=0).to(tl.int32)

@@ -111,7 +111,8 @@ def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: t
         value = tl.load(pointer(mean, tl.float16) + at, mask=there, other=0.0).to(tl.float32)
     else:
         value = tl.load(pointer(mean, tl.float32) + at, mask=there, other=0.0)
-    tl.store(floats(table, segments, segment, RESULT) + i, value, mask=there)
+    # Added to zero, as by the kernel in C, -0.0 is 0.0.
+    tl.store(floats(table, segments, segment, RESULT) + i, value + 0.0, mask=there)
     report(flag, magnitude(value))
 
 

@@ -18,6 +18,7 @@ from hvdcomp.kernels.cuda.x import (
     floats,
     magnitude,
     make_x,
+    no_sum,
     piece,
     pointer,
     report,
@@ -93,11 +94,12 @@ def two_values(table, segments, payload, sums, counts, STRICTLY: tl.constexpr, B
         size = size_of(table, segments, segment)
         below = size - above
         sent_above = (upper * (size.to(tl.float64) / tl.maximum(above, 1).to(tl.float64))).to(tl.float32)
-        sent_below = (-lower * (size.to(tl.float64) / tl.maximum(below, 1).to(tl.float64))).to(tl.float32)
+        sent_below = (lower * (size.to(tl.float64) / tl.maximum(below, 1).to(tl.float64))).to(tl.float32)
+        sent_below = tl.where(below > 0, sent_below * -1.0, 0.0)  # -x is 0 - x to Triton, which is no -0.0
         tl.store(values + 1, sent_below)
     else:
         sent_above = (upper + lower).to(tl.float32)
-        sent_below = -sent_above
+        sent_below = sent_above * -1.0
     tl.store(values, sent_above)
     tl.store(sent + 1, sent_above)
     tl.store(sent + 2, sent_below)
@@ -116,12 +118,12 @@ def two_values_decode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        total = tl.zeros((BLOCK,), tl.float32)
+        total = no_sum(BLOCK)
         for rank in range(0, ranks):
             payload = payloads + rank * row
             values = pointer(payload + values_at, tl.float32)
             above = tl.load(values)
-            below = tl.load(values + 1) if STRICTLY else -above
+            below = tl.load(values + 1) if STRICTLY else above * -1.0
             total += tl.where(_bits(payload, place, i, inside) != 0, above, below)
         total *= share
         largest = tl.maximum(largest, magnitude(total))

@@ -174,6 +174,12 @@ def left_of(x, sent):
 
 
 @triton.jit
+def no_sum(BLOCK: tl.constexpr):
+    """What ranks' numbers are added to: -0.0, because a sum of it and another number has that number's bits."""
+    return tl.full((BLOCK,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def word(index, key):
     """Random words by key and index, as in `src/randomness.h`."""
     weyl = index.to(tl.uint32) * 0x9E3779B9 + key.to(tl.uint32)
