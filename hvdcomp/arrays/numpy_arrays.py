@@ -277,8 +277,12 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     ]
 
 
-def mark(like: Array) -> float:
-    """A point in time on the device of `like`."""
+def mark(like: Array, spare: float | None = None) -> float:
+    """A point in time on the device of `like`.
+
+    Args:
+        spare: a mark that nobody looks at any more, and that may be made this one.
+    """
     return time.perf_counter()
 
 

@@ -14,6 +14,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import BucketAggregation
 from hvdcomp.compressors.protocol import Context, Request
 from hvdcomp.exchange.buckets import Group
+from hvdcomp.exchange.clock import Clock, Spans
 
 
 class Sums(NamedTuple):
@@ -39,21 +40,23 @@ class BucketStep:
         group: the bucket, with the gradients of the step.
         context: of the step.
         factor: what the memory multiplies gradients with; None for 1.
+        clock: of the engine.
 
     Attributes:
         like: an array where the gradients are.
         found_inf_after: whether what came of the exchange holds an inf or NaN: known when no request is left.
         had_residual: whether a memory had kept something back that this step sends; known after `finish`.
-        marks: start and end of each turn: the first, each of the generator's, the end.
+        spans: when it was under way. Who calls its methods marks that, but for `make_x`.
     """
 
     on_device = False
 
-    def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None) -> None:
+    def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None, clock: Clock) -> None:
         self._xp = xp
         self.group = group
         self.like = group.arrays[0]
-        start = xp.mark(self.like)
+        self._clock = clock
+        self.spans = Spans([], [])
         group.bucket.begin(context, factor)
         if group.bucket.keeps:
             group.residuals.enter(group.bucket, group.numbers)
@@ -65,14 +68,13 @@ class BucketStep:
         self._dense = False  # whether results have the gradients' layout as they are
         self.found_inf_after: bool | Array = False
         self.had_residual = False
-        self.marks = [(start, xp.mark(self.like))]
 
     def make_x(self) -> Array:
         """Makes x now rather than while it is compressed, for those who look at it; ||x||^2 of each tensor, float64
         (tensors,)."""
-        start = self._xp.mark(self.like)
+        self._clock.start()
         energies = self._sums_of("make_x")
-        self.marks.append((start, self._xp.mark(self.like)))
+        self._clock.lap(self.spans.encoding)
         return energies
 
     def left(self) -> Array:
@@ -116,7 +118,6 @@ class BucketStep:
             sums: to which gradients are added if the step counts.
         """
         group, bucket, xp = self.group, self.group.bucket, self._xp
-        start = xp.mark(self.like)
         self._given = [gradients[name] for name in group.names]
         self._results, self._sums = group.arrays, sums
         self._aside = in_place and sums is not None and not sums.of_results
@@ -137,20 +138,16 @@ class BucketStep:
         if bucket.compressors[0].keeps_state:
             group.prepare_states(xp)
         self._generator = bucket.compressors[0].aggregate_bucket(bucket)
-        self.marks.append((start, xp.mark(self.like)))
 
     def advance(self, answer: Any) -> Request | None:
         """Gives the generator the answer to its last request, at first None; its next request, or None at its end. Both
         are in NumPy."""
-        xp = self._xp
-        start = xp.mark(self.like)
         try:
-            request: Request | None = self._generator.send(answer)
+            request: Request = self._generator.send(answer)
+            return request
         except StopIteration as stop:
             self.found_inf_after = stop.value
-            request = None
-        self.marks.append((start, xp.mark(self.like)))
-        return request
+            return None
 
     @property
     def found_inf(self) -> bool | Array:
@@ -169,14 +166,12 @@ class BucketStep:
             counts: whether it counts; on a device, an element that is NaN if not, and else 0.
         """
         group, xp = self.group, self._xp
-        start = xp.mark(self.like)
         self.had_residual = group.had_residuals
         self._settle(counts)
         arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
         results = dict(zip(group.names, arrays, strict=True))
         group.let_go()
         self._given = self._results = ()
-        self.marks.append((start, xp.mark(self.like)))
         return results
 
     def _settle(self, counts: bool) -> None:

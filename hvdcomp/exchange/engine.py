@@ -21,8 +21,9 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.clock import Span
 from hvdcomp.exchange.device_step import DeviceStep
-from hvdcomp.exchange.ledger import Ledger, Marks, StepCost
+from hvdcomp.exchange.ledger import Ledger, StepCost
 from hvdcomp.exchange.lockstep import run_in_lockstep
 from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.plan import Planner
@@ -156,18 +157,23 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
+        self.ledger.clock.begin(xp, gradients[names[0]])
         buckets, tensors, look = self._steps(xp, names, gradients, in_place, sums)
-        found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, buckets, tensors)
+        found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, self.ledger.clock, buckets, tensors)
         if look is not None:
             look.tell(buckets, tensors)
         if sums is not None and not sums.of_results and tensors:
             sums.add({one.name: gradients[one.name] for one in tensors}, found_inf)
         counts: Any = found_inf if buckets and buckets[0].on_device else bool(buckets) and found_inf.item() == 0
-        results = {one.name: one.finish(found_inf) for one in tensors}
+        results = {}
+        for one in tensors:
+            with self.ledger.clock.around(one.spans.decoding):
+                results[one.name] = one.finish(found_inf)
         if sums is not None and sums.of_results and tensors:
             sums.add(results, found_inf)
         for bucket in buckets:
-            results |= bucket.finish(counts)
+            with self.ledger.clock.around(bucket.spans.decoding):
+                results |= bucket.finish(counts)
         self._drop_sent_residuals(xp, buckets, tensors, found_inf)
         self._record(xp, buckets, tensors, rounds, bytes_sent + self._bytes_beside(len(names)))
         self.step_number += 1
@@ -183,18 +189,7 @@ class Engine:
             factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
         context = self._context("")
 
-        def make(names: Sequence[str]) -> tuple[list[BucketStep], list[TensorStep]]:
-            groups, rest = self.buckets.groups(xp, names, gradients, self.plan)
-            memory_for = self.planner.memory_for
-            return [
-                (BucketStep if group.bucket.device is None else DeviceStep)(xp, group, context, factor)
-                for group in groups
-            ], [
-                TensorStep(xp, name, gradients[name], factor, self.states[name], memory_for(self.plan[name]))
-                for name in rest
-            ]
-
-        buckets, tensors = make(names)
+        buckets, tensors = _make_steps(self, xp, names, gradients, context, factor)
         look: Look | None = None
         made: Mapping[str, int] = {}
         sources: Mapping[str, Array] = {}
@@ -206,12 +201,15 @@ class Engine:
                 look.make()
             made = look.made
             if self.plan is not plan and buckets:
-                buckets, others = make([name for bucket in buckets for name in bucket.group.names])
+                names = [name for bucket in buckets for name in bucket.group.names]
+                buckets, others = _make_steps(self, xp, names, gradients, context, factor)
                 tensors += others
         for bucket in buckets:
-            bucket.open(gradients, in_place, made, sources, sums)
+            with self.ledger.clock.around(bucket.spans.encoding):
+                bucket.open(gradients, in_place, made, sources, sums)
         for one in tensors:
-            one.open(self.plan[one.name], sources.get(one.name, one.x), self._context(one.name))
+            with self.ledger.clock.around(one.spans.encoding):
+                one.open(self.plan[one.name], sources.get(one.name, one.x), self._context(one.name))
         return buckets, tensors, look
 
     def _drop_sent_residuals(
@@ -256,15 +254,13 @@ class Engine:
         xp: ModuleType,
         buckets: Sequence[BucketStep],
         tensors: Sequence[TensorStep],
-        rounds: Marks,
+        rounds: Sequence[Span],
         bytes_sent: int,
     ) -> None:
         parts = [bucket.group.costs(self.step_number) for bucket in buckets]
         parts += [{one.name: one.cost} for one in tensors]
         step = self.ledger.step_cost(self.step_number, parts, bytes_sent)
-        # The turns before the last collective are encoding; the last turn and the memory's update are decoding.
-        steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
-        spans = [(one.marks[:-2], one.marks[-2:]) for one in steps]
+        spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
     def preview(
@@ -283,3 +279,30 @@ class Engine:
 
     def _context(self, name: str) -> Context:
         return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size)
+
+
+def _make_steps(
+    engine: Engine,
+    xp: ModuleType,
+    names: Sequence[str],
+    gradients: Mapping[str, Array],
+    context: Context,
+    factor: Array | None,
+) -> tuple[list[BucketStep], list[TensorStep]]:
+    """The buckets of a step, and the tensors that go one by one. factor: what the memory multiplies gradients with."""
+    clock, plan = engine.ledger.clock, engine.plan
+    groups, rest = engine.buckets.groups(xp, names, gradients, plan)
+    clock.turns_only &= all(group.bucket.device is not None for group in groups) and not rest
+    buckets, tensors = [], []
+    spans: list[Span]
+    for group in groups:
+        with clock.around(spans := []):
+            kind = BucketStep if group.bucket.device is None else DeviceStep
+            buckets.append(kind(xp, group, context, factor, clock))
+        buckets[-1].spans.encoding.extend(spans)
+    for name in rest:
+        with clock.around(spans := []):
+            memory = engine.planner.memory_for(plan[name])
+            tensors.append(TensorStep(xp, name, gradients[name], factor, engine.states[name], memory))
+        tensors[-1].spans.encoding.extend(spans)
+    return buckets, tensors

@@ -1,8 +1,13 @@
 """The ledger: what each step, and each tensor over all steps, cost in bytes, floats and time.
 
 Bytes are what one rank hands to the collectives (indices, scales, padding and the engine's own flags included),
-not what a ring then moves over each link. Times are taken between marks on the gradient's own device; on an
+not what a ring then moves over each link. Times are taken between marks on the gradients' device (`clock`); on an
 accelerator a mark is an event, read when it has passed, so that no step waits for the device.
+
+The times of a bucket on a device are those of the stream that the step runs on, during the bucket's turns. Kernels
+beside it, on a second stream (`kernels/cuda/aside.py`), are not counted, but the time that a later turn waits for them
+is. Nor is counted what ends a step. While the host is slower than the device, the device waits within a turn, and that
+is counted.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from hvdcomp.exchange.clock import Clock, Span, Spans
 
 
 @dataclass
@@ -49,8 +56,6 @@ class Cost:
 
 Part = Mapping[str, Cost]
 """What some tensors that are compressed together cost in bytes and floats, by name. Nobody changes it."""
-
-Marks = Sequence[tuple[Any, Any]]  # where spans of time begin and end
 
 
 @dataclass
@@ -93,9 +98,11 @@ Settle = Callable[[], bool]
 
 
 class Ledger:
-    """Collects costs. `last` is the newest step, `totals` the sum of all, `tensors` the sums by parameter name."""
+    """Collects costs. `last` is the newest step, `totals` the sum of all, `tensors` the sums by parameter name; `clock`
+    marks when the work of a step begins and ends."""
 
     def __init__(self) -> None:
+        self.clock = Clock()
         self.last: StepCost | None = None
         self.totals = Cost()
         self.steps = 0
@@ -151,20 +158,23 @@ class Ledger:
     def record_timed(
         self,
         step: StepCost,
-        spans: Sequence[tuple[Marks, Marks]],
-        communicate: Marks,
+        spans: Sequence[Spans],
+        communicate: Sequence[Span],
         seconds_between: Callable[[Any, Any], float | None],
     ) -> None:
         """Enters a step with its times, as soon as these are known.
 
         Args:
-            spans: of each part, encoding and decoding.
+            spans: of each part.
+            communicate: when collectives were under way.
             seconds_between: of two marks; None if they have not passed yet.
         """
 
-        def seconds_of(marks: Marks) -> float | None:
+        done = self.clock.end()
+
+        def seconds_of(spans: Sequence[Span]) -> float | None:
             total = 0.0
-            for start, end in marks:
+            for start, end in spans:
                 spent = seconds_between(start, end)
                 if spent is None:
                     return None
@@ -177,6 +187,7 @@ class Ledger:
             if waiting is None or any(None in both for both in seconds):
                 return False
             self.enter_times(step, seconds, waiting)  # type: ignore[arg-type]
+            done()
             return True
 
         self.record(step, settle)

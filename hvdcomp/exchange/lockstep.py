@@ -9,27 +9,39 @@ from typing import Any
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.protocol import Request
 from hvdcomp.exchange.bucket_step import BucketStep
+from hvdcomp.exchange.clock import Clock, Span
 from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, of_framework, with_flag
 from hvdcomp.exchange.fusion import communicate, request_bytes
-from hvdcomp.exchange.ledger import Marks
 from hvdcomp.exchange.tensor_step import TensorStep
 
 
 def run_in_lockstep(
-    xp: ModuleType, communicator: Communicator, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep]
-) -> tuple[Array, Marks, int]:
+    xp: ModuleType,
+    communicator: Communicator,
+    clock: Clock,
+    buckets: Sequence[BucketStep],
+    tensors: Sequence[TensorStep],
+) -> tuple[Array, list[Span], int]:
     """Steps all generators to their end.
 
     Returns:
-        The element that is NaN if what any rank would send, or what came of it, is not finite, the marks around
-        each round of collectives, and the bytes that this rank handed to them.
+        The element that is NaN if what any rank would send, or what came of it, is not finite, when each round of
+        collectives was under way, and the bytes that this rank handed to them.
     """
     steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
     like = steps[0].like
     bytes_sent = 0
-    rounds: list[tuple[Any, Any]] = []
-    waiting = [(one, one.advance(None)) for one in steps]
+    rounds: list[Span] = []
+
+    def turn(one: BucketStep | TensorStep, answer: Any) -> tuple[BucketStep | TensorStep, Request | None]:
+        request = one.advance(answer)
+        clock.lap(one.spans.decoding if request is None else one.spans.encoding)
+        return one, request
+
+    clock.start()
+    waiting = [turn(one, None) for one in steps]
     of_tensors = [(one.x, request) for one, (_, request) in zip(tensors, waiting[len(buckets) :], strict=True)]
     flag = flag_of(xp, of_tensors, [one.found_inf for one in buckets])
     found_inf = flag
@@ -39,13 +51,14 @@ def run_in_lockstep(
         if not rounds:
             requests, take_flag = with_flag(xp, requests, flag, like)
         bytes_sent += sum(request_bytes(xp, request) for request in requests)
-        start = xp.mark(like)
+        if not clock.turns_only:
+            clock.start()
         answers, padding = communicate(xp, communicator, requests, f"hvdcomp.round{len(rounds)}", like)
         if take_flag is not None:
             found_inf = take_flag(answers)
-        rounds.append((start, xp.mark(like)))
+        clock.lap(rounds)
         bytes_sent += padding
-        waiting = [(one, one.advance(answer)) for (one, _), answer in zip(waiting, answers, strict=True)]
+        waiting = [turn(one, answer) for (one, _), answer in zip(waiting, answers, strict=True)]
     after = [one.found_inf_after for one in buckets]
     if any(one for one in after if isinstance(one, bool)):
         found_inf = found_inf + float("nan")

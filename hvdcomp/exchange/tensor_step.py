@@ -14,6 +14,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
+from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.fusion import part_bytes, request_bytes
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.residuals import FlatStorage
@@ -185,7 +186,7 @@ class TensorStep:
         x: what is to be sent: the gradient with what the memory kept back.
         outcome: what the generator came to; None while it waits for a collective.
         cost: in bytes and floats.
-        marks: start and end of each turn: the memory's, the preparation, each of the generator's, the end.
+        spans: when it was under way. Who calls its methods marks that.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class TensorStep:
         state: TensorState,
         memory: Memory,
     ) -> None:
-        start = xp.mark(gradient)
+        self.spans = Spans([], [])
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
         if factor is not None:
             x = x * xp.astype(factor, xp.dtype_name(x))
@@ -215,31 +216,26 @@ class TensorStep:
         self._generator: Aggregation
         self._mean: Array | None = None  # the outcome's mean, like the gradient
         self.cost = Cost(dense_bytes=part_bytes(xp, gradient))
-        self.marks = [(start, xp.mark(gradient))]
 
     def open(self, compressor: Compressor, source: Array, context: Context) -> None:
         """Makes the generator that compresses `source`, which is x, or stands for it."""
         xp, before = self._xp, self._before
-        start = xp.mark(self._gradient)
         self.compressor = compressor
         before.method = compressor.name
         before.compressor = self._state.prepare(xp, source, compressor, context)
         self._generator = compressor.aggregate(xp, source, before.compressor, context)
         self.cost.floats_sent = compressor.payload_floats(tuple(self._gradient.shape))
-        self.marks.append((start, xp.mark(self._gradient)))
 
     def advance(self, answer: Any) -> Request | None:
         """Gives the generator the answer to its last request, at first None; its next request, or None at its end."""
         xp = self._xp
-        start = xp.mark(self._gradient)
         try:
             request = self._generator.send(answer)
-            self.cost.bytes_sent += request_bytes(xp, request)
         except StopIteration as stop:
             self.outcome = stop.value
             self._mean = xp.like_original(stop.value.mean, self._gradient)
-            request = None
-        self.marks.append((start, xp.mark(self._gradient)))
+            return None
+        self.cost.bytes_sent += request_bytes(xp, request)
         return request
 
     @property
@@ -258,7 +254,6 @@ class TensorStep:
         """Keeps what was not sent, or everything as it was if `found_inf` is NaN; returns the result."""
         xp, before, state = self._xp, self._before, self._state
         mean, compressor_state = self.made
-        start = xp.mark(self._gradient)
         result = xp.spoil(mean, found_inf)
         memory_state = self.memory.update(xp, self.x, self.sent, self._memory_state)
         state.memory = _select(xp, found_inf, memory_state, before.memory)
@@ -266,7 +261,6 @@ class TensorStep:
         if not self.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = before.method
             state.compressor = _select(xp, found_inf, compressor_state, before.compressor)
-        self.marks.append((start, xp.mark(self._gradient)))
         return result
 
     @property

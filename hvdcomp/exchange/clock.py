@@ -1,0 +1,71 @@
+"""When the work of a step begins and ends, on the device of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from hvdcomp.arrays.types import Array
+
+Span = tuple[Any, Any]  # two marks
+
+
+class Spans(NamedTuple):
+    """How long a bucket, or a tensor by itself, was under way in a step: before its last collective, and after it."""
+
+    encoding: list[Span]
+    decoding: list[Span]
+
+
+class Clock:
+    """Marks times in the steps of an engine.
+
+    A mark costs next to nothing on the host. On a device it is an event, and each of many small ones holds up the host
+    for some microseconds. So turns that follow each other share the mark between them, `turns_only` leaves out what
+    gives a device little to do, and events are used again in later steps.
+
+    Attributes:
+        turns_only: whether `around` does nothing. True when a step begins.
+    """
+
+    def __init__(self) -> None:
+        self.turns_only = True
+        self._xp: ModuleType
+        self._like: Array
+        self._last: Any = None
+        self._marks: list[Any] = []  # of the step
+        self._spare: list[Any] = []
+
+    def begin(self, xp: ModuleType, like: Array) -> None:
+        """Begins a step. All its marks are on the device of one array."""
+        self._xp, self._like = xp, like
+        self._marks = []
+        self.turns_only = True
+
+    def start(self) -> None:
+        """From here on."""
+        self._last = self._xp.mark(self._like, self._spare.pop() if self._spare else None)
+        self._marks.append(self._last)
+
+    def lap(self, spans: list[Span]) -> None:
+        """The time since the mark before belongs to these, and the next lap starts here."""
+        before = self._last
+        self.start()
+        spans.append((before, self._last))
+
+    @contextmanager
+    def around(self, spans: list[Span]) -> Iterator[None]:
+        """Work that is no turn, with marks of its own."""
+        if self.turns_only:
+            yield
+            return
+        self.start()
+        yield
+        self.lap(spans)
+
+    def end(self) -> Callable[[], None]:
+        """Ends a step; returns what is to be called when nobody looks at its marks any more."""
+        marks = self._marks
+        return lambda: self._spare.extend(marks)
