@@ -230,7 +230,7 @@ def _check_bytes(engine: Engine, step: int) -> None:
     assert cost is not None
     for name, tensor in engine.tensors.items():
         compressor = engine.plan[name]
-        promised = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
+        promised = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=engine.communicator.world_size)
         if isinstance(compressor, PowerSGD) and compressor.alternating:
             side = matrix_shape(tensor.shape)[step % 2]
             promised = 2 * promised * side // sum(matrix_shape(tensor.shape))

@@ -202,6 +202,16 @@ class CountingCommunicator:
         self.started.append(("allgather", "uint8", name, array.shape[0]))
         return self.inner.start_allgather(array, name)
 
+    def start_alltoall(self, array: Array, name: str) -> Any:
+        assert dtype_of(array) == "uint8"
+        assert array.ndim == 1
+        self.started.append(("alltoall", "uint8", name, array.shape[0]))
+        return self.inner.start_alltoall(array, name)
+
+    def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
+        self.started.append((f"reducescatter {op}", dtype_of(array), name, len(bits(array))))
+        return self.inner.start_reducescatter(array, op, name)
+
     def wait(self, handle: Any) -> Array:
         if self.at_wait is not None:
             self.at_wait()

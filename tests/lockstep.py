@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, Outcome
+from hvdcomp.compressors.protocol import AllGather, AllToAll, Context, Outcome, Request
 from tests.harness import as_numpy, bits, framework_of, make
 
 
@@ -18,7 +18,7 @@ class Exchanged(NamedTuple):
     """outcomes: of each rank. requests: of each rank, in order."""
 
     outcomes: list[Outcome]
-    requests: list[list[AllReduce | AllGather]]
+    requests: list[list[Request]]
 
     def bytes_sent(self, rank: int = 0) -> int:
         return sum(len(payload) for payload in self.payloads(rank))
@@ -28,8 +28,8 @@ class Exchanged(NamedTuple):
         return [bits(array) for request in self.requests[rank] for array in arrays_of(request)]
 
 
-def arrays_of(request: AllReduce | AllGather) -> tuple[Any, ...]:
-    return (request.array,) if isinstance(request, AllReduce) else request.parts
+def arrays_of(request: Request) -> tuple[Any, ...]:
+    return request.parts if isinstance(request, AllGather | AllToAll) else (request.array,)
 
 
 def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed: int = 0, name: str = "w") -> Exchanged:
@@ -37,19 +37,19 @@ def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed:
     xp = arrays_for(xs[0])
     contexts = [Context(name, step, seed, rank, len(xs)) for rank in range(len(xs))]
     generators = [compressor.aggregate(xp, x, (), context) for x, context in zip(xs, contexts, strict=True)]
-    requests: list[list[AllReduce | AllGather]] = [[] for _ in xs]
+    requests: list[list[Request]] = [[] for _ in xs]
     outcomes: list[Outcome] = []
-    answer: Any = None
+    answers: list[Any] = [None] * len(xs)
     while not outcomes:
         asked = []
         for rank, generator in enumerate(generators):
             try:
-                asked.append(generator.send(answer))
+                asked.append(generator.send(answers[rank]))
                 requests[rank].append(asked[-1])
             except StopIteration as stop:
                 outcomes.append(stop.value)
         assert len(asked) in (0, len(xs))
-        answer = _answer(asked) if asked else None
+        answers = [_answer(asked, rank) for rank in range(len(asked))]
     return Exchanged(outcomes, requests)
 
 
@@ -57,7 +57,7 @@ def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
     """What the last rank gets of a compressor without state that gathers once; the others read nothing."""
     xp = arrays_for(xs[0])
     generators = [compressor.aggregate(xp, x, (), Context("w", 0, 0, rank, len(xs))) for rank, x in enumerate(xs)]
-    answer = _answer([next(generator) for generator in generators])
+    answer = _answer([next(generator) for generator in generators], len(xs) - 1)
     try:
         generators[-1].send(answer)
     except StopIteration as stop:
@@ -65,10 +65,13 @@ def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
     raise AssertionError("it asked for more")
 
 
-def _answer(asked: list[Any]) -> Any:
+def _answer(asked: list[Any], rank: int) -> Any:
+    """What a rank is answered."""
     assert len({(type(request), *[tuple(array.shape) for array in arrays_of(request)]) for request in asked}) == 1
     if isinstance(asked[0], AllGather):
         return [request.parts for request in asked]
+    if isinstance(asked[0], AllToAll):
+        return [tuple(part[rank] for part in request.parts) for request in asked]
     stacked = np.stack([as_numpy(request.array) for request in asked])
     wide = np.int64 if stacked.dtype.kind == "i" else np.float64
     assert asked[0].op in ("sum", "max", "mean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -15,7 +16,7 @@ from hvdcomp import NoCompression
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.compressors.protocol import AllGather, AllReduce, TensorInfo
+from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.fusion import communicate, request_bytes
 from tests.harness import (
@@ -185,6 +186,68 @@ def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], 
                 for place, part in enumerate(gather):
                     got = as_numpy(answers[number][rank][place])
                     np.testing.assert_array_equal(got, np.roll(part, rank), strict=True)
+
+
+@given(
+    st.lists(st.lists(parts(), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from(INSTALLED),
+)
+def test_every_rank_gets_the_parts_that_are_for_it(sendings: list[list[np.ndarray]], size: int, backend: str) -> None:
+    """What rank r sends to rank t is the elements rolled by r + 10 t places."""
+    def work(communicator: Any) -> list:
+        rolled = [
+            [np.stack([np.roll(part, communicator.rank + 10 * to) for to in range(size)]) for part in parts]
+            for parts in sendings
+        ]
+        requests = [AllToAll(tuple(make(backend, part, part.dtype.name) for part in parts)) for parts in rolled]
+        like = requests[0].parts[0]
+        xp = arrays_for(like)
+        counting = CountingCommunicator(communicator)
+        answers, padding = communicate(xp, counting, requests, "test", like)
+        ((_, _, _, length),) = counting.started
+        assert length % (8 * size) == 0
+        assert 0 <= padding < 8 * size
+        assert length == padding + sum(request_bytes(xp, request) for request in requests)
+        return answers
+
+    for to, answers in enumerate(run_ranks(size, work)):
+        for answer, parts in zip(answers, sendings, strict=True):
+            assert len(answer) == size
+            for rank, got in enumerate(answer):
+                for one, part in zip(got, parts, strict=True):
+                    np.testing.assert_array_equal(as_numpy(one), np.roll(part, rank + 10 * to), strict=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_collectives_of_all_kinds_in_one_round(backend: str) -> None:
+    size = 3
+
+    def work(communicator: Any) -> tuple[list, list]:
+        mine = np.arange(size * 4, dtype=np.float32).reshape(size, 2, 2) * 10**communicator.rank
+        array = functools.partial(make, backend)
+        requests = [
+            ReduceScatter(array(mine), "sum"),
+            AllToAll((array(mine),)),
+            AllReduce(array(mine[0]), "sum"),
+            AllGather((array(mine[0]),)),
+            ReduceScatter(array(mine[:, 0]), "sum"),
+            ReduceScatter(array(mine), "mean"),
+        ]
+        counting = CountingCommunicator(communicator)
+        answers, _ = communicate(arrays_for(requests[0].array), counting, requests, "test", requests[0].array)
+        kinds = [kind for kind, *_ in counting.started]
+        assert kinds == ["reducescatter sum", "alltoall", "allreduce sum", "allgather", "reducescatter mean"]
+        return [[as_numpy(x[0]) for x in one] if isinstance(one, list) else as_numpy(one) for one in answers]
+
+    base = np.arange(size * 4, dtype=np.float32).reshape(size, 2, 2)
+    for rank, (scattered, sent, reduced, gathered, vectors, mean) in enumerate(run_ranks(size, work)):
+        np.testing.assert_array_equal(scattered, 111 * base[rank])
+        np.testing.assert_array_equal(sent, [base[rank] * 10**other for other in range(size)])
+        np.testing.assert_array_equal(reduced, 111 * base[0])
+        np.testing.assert_array_equal(gathered, [base[0] * 10**other for other in range(size)])
+        np.testing.assert_array_equal(vectors, 111 * base[rank, 0])
+        np.testing.assert_allclose(mean, 37 * base[rank], rtol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,6 +22,7 @@ _MODULES = {
     "cases_tensorflow_precision": ((2, "gloo"), (2, "mpi")),
     "cases_tensorflow_refused": EACH_ONCE,
     "cases_tensorflow_policies": EACH_ONCE,
+    "cases_tensorflow_collectives": ((2, "mpi"), (3, "gloo")),
     "cases_tensorflow_process_sets": ((3, "gloo"),),
     "cases_tensorflow_variables": ((2, "gloo"),),
     "cases_keras": ((2, "gloo"), (2, "mpi")),

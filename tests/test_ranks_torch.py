@@ -22,6 +22,7 @@ _MODULES = {
     "cases_horovod": ((4, "mpi"), (2, "gloo")),
     "cases_mismatch": EACH_ONCE,
     "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
+    "cases_collectives": EVERY_SETTING,
     "cases_dgc": ((2, "gloo"),),
     _JOIN: EACH_ONCE,
 }

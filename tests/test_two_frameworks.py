@@ -50,6 +50,10 @@ class RecordingCommunicator:
         self.sent.append(Sent(f"allgather {name}", dtype_of(array), bits(array)))
         return self._inner.start_allgather(array, name)
 
+    def start_alltoall(self, array: Array, name: str) -> Any:
+        self.sent.append(Sent(f"alltoall {name}", dtype_of(array), bits(array)))
+        return self._inner.start_alltoall(array, name)
+
     def wait(self, handle: Any) -> Array:
         return self._inner.wait(handle)
 

@@ -18,6 +18,7 @@ from hvdcomp.compressors import COMPRESSORS, Compressor
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text
+from hvdcomp.specs.described import fields_of
 from hvdcomp.specs.suggestions import did_you_mean
 from hvdcomp.terminal import make_console, make_table, print_table
 
@@ -67,7 +68,7 @@ def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> Non
 def describe(kind: type[Compressor]) -> dict[str, Any]:
     """What is to be said of a compressor, as JSON-serialisable values."""
     types = typing.get_type_hints(kind)
-    fields = dataclasses.fields(kind)
+    fields = fields_of(kind)
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
     example = parse_compressor(kind.examples[0])
     meanings = _meanings(kind)

@@ -27,6 +27,13 @@ class Communicator(Protocol):
     def start_allgather(self, array: Array, name: str) -> Any:
         """Starts gathering uint8 vectors (length,), equally long on all ranks, into (world_size, length)."""
 
+    def start_alltoall(self, array: Array, name: str) -> Any:
+        """Starts an exchange of uint8 vectors (world_size * length,), equally long on all ranks, whose row r goes to
+        rank r; results in the rows that all ranks sent to this one, (world_size, length)."""
+
+    def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
+        """Starts a reduction of vectors (world_size * length,), op "mean" or "sum", into this rank's row (length,)."""
+
     def start_broadcast(self, array: Array, name: str) -> Any:
         """Starts sending rank 0's uint8 vector to all ranks, on all of which it has this length."""
 

@@ -60,6 +60,12 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
     def start_allgather(self, array: Array, name: str) -> _Collective:
         return self._with_next(_Collective("allgather", array, name))
 
+    def start_alltoall(self, array: Array, name: str) -> _Collective:
+        return self._with_next(_Collective("alltoall", array, name))
+
+    def start_reducescatter(self, array: Array, op: str, name: str) -> _Collective:
+        return self._with_next(_Collective(f"reducescatter {op}", array, name))
+
     def start_broadcast(self, array: Array, name: str) -> Future[Array]:
         return self._thread.submit(self._broadcast, _Collective("broadcast", array, name))
 
@@ -88,8 +94,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
         for one, array in zip(collectives, arrays, strict=True):
             one.result = array
-            if one.kind == "allgather":
-                length = one.array.shape[0]
+            if one.kind in ("allgather", "alltoall"):
+                length = one.array.shape[0] // (self.world_size if one.kind == "alltoall" else 1)
                 self.check_gathered(array.shape[0], length, one.name)
                 one.result = array.reshape(self.world_size, length)
 
@@ -104,6 +110,10 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         options: dict[str, Any] = {"name": name, "process_set": self._process_set, "ignore_name_scope": True}
         if kind == "allgather":
             return hvd.allgather(tensor, **options)
+        if kind == "alltoall":
+            return hvd.alltoall(tensor, **options)
+        if kind.startswith("reducescatter"):
+            return hvd.reducescatter(tensor, op=self._ops[kind.split()[1]], **options)
         if kind == "broadcast":
             return hvd.broadcast(tensor, self.root, **options)
         return hvd.allreduce(tensor, op=self._ops[kind], **options)

@@ -14,7 +14,7 @@ from hvdcomp.communicators.horovod_ranks import HorovodRanks
 class _Started(NamedTuple):
     handle: int
     name: str
-    length: int | None  # of this rank's part of an allgather
+    length: int | None  # of what one rank sends another, where that is gathered
 
 
 class HorovodTorchCommunicator(HorovodRanks):
@@ -30,6 +30,14 @@ class HorovodTorchCommunicator(HorovodRanks):
     def start_allgather(self, array: torch.Tensor, name: str) -> _Started:
         handle = hvd.allgather_async(array, name=name, process_set=self._process_set)
         return _Started(handle, name, array.shape[0])
+
+    def start_alltoall(self, array: torch.Tensor, name: str) -> _Started:
+        handle = hvd.alltoall_async(array, name=name, process_set=self._process_set)
+        return _Started(handle, name, array.shape[0] // self.world_size)
+
+    def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> _Started:
+        handle = hvd.reducescatter_async(array, name=name, op=self._ops[op], process_set=self._process_set)
+        return _Started(handle, name, None)
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> _Started:
         handle = hvd.broadcast_async_(array, self.root, name=name, process_set=self._process_set)
@@ -47,5 +55,7 @@ class HorovodTorchCommunicator(HorovodRanks):
             raise
         if started.length is None:
             return result
+        if isinstance(result, tuple):  # of an alltoall, with how much each rank sent
+            result = result[0]
         self.check_gathered(result.shape[0], started.length, started.name)
         return result.view(self.world_size, started.length)

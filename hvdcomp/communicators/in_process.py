@@ -112,6 +112,12 @@ class InProcessCommunicator:
     def start_allgather(self, array: Array, name: str) -> tuple[str, str, Array]:
         return "allgather", name, array
 
+    def start_alltoall(self, array: Array, name: str) -> tuple[str, str, Array]:
+        return "alltoall", name, array
+
+    def start_reducescatter(self, array: Array, op: str, name: str) -> tuple[str, str, Array]:
+        return f"reducescatter {op}", name, array
+
     def start_broadcast(self, array: Array, name: str) -> tuple[str, str, Array]:
         return "broadcast", name, array
 
@@ -128,8 +134,17 @@ def _results(contributions: list[Contribution]) -> list[Array]:
     """What each rank gets, an array of its own."""
     if len({contribution[:3] for contribution in contributions}) > 1:
         raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in contributions]}")
-    combined = _combine(contributions[0][0], [array for *_, array in contributions])
-    xp = arrays_for(combined)
+    kind = contributions[0][0]
+    arrays = [array for *_, array in contributions]
+    xp, ranks = arrays_for(arrays[0]), range(len(arrays))
+    if kind == "alltoall":
+        rows = [xp.reshape(array, (len(arrays), array.shape[0] // len(arrays))) for array in arrays]
+        return [xp.reshape(xp.concatenate([one[rank] for one in rows]), rows[0].shape) for rank in ranks]
+    if kind.startswith("reducescatter"):
+        whole = _combine(kind.replace("reducescatter", "allreduce"), arrays)
+        length = whole.shape[0] // len(arrays)
+        return [xp.concatenate([whole[rank * length : (rank + 1) * length]]) for rank in ranks]
+    combined = _combine(kind, arrays)
     return [combined, *(xp.concatenate([combined]) for _ in contributions[1:])]
 
 

@@ -76,6 +76,7 @@ class Compressor(Described):
             the harder level. Such methods keep elements of x.
         period: after how many steps the sizes of what is sent repeat.
         keeps_state: whether `prepare` and the outcome have arrays.
+        form: the method that makes the bucket form, where there is one.
         reference: where the method is published.
     """
 
@@ -90,6 +91,7 @@ class Compressor(Described):
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1
     keeps_state: ClassVar[bool] = False
+    form: ClassVar[str] = "aggregate_bucket"
     reference: ClassVar[str] = ""
 
     # What Horovod calls of a Compression.
@@ -113,7 +115,7 @@ class Compressor(Described):
 
         The form must be the class's own: a subclass that changes the method would else be passed over.
         """
-        if "aggregate_bucket" not in vars(type(self)):
+        if self.form not in vars(type(self)):
             return None
         fields = {name: value for name, value in vars(self).items() if name != self.level_name}
         return type(self), tuple(fields.items())
@@ -148,7 +150,9 @@ class Compressor(Described):
         """The element type in which a plain allreduce carries the tensor; None if it takes more than a cast."""
         return None
 
-    def payload_bytes(self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32") -> int:
+    def payload_bytes(
+        self, shape: tuple[int, ...], level: Level | None = None, dtype: str = "float32", ranks: int = 1
+    ) -> int:
         """Bytes that one rank hands to the collectives for a tensor in one step, indices and scales included.
 
         Counted by running `aggregate` on shapes; the mean of a period's steps.
@@ -157,10 +161,11 @@ class Compressor(Described):
             shape: of the tensor.
             level: this compressor's own by default.
             dtype: element type of the dense tensor.
+            ranks: that exchange them; it matters where chunks are scattered, and nowhere else.
         """
-        return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype)))
+        return int(sum(payload.bytes for payload in self.at_level(level).payloads(shape, dtype, ranks)))
 
-    def payloads(self, shape: tuple[int, ...], dtype: str = "float32") -> tuple[Payload, ...]:
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[Payload, ...]:
         """What `payload_bytes` is made of: the collectives of one step in order, one in each round."""
         return payloads_of(self, tuple(shape), dtype)
 

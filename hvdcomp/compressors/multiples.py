@@ -5,16 +5,15 @@ Both have a form for one tensor, in array functions, and for a bucket of tensors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
-from hvdcomp.compressors.packing import average_decoded, pack, packed_bytes, pad, unpack
-from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
+from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
 
 SMALLEST_SCALE = 2.0**-96
@@ -28,31 +27,25 @@ def steps_of(bits: int) -> int:
     return max(1, 2**bits - 2)
 
 
-def gather_multiples(
-    xp: ModuleType, x: Array, buckets: Array, scales: Array, bits: int, purpose: str, context: Context
-) -> Aggregation:
-    """Rounds elements at random to multiples of a fraction of their bucket's scale, and gathers codes and scales.
+def encode_multiples(
+    xp: ModuleType, size: int, buckets: Array, scales: Array, bits: int, purpose: str, context: Context
+) -> tuple[Array, Array]:
+    """Rounds elements at random to multiples of a fraction of their bucket's scale; the packed codes, and the scales.
 
     Args:
-        x: what is compressed.
-        buckets: its elements, and zeros that fill up the last bucket, float32 (buckets, length).
+        size: number of elements.
+        buckets: the elements, and zeros that fill up the last bucket, float32 (buckets, length).
         scales: of the buckets (buckets, 1). What lies beyond plus or minus a scale is clipped to it.
         bits: of a code.
         purpose: of the random numbers.
     """
-    size, length, half = number_of_elements(tuple(x.shape)), buckets.shape[1], steps_of(bits) / 2
-    highest = half * _ONE
+    highest = steps_of(bits) / 2 * _ONE
     values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
     codes = xp.astype(values.clip(-highest, highest), "int32")
     codes += int(highest)
     codes += (random_words(xp, rank_key(context, purpose), size, like=values) >> 9) & 0x7FFFFF
     codes = xp.astype(codes >> 23, "uint8")
-    ranks = yield AllGather((pack(xp, codes, bits), scales))
-
-    def decode(packed: Array, scales: Array) -> Array:
-        return decode_multiples(xp, packed, scales, bits, length, size)
-
-    return average_decoded(xp, x, ranks, decode, context)
+    return pack(xp, codes, bits), scales
 
 
 def decode_multiples(xp: ModuleType, packed: Array, scales: Array, bits: int, length: int, size: int) -> Array:
@@ -94,21 +87,12 @@ class MultiplesLayout:
         self.payload = bucket.payload(int(begin + of_codes.sum()))
 
 
-def aggregate_multiples(
-    bucket: Bucket, bits: Callable[[Any], int], length: int | None, purpose: str, kernel: str, *arguments: float
-) -> BucketAggregation:
-    """A bucket's step.
+def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -> None:
+    """Makes the payload of a bucket whose layout is a `MultiplesLayout`.
 
     Args:
-        bits: of a code, of a compressor.
-        length, purpose: as of `MultiplesLayout`.
-        kernel: that makes the payload, with its arguments between the bucket and the payload.
+        kernel: that makes it, with its arguments between the bucket and the payload.
     """
-    if bucket.layout is None:
-        bucket.layout = MultiplesLayout(bucket, [bits(one) for one in bucket.compressors], length, purpose)
-    layout, context = bucket.layout, bucket.context
-    payload = layout.payload
-    bucket.segments["key"] = step_keys(layout.keys, context.step, context.rank)
-    bucket.found_inf = bucket.call(kernel, *arguments, payload.vector)
-    ranks = yield AllGather((payload.vector,), payload.with_room)
-    return bucket.call("multiples_decode", layout.length, *gathered(ranks))
+    context = bucket.context
+    bucket.segments["key"] = step_keys(bucket.layout.keys, context.step, context.rank)
+    bucket.found_inf = bucket.call(kernel, *arguments, bucket.layout.payload.vector)

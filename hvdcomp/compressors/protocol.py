@@ -1,7 +1,8 @@
 """What a compressor may ask of the other ranks, and what it gives back when it is done.
 
-A compressor is a generator. It yields `AllReduce` and `AllGather` requests and is sent the answers; the engine
-fuses the requests of all tensors into few collectives. These few classes are all the two share.
+A compressor is a generator. It yields requests for collectives (`AllReduce`, `AllGather`, `AllToAll`, `ReduceScatter`)
+and is sent the answers; the engine fuses the requests of all tensors into few collectives. These few classes are all
+the two share.
 """
 
 from __future__ import annotations
@@ -43,6 +44,34 @@ class AllGather:
     with_room: Array | None = None
 
 
+@dataclass(frozen=True)
+class AllToAll:
+    """Sends each rank parts of its own; answered with one tuple of arrays per rank, in rank order: what it sent here.
+
+    Attributes:
+        parts: each of as many rows as there are ranks; row r goes to rank r, and a row is what comes of each rank. They
+            travel as those of `AllGather` do: shapes and dtypes must be the same on all ranks.
+        with_room: None; nothing but a whole request travels without a copy here.
+    """
+
+    parts: tuple[Array, ...]
+    with_room: None = None
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Asks for this rank's row of the elementwise mean (or "sum") over all ranks.
+
+    Attributes:
+        array: of as many rows as there are ranks; answered with one row.
+        with_room: None, as of `AllToAll`.
+    """
+
+    array: Array
+    op: str = "mean"
+    with_room: None = None
+
+
 class SparseVector(NamedTuple):
     """A flat vector that is zero but for `values` (k,) at `indices` (k,), each index at most once."""
 
@@ -64,7 +93,7 @@ class Outcome(NamedTuple):
     state: tuple[Array, ...] = ()
 
 
-Request = AllReduce | AllGather
+Request = AllReduce | AllGather | AllToAll | ReduceScatter
 Aggregation = Generator[Request, Any, Outcome]
 
 
@@ -85,10 +114,16 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
         except StopIteration as stop:
             return stop.value, requests
         requests.append(request)
-        if isinstance(request, AllReduce):
-            answer = request.array * ranks if request.op == "sum" and ranks > 1 else request.array
-        else:
-            answer = [request.parts]
+        answer = _alone(request, ranks)
+
+
+def _alone(request: Request, ranks: int) -> Any:
+    if isinstance(request, AllGather):
+        return [request.parts]
+    if isinstance(request, AllToAll):
+        return [tuple(part[row] for part in request.parts) for row in range(request.parts[0].shape[0])]
+    mine = request.array if isinstance(request, AllReduce) else request.array[0]
+    return mine * ranks if request.op == "sum" and ranks > 1 else mine
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import ModuleType
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor, Count
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
-from hvdcomp.compressors.multiples import SMALLEST_SCALE, aggregate_multiples, gather_multiples, steps_of
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, pad, unpack
-from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.multiples import (
+    SMALLEST_SCALE,
+    MultiplesLayout,
+    decode_multiples,
+    encode_multiples,
+    encode_multiples_of_bucket,
+    steps_of,
+)
+from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, unpack
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, uniform
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import between, is_number
@@ -28,7 +36,7 @@ from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
-class QSGD(Compressor):
+class QSGD(Gathering):
     """Elements as multiples of a fraction of their bucket's 2-norm (Alistarh et al. 2017, section 3.1).
 
     A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1; one bit says only
@@ -49,19 +57,36 @@ class QSGD(Compressor):
     reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
 
     @property
+    def unit(self) -> int:  # type: ignore[override]
+        """Of whole buckets, and whole bytes."""
+        return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
+
+    @property
     def variance(self) -> float:  # type: ignore[override]
         """bucket / (4 s**2): an element between two multiples of norm / s has at most a variance of a quarter of it."""
         return self.bucket / steps_of(self.bits) ** 2
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         vector = xp.flatten(xp.astype(x, "float32"))
-        bucket = min(self.bucket, vector.shape[0])
+        size = vector.shape[0]
+        bucket = min(self.bucket, size)
         buckets = xp.reshape(pad(xp, vector, bucket), (-1, bucket))
-        return (yield from gather_multiples(xp, x, buckets, xp.row_norms(buckets), self.bits, self.name, context))
+        return encode_multiples(xp, size, buckets, xp.row_norms(buckets), self.bits, self.name, context)
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        size = number_of_elements(shape)
+        packed, norms = parts
+        return decode_multiples(xp, packed, norms, self.bits, min(self.bucket, size), size)
+
+    def lay_out(self, bucket: Bucket) -> MultiplesLayout:
         length = min(self.bucket, int(bucket.segments["size"].max()))
-        return aggregate_multiples(bucket, lambda one: one.bits, length, self.name, "qsgd_encode", length)
+        return MultiplesLayout(bucket, [one.bits for one in bucket.compressors], length, self.name)
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        encode_multiples_of_bucket(bucket, "qsgd_encode", bucket.layout.length)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
@@ -69,7 +94,7 @@ class QSGD(Compressor):
 
 
 @dataclass(frozen=True)
-class TernGrad(Compressor):
+class TernGrad(Gathering):
     """Elements as -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one scale for a tensor).
 
     Unbiased with respect to the clipped gradient. Sigma is taken about zero, sqrt(mean(x**2)): gradients are modelled
@@ -89,8 +114,9 @@ class TernGrad(Compressor):
     def __post_init__(self) -> None:
         allowed = (is_number(self.clip) or self.clip == math.inf) and self.clip >= 0
         self.require(allowed, "clip", "a number of standard deviations (2.5 is usual), or 0 for no clipping")
+        super().__post_init__()
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         size = number_of_elements(tuple(x.shape))
         vector = xp.reshape(xp.astype(x, "float32"), (1, size))
         scale = xp.reshape(abs(vector).max(), (1, 1))
@@ -98,14 +124,25 @@ class TernGrad(Compressor):
             bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))
             scale = xp.where(bound < scale, bound, scale)
         # What lies beyond the scale is clipped to it, as all codes are.
-        return (yield from gather_multiples(xp, x, vector, scale, 2, self.name, context))
+        return encode_multiples(xp, size, vector, scale, 2, self.name, context)
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_multiples(bucket, lambda one: 2, None, self.name, "terngrad_encode", float(self.clip))
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        size = number_of_elements(shape)
+        packed, scale = parts
+        return decode_multiples(xp, packed, scale, 2, size, size)
+
+    def lay_out(self, bucket: Bucket) -> MultiplesLayout:
+        return MultiplesLayout(bucket, [2] * len(bucket.compressors), None, self.name)
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        encode_multiples_of_bucket(bucket, "terngrad_encode", float(self.clip))
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
 
 @dataclass(frozen=True)
-class Natural(Compressor):
+class Natural(Gathering):
     """Natural compression: elements rounded to a power of two, sent as sign and exponent, 9 bits
     (Horvath et al. 2019, section 2).
 
@@ -119,7 +156,7 @@ class Natural(Compressor):
     sends: ClassVar[str] = "a sign bit and an exponent byte for each element"
     reference: ClassVar[str] = "Horvath et al. 2019, arXiv:1905.10988"
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9
@@ -127,30 +164,36 @@ class Natural(Compressor):
         noise += xp.bitcast(vector, "int32")
         # A conversion to bytes drops the sign bit, which is beyond the eight bits of the exponent.
         exponents = xp.astype(noise >> 23, "uint8").clip(0, 254)
-        signs = pack(xp, xp.astype(vector < 0, "uint8"), 1)
-        ranks = yield AllGather((exponents, signs))
+        return exponents, pack(xp, xp.astype(vector < 0, "uint8"), 1)
 
-        return average_decoded(xp, x, ranks, partial(self._decode, xp), context)
-
-    @staticmethod
-    def _decode(xp: ModuleType, exponents: Array, signs: Array) -> Array:
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        exponents, signs = parts
         upper_half = xp.astype(exponents, "int16") << 7
         upper_half |= xp.astype(unpack(xp, signs, 1, exponents.shape[0]), "int16") << 15
         return xp.from_bfloat16_bits(upper_half)
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        segments, context = bucket.segments, bucket.context
+    def lay_out(self, bucket: Bucket) -> _NaturalLayout:
+        segments = bucket.segments
         sizes = segments["size"]
-        if bucket.layout is None:
-            of_signs = packed_bytes(1, sizes)
-            segments["place"][:, 0] = np.cumsum(sizes) - sizes
-            segments["place"][:, 1] = sizes.sum() + np.cumsum(of_signs) - of_signs
-            bucket.layout = bucket.payload(int(sizes.sum() + of_signs.sum())), bucket.keys(self.name)
-        payload, keys = bucket.layout
-        segments["key"] = step_keys(keys, context.step, context.rank)
-        bucket.found_inf = bucket.call("natural_encode", payload.vector)
-        ranks = yield AllGather((payload.vector,), payload.with_room)
-        return bucket.call("natural_decode", *gathered(ranks))
+        of_signs = packed_bytes(1, sizes)
+        segments["place"][:, 0] = np.cumsum(sizes) - sizes
+        segments["place"][:, 1] = sizes.sum() + np.cumsum(of_signs) - of_signs
+        return _NaturalLayout(bucket.payload(int(sizes.sum() + of_signs.sum())), bucket.keys(self.name))
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        context = bucket.context
+        bucket.segments["key"] = step_keys(bucket.layout.keys, context.step, context.rank)
+        bucket.found_inf = bucket.call("natural_encode", bucket.layout.payload.vector)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("natural_decode", first, ranks, stride)
+
+
+class _NaturalLayout(NamedTuple):
+    """What is sent of a bucket, all exponents and then all signs, and the keys of the tensors' random numbers."""
+
+    payload: Payload
+    keys: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ import numpy as np
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.packing import average_decoded, outcome_like, pack, packed_bytes, unpack
+from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context
+from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
 from hvdcomp.specs.described import Truth
 
@@ -106,7 +108,7 @@ class SignSGD(Compressor):
 
 
 @dataclass(frozen=True)
-class OneBit(Compressor):
+class OneBit(Gathering):
     """One-bit SGD: a bit says whether an element is positive; it is read as the mean of the positive elements, or of
     the rest (Seide et al. 2014, section 3.2).
 
@@ -123,9 +125,15 @@ class OneBit(Compressor):
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        shape = tuple(x.shape)
-        rows, columns = matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per_row and self.exchange != "gather":
+            raise SpecError(
+                f"onebit: per_row=True with exchange={self.exchange} is not allowed: a chunk has no rows; leave out one"
+            )
+
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
+        rows, columns = self._matrix_shape(tuple(x.shape))
         matrix = xp.reshape(xp.astype(x, "float32"), (rows, columns))
         positive = matrix > 0
         above = xp.astype(positive.sum(1, keepdims=True), "float32")
@@ -134,24 +142,33 @@ class OneBit(Compressor):
         upper = (matrix.clip(0, float("inf")) * xp.reciprocal_or_zero(above, 0)).sum(1, keepdims=True)
         lower = (matrix.clip(float("-inf"), 0) * xp.reciprocal_or_zero(below, 0)).sum(1, keepdims=True)
         bits = pack(xp, xp.astype(xp.flatten(positive), "uint8"), 1)
-        ranks = yield AllGather((bits, representable(xp, upper, x), representable(xp, lower, x)))
+        return bits, representable(xp, upper, x), representable(xp, lower, x)
 
-        def decode(bits: Array, upper: Array, lower: Array) -> Array:
-            return xp.where(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)) > 0, upper, lower)
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        bits, upper, lower = parts
+        rows, columns = self._matrix_shape(shape)
+        return xp.where(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)) > 0, upper, lower)
 
-        return average_decoded(xp, x, ranks, decode, context)
+    def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
 
     @property
     def bucket_family(self) -> Hashable | None:
         """None for pairs of means of rows, which no kernel takes."""
         return None if self.per_row else super().bucket_family
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return _aggregate_two_values(bucket, POSITIVE, 2)
+    def lay_out(self, bucket: Bucket) -> _BitsLayout:
+        return _BitsLayout(bucket, 4 * 2)
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        _encode_two_values(bucket, POSITIVE)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("two_values_decode", POSITIVE, first, ranks, stride)
 
 
 @dataclass(frozen=True)
-class EFSignSGD(Compressor):
+class EFSignSGD(Gathering):
     """Signs times the mean magnitude |x|_1 / d (Karimireddy et al. 2019, algorithm 1). Zero counts as positive."""
 
     name: ClassVar[str] = "efsignsgd"
@@ -160,41 +177,39 @@ class EFSignSGD(Compressor):
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
         # Divided before they are added up, so that the sum does not overflow.
         shares = abs(vector)
         shares *= 1 / size
         magnitude = xp.flatten(xp.reshape(shares, (1, size)).sum(1, keepdims=True))
-        bits = pack(xp, xp.astype(vector >= 0, "uint8"), 1)
-        ranks = yield AllGather((bits, representable(xp, magnitude, x)))
+        return pack(xp, xp.astype(vector >= 0, "uint8"), 1), representable(xp, magnitude, x)
 
-        def decode(bits: Array, magnitude: Array) -> Array:
-            values = xp.astype(unpack(xp, bits, 1, size), "float32")
-            values *= 2 * magnitude
-            values -= magnitude
-            return values
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        bits, magnitude = parts
+        values = xp.astype(unpack(xp, bits, 1, number_of_elements(shape)), "float32")
+        values *= 2 * magnitude
+        values -= magnitude
+        return values
 
-        return average_decoded(xp, x, ranks, decode, context)
+    def lay_out(self, bucket: Bucket) -> _BitsLayout:
+        return _BitsLayout(bucket, 4)
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return _aggregate_two_values(bucket, NOT_NEGATIVE, 1)
+    def encode_bucket(self, bucket: Bucket) -> None:
+        _encode_two_values(bucket, NOT_NEGATIVE)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("two_values_decode", NOT_NEGATIVE, first, ranks, stride)
 
 
-def _aggregate_two_values(bucket: Bucket, rule: int, values: int) -> BucketAggregation:
-    """A bucket's step for methods that read a bit as one of two values.
+def _encode_two_values(bucket: Bucket, rule: int) -> None:
+    """Makes the payload of methods that read a bit as one of two values.
 
     Args:
         rule: which elements have a bit of 1, `POSITIVE` or `NOT_NEGATIVE`.
-        values: that travel for each tensor.
     """
-    if bucket.layout is None:
-        bucket.layout = _BitsLayout(bucket, 4 * values)
-    payload, own = bucket.layout.payload, bucket.layout.values
-    bucket.found_inf = bucket.call("two_values_encode", rule, payload.vector, own)
-    ranks = yield AllGather((payload.vector,), payload.with_room)
-    return bucket.call("two_values_decode", rule, *gathered(ranks))
+    bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector, bucket.layout.values)
 
 
 class _BitsLayout:

@@ -7,16 +7,16 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hvdcomp.arrays import shapes
-from hvdcomp.compressors.protocol import AllReduce, Context, Request, run_alone
+from hvdcomp.compressors.protocol import AllReduce, Context, ReduceScatter, Request, run_alone
 
 
 class Payload(NamedTuple):
     """What one rank hands to one collective for one tensor.
 
-    kind: "allreduce" or "allgather".
-    bytes: of the tensor, indices and scales included.
-    group: operation and element type of an allreduce, such as "mean float32"; what differs in it does not share a
-        collective. Empty for an allgather, which carries bytes.
+    kind: "allreduce", "reducescatter", "allgather" or "alltoall".
+    bytes: of the tensor, indices and scales included; of the parts for all ranks together.
+    group: operation and element type of the former two, such as "mean float32"; what differs in it does not share a
+        collective. Empty for the latter two, which carry bytes.
     """
 
     kind: str
@@ -25,27 +25,34 @@ class Payload(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)  # every plan, step and prediction asks; a model has few different shapes
-def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str) -> tuple[Payload, ...]:
+def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str, ranks: int = 1) -> tuple[Payload, ...]:
     """The collectives of one step of a `Compressor` for a tensor, in order.
 
     Where the steps of a period differ, their mean.
     """
-    steps = [payloads_of_step(compressor, shape, dtype, step) for step in range(compressor.period)]
+    steps = [payloads_of_step(compressor, shape, dtype, step, ranks) for step in range(compressor.period)]
     if len(steps) == 1:
         return steps[0]
     rounds = zip(*steps, strict=True)
     return tuple(each[0]._replace(bytes=sum(one.bytes for one in each) / len(each)) for each in rounds)
 
 
-def payloads_of_step(compressor: Any, shape: tuple[int, ...], dtype: str, step: int) -> tuple[Payload, ...]:
-    """The collectives of one step of a period."""
+def payloads_of_step(
+    compressor: Any, shape: tuple[int, ...], dtype: str, step: int, ranks: int = 1
+) -> tuple[Payload, ...]:
+    """The collectives of one step of a period.
+
+    Args:
+        ranks: their number, for a compressor whose payloads depend on it.
+    """
     x = shapes.ShapeArray(shape, dtype)
-    context = Context("", step, seed=0, rank=0, world_size=1)  # sizes are the same on all ranks, whatever their number
+    context = Context("", step, seed=0, rank=0, world_size=ranks)  # sizes are the same on all ranks
     generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)
     return tuple(map(_payload_of, run_alone(generator)[1]))
 
 
 def _payload_of(request: Request) -> Payload:
-    if isinstance(request, AllReduce):
-        return Payload("allreduce", request.array.nbytes, f"{request.op} {request.array.dtype}")
-    return Payload("allgather", sum(part.nbytes for part in request.parts))
+    kind = type(request).__name__.lower()
+    if isinstance(request, AllReduce | ReduceScatter):
+        return Payload(kind, request.array.nbytes, f"{request.op} {request.array.dtype}")
+    return Payload(kind, sum(part.nbytes for part in request.parts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -72,7 +72,7 @@ def with_flag(
     """
     requests = list(requests)
     for place, request in enumerate(requests):
-        if request.with_room is not None and not (isinstance(request, AllReduce) and request.op != "mean"):
+        if _has_room(request):
             inside = arrays_for(request.with_room)
             there = inside.from_numpy(flag, like=like) if isinstance(flag, np.ndarray) else flag
             if inside is numpy_arrays and not isinstance(flag, np.ndarray):
@@ -88,8 +88,15 @@ def with_flag(
     return requests, lambda answers: xp.astype(answers.pop(), "float32")
 
 
+def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
+    """Whether a flag can travel at the end of what is sent: not where it would be a whole number, or for one rank."""
+    if not isinstance(request, AllGather | AllReduce) or request.with_room is None:
+        return False
+    return isinstance(request, AllGather) or request.op == "mean"
+
+
 def _in_room_of(
-    xp: ModuleType, request: Request, place: int, flag: Array
+    xp: ModuleType, request: AllGather | AllReduce, place: int, flag: Array
 ) -> tuple[Request, Callable[[list[Any]], Array]]:
     """A request with the flag behind its vector, and what takes it out of the answer at this place."""
     room: Any = request.with_room

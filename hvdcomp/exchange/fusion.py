@@ -1,8 +1,9 @@
 """Fusion: all requests of one round become one collective per kind and element type, over flat buffers.
 
 Allreduce requests of one element type share a vector. Allgather requests share a byte buffer: the parts lie in it in
-descending order of element size, so that every part is aligned without padding between them. A request that is alone,
-and whose storage nobody else uses, travels without a copy.
+descending order of element size, so that every part is aligned without padding between them. Requests for alltoall and
+reduce-scatter share a buffer of one row for each rank in the same way. A request that is alone, and whose storage
+nobody else uses, travels without a copy.
 
 Requests of buckets are in NumPy, whatever the framework, and so are their answers. What travels is of the framework.
 """
@@ -18,7 +19,7 @@ import numpy as np
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
-from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
+from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, Request
 
 # Rows of a gathered buffer begin at multiples of the largest element, so that their parts can be viewed in place.
 _ROW_ALIGNMENT = 8
@@ -53,11 +54,7 @@ def communicate(
         if inside is not xp:
             buffer = xp.from_numpy(buffer, like=like)
         group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
-        if kind[0] == "allgather":
-            handle = communicator.start_allgather(buffer, group_name)
-        else:
-            handle = communicator.start_allreduce(buffer, kind[1], group_name)
-        started.append((inside, group, offsets, handle))
+        started.append((inside, group, offsets, _start(communicator, group[0], buffer, group_name)))
     answers: list[Any] = [None] * len(requests)
     for members, (inside, group, offsets, handle) in zip(groups.values(), started, strict=True):
         result = communicator.wait(handle)
@@ -70,12 +67,26 @@ def communicate(
     return answers, padding
 
 
+def _start(communicator: Communicator, request: Request, buffer: Array, name: str) -> Any:
+    """Starts a collective of the kind that a request asks for."""
+    if isinstance(request, AllReduce):
+        return communicator.start_allreduce(buffer, request.op, name)
+    if isinstance(request, ReduceScatter):
+        return communicator.start_reducescatter(buffer, request.op, name)
+    if isinstance(request, AllToAll):
+        return communicator.start_alltoall(buffer, name)
+    return communicator.start_allgather(buffer, name)
+
+
 def _together(xp: ModuleType, group: Sequence[Any]) -> tuple[Array, list[list[int]] | None, int]:
-    """The buffer of a collective, where each part of each request lies in it if it is an allgather, and the padding."""
+    """The buffer of a collective, where each part of each request lies in a row of bytes if it carries bytes, and the
+    padding."""
     if _travels_as_it_is(group):
         return _arrays_of(group[0])[0], None, 0
     if isinstance(group[0], AllReduce):
         return xp.concatenate([xp.flatten(request.array) for request in group]), None, 0
+    if isinstance(group[0], ReduceScatter):
+        return _joined(xp, [_rows(xp, request.array, request.array.shape[0]) for request in group]), None, 0
     return _pack(xp, group)
 
 
@@ -91,7 +102,7 @@ def _travels_as_it_is(group: Sequence[Request]) -> bool:
 
 
 def _arrays_of(request: Request) -> tuple[Array, ...]:
-    return (request.array,) if isinstance(request, AllReduce) else request.parts
+    return (request.array,) if isinstance(request, AllReduce | ReduceScatter) else request.parts
 
 
 def _is_numpy(request: Request) -> bool:
@@ -101,10 +112,12 @@ def _is_numpy(request: Request) -> bool:
 def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
     if not _is_numpy(request):
         return request
-    if isinstance(request, AllReduce):
-        return AllReduce(xp.from_numpy(request.array, like=like), request.op)
-    room = None if request.with_room is None else xp.from_numpy(request.with_room, like=like)
-    return AllGather(tuple(xp.from_numpy(part, like=like) for part in request.parts), room)
+    if isinstance(request, AllReduce | ReduceScatter):
+        return type(request)(xp.from_numpy(request.array, like=like), request.op)
+    parts = tuple(xp.from_numpy(part, like=like) for part in request.parts)
+    if isinstance(request, AllToAll):
+        return AllToAll(parts)
+    return AllGather(parts, None if request.with_room is None else xp.from_numpy(request.with_room, like=like))
 
 
 def _in_numpy(xp: ModuleType, answer: Any) -> Any:
@@ -116,23 +129,38 @@ def _in_numpy(xp: ModuleType, answer: Any) -> Any:
 def _group_of(request: Request) -> tuple[str, ...]:
     first = _arrays_of(request)[0]
     xp = arrays_for(first)
-    if isinstance(request, AllReduce):
-        return "allreduce", request.op, xp.dtype_name(first), xp.device(first)
-    return "allgather", xp.device(first)
+    kind = type(request).__name__.lower()
+    if isinstance(request, AllReduce | ReduceScatter):
+        return kind, request.op, xp.dtype_name(first), xp.device(first)
+    return kind, xp.device(first)
 
 
-def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce]) -> list[Any]:
+def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
     answers = []
     start = 0
     for request in group:
-        end = start + number_of_elements(tuple(request.array.shape))
-        answers.append(xp.reshape(vector[start:end], request.array.shape))
+        shape = tuple(request.array.shape[isinstance(request, ReduceScatter) :])
+        end = start + number_of_elements(shape)
+        answers.append(xp.reshape(vector[start:end], shape))
         start = end
     return answers
 
 
-def _pack(xp: ModuleType, group: Sequence[AllGather]) -> tuple[Array, list[list[int]], int]:
-    """The group's parts in one byte vector, the offset of each part of each request, and the padding."""
+def _rows(xp: ModuleType, array: Array, rows: int) -> Array:
+    return xp.reshape(array, (rows, number_of_elements(tuple(array.shape)) // rows))
+
+
+def _joined(xp: ModuleType, pieces: Sequence[Array]) -> Array:
+    """Matrices of as many rows beside each other, or vectors behind each other, as one vector."""
+    return xp.flatten(xp.concatenate(pieces, axis=len(pieces[0].shape) - 1))
+
+
+def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]], int]:
+    """The group's parts in one byte vector, the offset of each part of each request, and the padding.
+
+    For an alltoall the vector has a row for each rank, and the offsets are those in each row.
+    """
+    rows = group[0].parts[0].shape[0] if isinstance(group[0], AllToAll) else 0
     offsets = [[0] * len(gather.parts) for gather in group]
     pieces = []
     end = padding = 0
@@ -149,27 +177,30 @@ def _pack(xp: ModuleType, group: Sequence[AllGather]) -> tuple[Array, list[list[
     parts.sort(key=lambda entry: -DTYPE_BYTES[xp.dtype_name(entry[2])])
     for number, place, part in parts:
         piece = xp.as_bytes(part)
+        if rows:
+            piece = _rows(xp, piece, rows)
         offsets[number][place] = end
-        end += piece.shape[0]
+        end += piece.shape[-1]
         pieces.append(piece)
     missing = -end % _ROW_ALIGNMENT
     if missing:
-        pieces.append(xp.zeros((missing,), like=pieces[0]))
-    return xp.concatenate(pieces), offsets, padding + missing
+        pieces.append(xp.zeros((rows, missing) if rows else (missing,), like=pieces[0]))
+    return _joined(xp, pieces), offsets, padding + missing * max(1, rows)
 
 
 def _unpack(
-    xp: ModuleType, gathered: Array, group: Sequence[AllGather], offsets: list[list[int]]
+    xp: ModuleType, gathered: Array, group: Sequence[AllGather | AllToAll], offsets: list[list[int]]
 ) -> list[Any]:
     """For each request, every rank's parts as views of the gathered buffer (size, row length)."""
     answers: list[Any] = []
-    for gather, starts in zip(group, offsets, strict=True):
-        lengths = [part_bytes(xp, part) for part in gather.parts]
+    for request, starts in zip(group, offsets, strict=True):
+        parts = [part[0] for part in request.parts] if isinstance(request, AllToAll) else request.parts
+        lengths = [part_bytes(xp, part) for part in parts]
         answers.append(
             [
                 tuple(
                     xp.from_bytes(gathered[rank, start : start + length], like=part)
-                    for part, start, length in zip(gather.parts, starts, lengths, strict=True)
+                    for part, start, length in zip(parts, starts, lengths, strict=True)
                 )
                 for rank in range(gathered.shape[0])
             ]

@@ -40,7 +40,7 @@ class Described:
         """
         settings = [
             f"{field.name}={_text(getattr(self, field.name))}"
-            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+            for field in fields_of(type(self))
             if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
         ]
         return self.name + after_name(self.name) + ",".join(settings) if settings else self.name
@@ -54,6 +54,11 @@ class Described:
         """Raises SpecError, which says `what` is allowed, unless a setting is."""
         if not allowed:
             raise SpecError(f"{self.name}: {setting}={getattr(self, setting)} is not allowed; it must be {what}")
+
+
+def fields_of(kind: type[Described]) -> list[dataclasses.Field[Any]]:
+    """The settings of a description, those of its own before what it shares with others."""
+    return sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))  # type: ignore[arg-type]
 
 
 def after_name(name: str) -> str:

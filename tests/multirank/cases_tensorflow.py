@@ -50,7 +50,7 @@ def case_weights_are_identical_without_a_tf_function() -> None:
 @thorough
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"second*": "topk:ratio=0.05", "numel<1100": "qsgd:bits=8", "*": "powersgd:rank=1"}'
-    for spec in [*EXAMPLES, routed]:
+    for spec in [*EXAMPLES, "qsgd:bits=4,exchange=scatter", "efsignsgd:exchange=scatter", routed]:
         momentum = 0.0 if spec.startswith("dgc") else 0.9  # which has its own
         training = TapeTraining(spec, optimizer=sgd(0.005, momentum=momentum))
         start = training.weights

@@ -40,7 +40,7 @@ def case_weights_are_identical_after_50_steps() -> None:
 
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"*5*": "topk:ratio=0.05", "numel<2000": "qsgd:bits=8", "*": "powersgd:rank=1"}'
-    for spec in [*EXAMPLES, routed]:
+    for spec in [*EXAMPLES, "qsgd:bits=4,exchange=scatter", "efsignsgd:exchange=scatter", routed]:
         model = small_model()
         start = weights(model)
         momentum = 0 if spec.startswith("dgc") else 0.9  # which has its own

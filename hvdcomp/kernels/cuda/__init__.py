@@ -82,7 +82,13 @@ def described() -> str:
 
 def takes(compressor: Any, size: int) -> bool:
     """Whether kernels take a tensor of a number of elements and its compressor."""
-    return compressor.name in METHODS and size < 2**31 and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
+    scatters = getattr(compressor, "exchange", "gather") != "gather"  # in chunks, which are cut on the host alone
+    return (
+        compressor.name in METHODS
+        and not scatters
+        and size < 2**31
+        and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
+    )
 
 
 def serves(array: Any) -> bool:

@@ -1,0 +1,151 @@
+"""Methods whose payloads do not add up: each is decoded by itself, and what is decoded is averaged.
+
+There are two ways to exchange such payloads. Gathered, every rank gets and decodes those of all: what it receives and
+decodes grows with their number. Scattered, each rank averages a chunk of the tensor for all: it gets that chunk of
+every rank, decodes and averages it, compresses the mean again and sends it to all. It receives two payloads and decodes
+two, however many ranks there are, and each element is rounded twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Annotated, Any, ClassVar
+
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
+from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, SparseVector
+from hvdcomp.compressors.scatter_bucket import aggregate_chunks
+from hvdcomp.compressors.sizes import Payload as SentPayload
+from hvdcomp.compressors.sizes import payloads_of
+from hvdcomp.specs.described import Rule
+
+LEAST_RANKS = 4
+"""From which `exchange="auto"` scatters: with fewer ranks gathered payloads are no more than scattered ones."""
+
+
+_EXCHANGE = Rule(
+    lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
+)
+
+
+@dataclass(frozen=True)
+class Gathering(Compressor):
+    """Base of methods that encode a tensor by itself, and decode what any rank has encoded.
+
+    Attributes:
+        exchange: "gather" or "scatter", the two ways above; "auto" scatters from four ranks on.
+    """
+
+    exchange: Annotated[str, _EXCHANGE] = field(default="gather", kw_only=True)
+
+    unit: ClassVar[int] = 8
+    """Chunks begin at multiples of this number of elements."""
+
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
+        """What is sent of a tensor; shapes and types follow from those of `x`. Arguments as of `aggregate`."""
+        raise NotImplementedError
+
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        """What the parts stand for, float32, in the order of the elements and in any shape, in fresh storage.
+
+        Args:
+            shape: of the tensor that was encoded.
+        """
+        raise NotImplementedError
+
+    def scatters(self, ranks: int) -> bool:
+        """Whether this number of ranks exchange payloads by scattering."""
+        return ranks > 1 and (self.exchange == "scatter" or (self.exchange == "auto" and ranks >= LEAST_RANKS))
+
+    form: ClassVar[str] = "encode_bucket"
+
+    def lay_out(self, bucket: Bucket) -> Any:
+        """What the bucket form works out once: an object with the `payload` that it fills."""
+        raise NotImplementedError
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        """Writes to `payload` what is sent of a bucket, and sets the bucket's `found_inf`."""
+        raise NotImplementedError
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        """Writes the mean of payloads, as of `gathered`, to where results go; returns as `Bucket.call` does."""
+        raise NotImplementedError
+
+    def payload(self, bucket: Bucket) -> Payload:
+        """Storage for what is sent of a bucket, whose layout it makes."""
+        if bucket.layout is None:
+            bucket.layout = self.lay_out(bucket)
+        payload: Payload = bucket.layout.payload
+        return payload
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        if self.scatters(bucket.context.world_size):
+            return (yield from aggregate_chunks(self, bucket))
+        payload = self.payload(bucket)
+        self.encode_bucket(bucket)
+        ranks = yield AllGather((payload.vector,), payload.with_room)
+        return self.decode_bucket(bucket, *gathered(ranks))
+
+    @property
+    def sent_is_own(self) -> bool:  # type: ignore[override]
+        """Not where ranks compress the mean of a chunk, of which C(x) then depends too."""
+        return self.exchange == "gather"
+
+    def preview(
+        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
+    ) -> Array | SparseVector:
+        return super().preview(xp, x, state, dataclasses.replace(context, world_size=1))
+
+    def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[SentPayload, ...]:
+        return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
+
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        if self.scatters(context.world_size):
+            return (yield from self._scatter(xp, x, context))
+        ranks = yield AllGather(self.encode(xp, x, context))
+        shape = tuple(x.shape)
+        return average_decoded(xp, x, ranks, lambda *parts: self.decode(xp, parts, shape), context)
+
+    def _scatter(self, xp: ModuleType, x: Array, context: Context) -> Aggregation:
+        """A step of the scattered way.
+
+        A rank's own part of its chunk needs no payload, and the mean that it encodes lacks something of its own. Error
+        feedback is to keep both what the payloads of x lack and this: C(x) is what was sent of the other chunks, and of
+        the own chunk x less as often what the mean lacks as there are ranks. So the sum of all ranks' C(x) is as often
+        the result as there are ranks, and one residual serves both.
+        """
+        ranks, own = context.world_size, context.rank
+        vector = xp.flatten(xp.astype(x, "float32"))
+        length = -(-vector.shape[0] // (ranks * self.unit)) * self.unit
+        chunks = pad(xp, vector, ranks * length)
+        chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
+        encoded = [
+            self.encode(xp, chunk, dataclasses.replace(context, name=f"{context.name}#{place}"))
+            for place, chunk in enumerate(chunks)
+        ]
+        received = yield AllToAll(tuple(_stacked(xp, parts) for parts in zip(*encoded, strict=True)))
+        mean = chunks[own]
+        for rank, parts in enumerate(received):
+            if rank != own:
+                mean = mean + self._decoded(xp, parts, length)
+        mean = mean * (1 / ranks)
+        encoded_mean = self.encode(xp, mean, dataclasses.replace(context, name=f"{context.name}#mean"))
+        gathered = yield AllGather(encoded_mean)
+        means = [self._decoded(xp, parts, length) for parts in gathered]
+        sent = [self._decoded(xp, parts, length) for parts in encoded]
+        sent[own] = chunks[own] - (mean - means[own]) * ranks
+        size = number_of_elements(tuple(x.shape))
+        return outcome_like(xp, x, xp.concatenate(means)[:size], xp.concatenate(sent)[:size])
+
+    def _decoded(self, xp: ModuleType, parts: Sequence[Array], length: int) -> Array:
+        return xp.flatten(self.decode(xp, parts, (length,)))
+
+
+def _stacked(xp: ModuleType, parts: Sequence[Array]) -> Array:
+    """Arrays of one shape as the rows of one."""
+    return xp.concatenate([xp.reshape(part, (1, *part.shape)) for part in parts])
