@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvdcomp.compressors.protocol import AllGather, AllToAll, Context
 from hvdcomp.compressors.scatter_bucket import _pieces
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.look import Look
 from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make
 from tests.lockstep import Exchanged, run_lockstep
 
@@ -226,6 +228,36 @@ def test_which_way_is_taken(exchanged: str, ranks: int) -> None:
     scattered = ranks > 1 and (exchanged == "scatter" or (exchanged == "auto" and ranks == 4))
     for kinds in run_ranks(ranks, work):
         assert ("alltoall" in kinds) == scattered
+
+
+@pytest.mark.parametrize("kernels_are", ["on", "off"])
+@pytest.mark.parametrize("spec", METHODS)
+def test_a_preview_is_what_this_rank_would_send_if_it_gathered(
+    spec: str, kernels_are: str, request: pytest.FixtureRequest
+) -> None:
+    """As often as the policy asks, and with no trace in what is sent."""
+    if kernels_are == "off":
+        request.getfixturevalue("without_kernels")
+
+    def work(communicator: Any, looks: bool) -> list[np.ndarray]:
+        engine = Engine(communicator, infos({"w": (40, 30)}), scattering(spec), ErrorFeedback())
+        seen = []
+
+        def look(x_of: Look) -> dict[str, Array]:
+            gathering = {"w": dataclasses.replace(scattering(spec), exchange="gather")}
+            of_both = [engine.preview(x_of.xp, {"w": x_of["w"]}, plan)["w"] for plan in (engine.plan, gathering)]
+            np.testing.assert_array_equal(*of_both)
+            seen.append(of_both[0])
+            return {}
+
+        engine.before_compress = look if looks else None
+        results = [engine.step({"w": gradients(3, (40, 30), step)[communicator.rank]})["w"].copy() for step in range(3)]
+        assert len(seen) == 3 * looks
+        return results
+
+    runs = [run_ranks(3, functools.partial(work, looks=looks)) for looks in (True, False)]
+    for with_looks, without in zip(*runs, strict=True):
+        np.testing.assert_array_equal(with_looks, without)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

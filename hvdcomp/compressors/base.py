@@ -134,6 +134,10 @@ class Compressor(Described):
         """C(x) as if this rank were the only one that sends; arguments as of `aggregate`."""
         return run_alone(self.aggregate(xp, x, state, context))[0].sent
 
+    def preview_bucket(self, bucket: Bucket) -> None:
+        """Runs a bucket's step, which has begun, as if this rank were the only one that sends: its results are C(x)."""
+        run_alone(self.aggregate_bucket(bucket), bucket.context.world_size)
+
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
         """State to start a step from: made anew when `state` is empty, fitted to a level that has changed."""
         return ()

@@ -18,7 +18,7 @@ from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
-from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, SparseVector
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, SparseVector, run_alone
 from hvdcomp.compressors.scatter_bucket import aggregate_chunks
 from hvdcomp.compressors.sizes import Payload as SentPayload
 from hvdcomp.compressors.sizes import payloads_of
@@ -86,6 +86,9 @@ class Gathering(Compressor):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         if self.scatters(bucket.context.world_size):
             return (yield from aggregate_chunks(self, bucket))
+        return (yield from self._gather_bucket(bucket))
+
+    def _gather_bucket(self, bucket: Bucket) -> BucketAggregation:
         payload = self.payload(bucket)
         self.encode_bucket(bucket)
         ranks = yield AllGather((payload.vector,), payload.with_room)
@@ -100,6 +103,9 @@ class Gathering(Compressor):
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         return super().preview(xp, x, state, dataclasses.replace(context, world_size=1))
+
+    def preview_bucket(self, bucket: Bucket) -> None:
+        run_alone(self._gather_bucket(bucket))
 
     def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[SentPayload, ...]:
         return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)

@@ -14,7 +14,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import ErrorFeedback
-from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo, run_alone
+from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.buckets import prepared_states
 from hvdcomp.exchange.energies import Energies, of_errors
 from hvdcomp.exchange.tensor_step import TensorState
@@ -221,7 +221,7 @@ class _Bucket:
         if sources:
             bucket.call("make_x")
             segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
-        run_alone(bucket.compressors[0].aggregate_bucket(bucket), bucket.context.world_size)
+        bucket.compressors[0].preview_bucket(bucket)
 
     def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
         """C(x) of each tensor; like: an array of the framework."""

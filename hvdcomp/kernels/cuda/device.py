@@ -38,7 +38,9 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array of NumPy on a device. Nobody waits for the copy; the array is not to be changed."""
     there = torch.from_numpy(array)
     if device.type == "cuda":
-        there = there.pin_memory()  # from other memory, a copy may wait for the device
+        # From other memory, a copy may wait for the device. PyTorch keeps pinned memory from others until
+        # the copy is done.
+        there = there.pin_memory()
     return there.to(device, non_blocking=True)
 
 
