@@ -313,7 +313,7 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
         clock += sum(10 if plan[name] == plans.at_factor(2.0)[name] else 1 for name in names)
 
     watch_previews(monkeypatch, engine, note)
-    monkeypatch.setattr(numpy_arrays, "mark", lambda like: clock)
+    monkeypatch.setattr(numpy_arrays, "mark", lambda like, spare=None: clock)
     decided = MultiLevel(2.0, 6.0, what)
 
     def decide() -> MultiLevel:
