@@ -20,8 +20,6 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathe
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, SparseVector, run_alone
 from hvdcomp.compressors.scatter_bucket import aggregate_chunks
-from hvdcomp.compressors.sizes import Payload as SentPayload
-from hvdcomp.compressors.sizes import payloads_of
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
@@ -107,8 +105,8 @@ class Gathering(Compressor):
     def preview_bucket(self, bucket: Bucket) -> None:
         run_alone(self._gather_bucket(bucket))
 
-    def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[SentPayload, ...]:
-        return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
+    def payloads_sent(self, ranks: int) -> float:
+        return 1 + 1 / ranks if self.scatters(ranks) else 1
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         if self.scatters(context.world_size):

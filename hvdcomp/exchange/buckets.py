@@ -233,9 +233,8 @@ class Group:
         self.bucket = Bucket(described, compressors, memory, *where)
         self.pick: Callable[[Sequence[Any]], Sequence[Any]]
         self.arrays: Sequence[Array] = ()
-        period = compressors[0].period
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._costs = [self._costs_of(step) for step in range(period)]
+        self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
         self.has_states = False
         self.ends_states = False
         self._wrap_state: Callable[[np.ndarray], Array]
@@ -280,14 +279,18 @@ class Group:
         sends = self.bucket.keeps and not self.bucket.memory.is_momentum
         return sends and bool(self.residuals.holds[self.numbers].any())
 
-    def costs(self, step: int) -> dict[str, Cost]:
-        """What its tensors cost in a step, by name; nothing may change it."""
-        return self._costs[step % len(self._costs)]
+    def costs(self, step: int, ranks: int) -> dict[str, Cost]:
+        """What its tensors cost in a step among a number of ranks, by name; nothing may change it."""
+        step %= self.bucket.compressors[0].period
+        if step not in self._costs:
+            self._costs[step] = self._costs_of(step, ranks)
+        return self._costs[step]
 
-    def _costs_of(self, step: int) -> dict[str, Cost]:
+    def _costs_of(self, step: int, ranks: int) -> dict[str, Cost]:
         costs = {}
         for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
             sent = sum(one.bytes for one in payloads_of_step(compressor, tensor.shape, tensor.dtype, step))
+            sent *= compressor.payloads_sent(ranks)
             costs[tensor.name] = Cost(int(sent), 4 * tensor.size, compressor.payload_floats(tensor.shape))
         return costs
 

@@ -257,7 +257,7 @@ class Engine:
         rounds: Sequence[Span],
         bytes_sent: int,
     ) -> None:
-        parts = [bucket.group.costs(self.step_number) for bucket in buckets]
+        parts = [bucket.group.costs(self.step_number, self.communicator.world_size) for bucket in buckets]
         parts += [{one.name: one.cost} for one in tensors]
         step = self.ledger.step_cost(self.step_number, parts, bytes_sent)
         spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
