@@ -201,6 +201,7 @@ def test_the_number_of_launches_depends_on_no_number_of_tensors_or_ranks(spec: s
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 def test_every_kernel_compiles_for_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is needed for that; the registers that kernels take are printed."""
     monkeypatch.delenv("TRITON_INTERPRET")

@@ -68,7 +68,8 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
     keeps, threads = bool(seed % 2), 1 + seed % 3
     steps = run_buckets(compressors, xs, seed, keeps, start=start, threads=threads)
     assert_as_by_themselves(compressors, xs, steps, seed, keeps=keeps)
-    assert not any(step.found_inf_after for step in steps)
+    for step in steps:  # a mean of very large numbers may be infinite
+        assert step.found_inf_after == (not all(np.isfinite(mean).all() for mean in step.means))
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -30,7 +30,7 @@ _BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
 def elements_kept(ratio: Level, size: int) -> int:
     """k = max(1, ceil(ratio d)), and never more than d."""
     # Less a rounding error: 0.07 * 100 is 7.000000000000001 in floating point, and must make 7.
-    return min(size, max(1, math.ceil(ratio * size * (1 - 1e-12))))
+    return min(size, max(1, math.ceil(ratio * size * (1 - 2.0**-50))))
 
 
 def value_bytes(values: str) -> int:
