@@ -77,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     torch.set_num_threads(1)  # the ranks of a test are threads already
     # PyTorch's optimizers import Triton, which ends a process that has TensorFlow unless hvdcomp has loaded it before.
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):  # which refuses to load Triton
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         cuda.available()
