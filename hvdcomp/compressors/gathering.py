@@ -118,10 +118,9 @@ class Gathering(Compressor):
     def _scatter(self, xp: ModuleType, x: Array, context: Context) -> Aggregation:
         """A step of the scattered way.
 
-        A rank's own part of its chunk needs no payload, and the mean that it encodes lacks something of its own. Error
-        feedback is to keep both what the payloads of x lack and this: C(x) is what was sent of the other chunks, and of
-        the own chunk x less as often what the mean lacks as there are ranks. So the sum of all ranks' C(x) is as often
-        the result as there are ranks, and one residual serves both.
+        The owner of a chunk adds its own part of it without rounding. So C(x) is, of the other chunks, what their
+        payloads stand for; and of the own chunk, x less N times what the payload of the mean lacks, with N ranks. The
+        sum of all ranks' C(x) is then N times the result, and error feedback needs one residual for both roundings.
         """
         ranks, own = context.world_size, context.rank
         vector = xp.flatten(xp.astype(x, "float32"))
@@ -141,8 +140,10 @@ class Gathering(Compressor):
         encoded_mean = self.encode(xp, mean, dataclasses.replace(context, name=f"{context.name}#mean"))
         gathered = yield AllGather(encoded_mean)
         means = [self._decoded(xp, parts, length) for parts in gathered]
-        sent = [self._decoded(xp, parts, length) for parts in encoded]
-        sent[own] = chunks[own] - (mean - means[own]) * ranks
+        sent = [
+            chunks[own] - (mean - means[own]) * ranks if place == own else self._decoded(xp, parts, length)
+            for place, parts in enumerate(encoded)
+        ]
         size = number_of_elements(tuple(x.shape))
         return outcome_like(xp, x, xp.concatenate(means)[:size], xp.concatenate(sent)[:size])
 
