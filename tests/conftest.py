@@ -81,7 +81,16 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        cuda.available()
+        if cuda.available():
+            import hvdcomp.kernels.cuda.device  # noqa: F401  # in Triton's interpreter, where all tests have them
+
+
+@pytest.fixture
+def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels for CUDA devices serve gradients on the CPU, as if they were on a device."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with cuda.serving_host():
+        yield
 
 
 @pytest.fixture

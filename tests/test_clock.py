@@ -15,15 +15,12 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.kernels import cuda
 from tests.harness import infos
+from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        from hvdcomp.kernels.cuda import device
+if cuda.available():
+    from hvdcomp.kernels.cuda import device
 from hvdcomp.arrays import torch_arrays  # noqa: E402
-
-needs_triton = pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}")
 
 
 class Event:

@@ -27,14 +27,11 @@ from hvdcomp.kernels import cuda
 from hvdcomp.policies import parse_policy
 from tests.driven import Driven
 from tests.harness import as_numpy, infos
+from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        import hvdcomp.kernels.cuda.device  # noqa: F401
 pytestmark = [
-    pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
+    needs_triton,
     pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}"),
 ]
 

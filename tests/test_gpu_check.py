@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.kernels import cuda
 from hvdcomp.perfmodel import shapes
+from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        import hvdcomp.kernels.cuda.device  # noqa: F401
 from tests.gpu import cases, parts, report, steps  # noqa: E402
 from tests.gpu.ranks import HOST, Ranks, one_by_one  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
+    needs_triton,
+    pytest.mark.usefixtures("in_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of numbers that overflow
 ]
 
 ROOT = Path(__file__).parents[1]
 TINY = {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)}
-
-
-@pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gradients on the CPU are served as if they were on a device."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with cuda.serving_host():
-        yield
 
 
 def quick(*chosen: tuple[str, str]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,14 @@ from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
-from hvdcomp.kernels import cuda
 from tests import test_buckets
 from tests.cuda_kernels import SPECS, launches
 from tests.harness import infos, states_of
+from tests.interpreted import needs_triton
 from tests.test_buckets import Recorded, assert_close, gradients, run
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        import hvdcomp.kernels.cuda.device  # noqa: F401
-pytestmark = pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}")
+pytestmark = needs_triton
 
 SHAPES = {"matrix": (6, 8), "long": (3, 3_001), "vector": (77,), "odd": (5, 7, 3), "one": (1,), "scalar": ()}
 FORMS = (
@@ -38,12 +33,8 @@ FORMS = (
 
 
 @pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gradients on the CPU are served as if they were on a device."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def _shapes(in_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_buckets, "SHAPES", SHAPES)
-    with cuda.serving_host():
-        yield
 
 
 def off(monkeypatch: pytest.MonkeyPatch) -> None:

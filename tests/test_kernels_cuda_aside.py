@@ -17,13 +17,12 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.kernels import cuda
 from tests.cuda_kernels import SPECS, launches, watch
 from tests.harness import infos
+from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        from hvdcomp.kernels.cuda import aside, device
-pytestmark = pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}")
+if cuda.available():
+    from hvdcomp.kernels.cuda import aside, device
+pytestmark = needs_triton
 
 
 class Stream:

@@ -3,7 +3,7 @@ apart they may be where numbers are added up in another order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,16 @@ import pytest
 from hvdcomp import ErrorFeedback, MomentumCorrection
 from hvdcomp.communicators.in_process import InProcessCommunicator
 from hvdcomp.compressors.memory import Memory
-from hvdcomp.kernels import cuda
 from tests.harness import as_numpy, bits
+from tests.interpreted import needs_triton
 from tests.test_buckets import needs_kernels
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        import hvdcomp.kernels.cuda.device  # noqa: F401
 from tests.gpu.ranks import HOST, Named, Ranks  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
+    needs_triton,
+    pytest.mark.usefixtures("in_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of numbers that overflow
     needs_kernels,
 ]
@@ -58,14 +55,6 @@ EXACT = (
     *QUICK, "none", "topk:ratio=0.3", "randomk:ratio=0.1,unbiased=True,values=fp16", "signsgd:zeros=elements",
     "qsgd:bits=1,bucket=100", "qsgd:bits=7", "qsgd:bits=8,bucket=5000", "terngrad:clip=0", "globalqsgd:bits=5",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels in Triton take arrays of PyTorch, as if these were on a device, and those in C take arrays of NumPy."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with cuda.serving_host():
-        yield
 
 
 def gradients(tensors: Tensors, rank: int, step: int) -> Named:

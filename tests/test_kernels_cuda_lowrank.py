@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,23 +15,14 @@ from hvdcomp.compressors.low_rank import nonzero_columns, orthogonalize
 from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.kernels import cuda
+from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        import hvdcomp.kernels.cuda.device  # noqa: F401
 pytestmark = [
-    pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
+    needs_triton,
+    pytest.mark.usefixtures("in_interpreter"),
     pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with cuda.serving_host():
-        yield
 
 
 class Matrices:

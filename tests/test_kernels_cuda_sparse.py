@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,25 +13,15 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.sparsification import Sparsifier
-from hvdcomp.kernels import cuda
+from tests.interpreted import needs_triton
 from tests.test_kernels_sparse import KINDS, vector
 
 torch = pytest.importorskip("torch")
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")
-    if cuda.available():
-        import hvdcomp.kernels.cuda.device  # noqa: F401
 pytestmark = [
-    pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}"),
+    needs_triton,
+    pytest.mark.usefixtures("in_interpreter"),
     pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with cuda.serving_host():
-        yield
 
 
 class Rank:
