@@ -266,7 +266,7 @@ def test_threshold_sparsifiers_choose_what_they_choose_by_themselves(
     check(rank, 0, sent.indices)
     assert len(np.unique(sent.indices)) == k
     if kind == "denormal" and method is MSTopK:
-        return  # many elements lie on the last bit of a threshold, which is a float in NumPy and a double in the kernels
+        return  # many elements lie on the last bit of a threshold: a float in NumPy, a double in the kernels
     if kind in ("heavy", "denormal", "block"):  # where the mean's last bit may differ, and with it a threshold
         assert np.abs(np.sort(np.abs(sent.values)) - np.sort(np.abs(x[expected]))).max() <= np.abs(x).max() * 2**-20
     else:
