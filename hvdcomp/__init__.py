@@ -12,6 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors import Compressor as Compressor
+from hvdcomp.compressors.blocks import FP8 as FP8
+from hvdcomp.compressors.blocks import Int4 as Int4
+from hvdcomp.compressors.blocks import Int8 as Int8
 from hvdcomp.compressors.casts import BF16 as BF16
 from hvdcomp.compressors.casts import FP16 as FP16
 from hvdcomp.compressors.casts import NoCompression as NoCompression

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import QSGD, Compressor, GlobalQSGD, Natural, TernGrad, kernels
+from hvdcomp import FP8, QSGD, Compressor, GlobalQSGD, Int4, Int8, Natural, TernGrad, kernels
 from tests.harness import fewer_examples
 from tests.kernel_buckets import assert_as_by_themselves, run_buckets
 from tests.kernel_calls import instruction_set  # noqa: F401
@@ -47,6 +47,13 @@ MAKERS: dict[str, Callable[[int, int], list[Compressor]]] = {
     **{
         f"qsgd of {length}": lambda seed, count, length=length: of_levels(seed, length, count)
         for length in (1, 7, 64, 512, 1000, 4096, 5000, 2**40)
+    },
+    **{
+        str(one): lambda seed, count, one=one: [one] * count
+        for one in (
+            Int8(), Int8(rounding="stochastic"), Int8(block=5000), Int4(), Int4(block=7), Int4(rounding="stochastic"),
+            FP8(), FP8(rounding="stochastic"), FP8(format="e5m2"), FP8(block=100, rounding="stochastic", format="e5m2"),
+        )
     },
     "terngrad": lambda seed, count: [TernGrad()] * count,
     "terngrad without clipping": lambda seed, count: [TernGrad(clip=0)] * count,

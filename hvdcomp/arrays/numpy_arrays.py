@@ -236,6 +236,11 @@ def row_norms(x: Array) -> Array:
         return np.sqrt(np.einsum("ij,ij->i", wide, wide)).astype(x.dtype)[:, None]
 
 
+def row_largest(x: Array) -> Array:
+    """The largest magnitudes (r, 1) of the rows of a matrix; NaN counts as largest."""
+    return np.abs(x).max(1, keepdims=True)
+
+
 def found_inf(arrays: Sequence[Array]) -> Array:
     """One float32 element (1,): 0 if every element of every array is finite, else NaN."""
     finite = all(bool(np.isfinite(x).all()) for x in arrays)

@@ -189,6 +189,10 @@ def row_norms(x: Array) -> Array:
     return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
+def row_largest(x: Array) -> Array:
+    return x.abs().amax(1, keepdim=True)
+
+
 def found_inf(arrays: Sequence[Array]) -> Array:
     filled = [x for x in arrays if x.numel()]
     if not filled:

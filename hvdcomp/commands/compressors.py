@@ -123,16 +123,12 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def _biased_when(example: Compressor) -> dict[str, bool]:
-    """The switches that change whether the compressor is biased, each as "name=value", and what it then is."""
+    """The settings that change whether the compressor is biased, each as "name=value", and what it then is."""
     changes = {}
-    for field in dataclasses.fields(example):
-        if isinstance(field.default, bool):
-            try:
-                switched = dataclasses.replace(example, **{field.name: not field.default})
-            except SpecError:
-                continue  # a switch that needs another setting
-            if switched.biased != example.biased:
-                changes[f"{field.name}={not field.default}"] = switched.biased
+    for other in map(parse_compressor, example.examples):
+        if other.biased != example.biased:
+            settings = {name: value for name, value in vars(other).items() if value != getattr(example, name)}
+            changes[",".join(f"{name}={value}" for name, value in settings.items())] = other.biased
     return changes
 
 

@@ -1,4 +1,5 @@
-"""Elements as multiples of a fraction of a scale, rounded at random: what QSGD and TernGrad have in common.
+"""Elements as multiples of a fraction of a scale, rounded at random: what QSGD, TernGrad and the block quantizers have in
+common.
 
 Both have a form for one tensor, in array functions, and for a bucket of tensors, in kernels.
 """
@@ -20,6 +21,11 @@ SMALLEST_SCALE = 2.0**-96
 """A scale that is not above this counts as zero, so that dividing by it stays within float32."""
 
 _ONE = 2.0**23  # a unit as values are rounded: whole numbers of 1 / _ONE of it, and 23 random bits
+
+
+def whole_rows(length: int) -> int:
+    """The least number of elements that are whole rows of a length, and whole bytes at every width of codes."""
+    return length if length % 8 == 0 else 8 * length
 
 
 def steps_of(bits: int) -> int:

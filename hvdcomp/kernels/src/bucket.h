@@ -80,6 +80,12 @@ static inline uint32_t hvd_bits(float value) {
     return bits;
 }
 
+static inline float hvd_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static inline uint32_t hvd_largest_bits(const float *restrict x, int64_t length, uint32_t largest) {
     for (int64_t i = 0; i < length; i++) {
         uint32_t bits = hvd_bits(x[i]) & 0x7fffffffu;

@@ -6,12 +6,6 @@
 
 #define HVD_LARGEST_HALF 65504.0f
 
-static inline float hvd_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* Rounded to nearest, ties to even; what is beyond half precision becomes inf. */
 static inline uint16_t hvd_to_half(float value) {
     const uint32_t sign = hvd_bits(value) >> 16 & 0x8000u, bits = hvd_bits(value) & 0x7fffffffu;

@@ -1,10 +1,11 @@
-/* Elements as multiples of a fraction of a scale: QSGD, whose scales are norms of `length` neighbouring elements each,
- * and TernGrad, with one scale for a tensor.
+/* Elements as codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each;
+ * block quantizers, whose scales are the largest magnitudes of as many; and TernGrad, with one scale for a tensor.
  *
  * Of each tensor, codes of `count` bits lie at `place[0]` of a payload, and float scales at `place[1]`, a multiple of
  * 4. */
 #include <math.h>
 
+#include "float8.h"
 #include "packing.h"
 #include "quant.h"
 
@@ -17,21 +18,30 @@ struct job {
     int64_t first;      /* task */
     int32_t known;      /* whether x and the scales are made */
     int32_t large;      /* whether results are written past the caches */
+    int32_t norms;      /* whether scales are norms; else largest magnitudes */
+    int32_t nearest;    /* whether elements are rounded to the nearest code; else at random */
+    int32_t mantissa;   /* bits of the mantissa of codes that are floats; 0: they are whole numbers */
 };
 
-/* Codes of some bits stand for code - half units, which are the scale times `unit`: from minus to plus the scale. */
+/* What codes stand for, in units of the scale times `unit`: whole numbers of some bits for code - half, from minus to
+ * plus the scale, and floats for what hvd_from_float8 says. */
 struct codes {
     float half, unit;
+    int mantissa;
 };
 
-static struct codes codes_of(int64_t bits) {
+static struct codes codes_of(int64_t bits, int mantissa) {
+    if (mantissa) return (struct codes){0, (float)(1 / (double)hvd_largest_float8(mantissa)), mantissa};
     const float steps = bits > 1 ? (float)((1 << bits) - 2) : 1;
-    return (struct codes){steps / 2, (float)(2 / (double)steps)};
+    return (struct codes){steps / 2, (float)(2 / (double)steps), 0};
 }
 
-static void find_norms(const float *x, int64_t size, int64_t length, float *norms) {
-    for (int64_t i = 0; i < size; i += length)
-        *norms++ = (float)sqrt(hvd_sum_of_squares(x + i, hvd_shorter(length, size - i)));
+static void find_scales(const struct job *job, const float *x, int64_t size, float *scales) {
+    for (int64_t i = 0; i < size; i += job->length) {
+        const int64_t length = hvd_shorter(job->length, size - i);
+        *scales++ = job->norms ? (float)sqrt(hvd_sum_of_squares(x + i, length))
+                               : hvd_of_bits(hvd_largest_bits(x + i, length, 0));
+    }
 }
 
 #define ONE 0x1p23f /* a unit as codes are rounded: whole numbers of 1 / ONE of it, and 23 random bits */
@@ -51,31 +61,87 @@ static void quantise(
     }
 }
 
-static void subtract(float *restrict x, const uint8_t *restrict codes, int64_t length, float half, float unit) {
-    for (int64_t i = 0; i < length; i++) x[i] = hvd_left(x[i], ((float)codes[i] - half) * unit);
+#define TO_WHOLE 0x1.8p23f /* added to a number below 2**22, it leaves the nearest whole number in the lowest bits */
+
+static void round_to_nearest(
+    const float *restrict x, int64_t length, float scale, float half, uint8_t *restrict out
+) {
+    const float factor = hvd_reciprocal(scale) * half;
+    const uint32_t zero = (uint32_t)half;
+    for (int64_t i = 0; i < length; i++) {
+        float value = x[i] * factor;
+        value = value > -half ? value : -half;
+        value = value < half ? value : half;
+        out[i] = (uint8_t)(hvd_bits(value + TO_WHOLE) + zero);
+    }
 }
 
-static void add_up(
-    float *restrict sum, const uint8_t *restrict codes, int64_t length, float half, float unit, int add
+HVD_INLINE void round_to_floats(
+    const float *restrict x, int64_t start, int64_t length, float scale, int mantissa, int nearest, uint64_t key,
+    uint8_t *restrict out
+) {
+    const float factor = hvd_reciprocal(scale) * hvd_largest_float8(mantissa);
+    uint32_t weyl = hvd_weyl(start, key);
+    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL)
+        out[i] = hvd_to_float8(x[i] * factor, mantissa, nearest, nearest ? 0 : hvd_word(weyl, key) >> 9);
+}
+
+static void encode(
+    const struct job *job, const float *x, int64_t start, int64_t length, float scale, float half, uint64_t key,
+    uint8_t *out
+) {
+    if (job->mantissa == 3 && job->nearest) round_to_floats(x, start, length, scale, 3, 1, key, out);
+    else if (job->mantissa == 3) round_to_floats(x, start, length, scale, 3, 0, key, out);
+    else if (job->mantissa && job->nearest) round_to_floats(x, start, length, scale, 2, 1, key, out);
+    else if (job->mantissa) round_to_floats(x, start, length, scale, 2, 0, key, out);
+    else if (job->nearest) round_to_nearest(x, length, scale, half, out);
+    else quantise(x, start, length, scale, half, key, out);
+}
+
+/* What a code stands for, in units. */
+HVD_INLINE float decoded(uint8_t code, float half, int mantissa) {
+    return mantissa ? hvd_from_float8(code, mantissa) : (float)code - half;
+}
+
+HVD_INLINE void subtract_all(
+    float *restrict x, const uint8_t *restrict codes, int64_t length, float half, float unit, int mantissa
+) {
+    for (int64_t i = 0; i < length; i++) x[i] = hvd_left(x[i], decoded(codes[i], half, mantissa) * unit);
+}
+
+static void subtract(float *x, const uint8_t *codes, int64_t length, struct codes c, float unit) {
+    if (c.mantissa == 3) subtract_all(x, codes, length, c.half, unit, 3);
+    else if (c.mantissa) subtract_all(x, codes, length, c.half, unit, 2);
+    else subtract_all(x, codes, length, c.half, unit, 0);
+}
+
+HVD_INLINE void add_up_all(
+    float *restrict sum, const uint8_t *restrict codes, int64_t length, float half, float unit, int mantissa, int add
 ) {
     if (add)
-        for (int64_t i = 0; i < length; i++) sum[i] += ((float)codes[i] - half) * unit;
+        for (int64_t i = 0; i < length; i++) sum[i] += decoded(codes[i], half, mantissa) * unit;
     else
-        for (int64_t i = 0; i < length; i++) sum[i] = ((float)codes[i] - half) * unit;
+        for (int64_t i = 0; i < length; i++) sum[i] = decoded(codes[i], half, mantissa) * unit;
+}
+
+static void add_up(float *sum, const uint8_t *codes, int64_t length, struct codes c, float unit, int add) {
+    if (c.mantissa == 3) add_up_all(sum, codes, length, c.half, unit, 3, add);
+    else if (c.mantissa) add_up_all(sum, codes, length, c.half, unit, 2, add);
+    else add_up_all(sum, codes, length, c.half, unit, 0, add);
 }
 
 static void encode_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + job->first + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const struct codes c = codes_of(s->count);
+    const struct codes c = codes_of(s->count, job->mantissa);
     float *scales = (float *)(void *)(job->payload + s->place[1]);
     uint8_t codes[HVD_GROUP + 8];
     uint32_t largest = 0;
     for (int64_t start = task->start; start < task->start + task->length; start += HVD_BLOCK) {
         const int64_t end = hvd_shorter(start + HVD_BLOCK, task->start + task->length);
         const float *x = job->known ? hvd_made(s, start) : hvd_x(job->bucket, s, start, end - start, &largest);
-        if (!job->known) find_norms(x, end - start, job->length, scales + start / job->length);
+        if (!job->known) find_scales(job, x, end - start, scales + start / job->length);
         for (int64_t group = start; group < end; group += HVD_GROUP) {
             const int64_t length = hvd_shorter(HVD_GROUP, end - group);
             hvd_ask_ahead(s, group);
@@ -83,8 +149,8 @@ static void encode_piece(void *context, int64_t number) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);
                 uint8_t *mine = codes + (from - group);
-                quantise(x + (from - start), from, to - from, scales[place], c.half, s->key, mine);
-                if (s->x) subtract(s->x + from, mine, to - from, c.half, scales[place] * c.unit);
+                encode(job, x + (from - start), from, to - from, scales[place], c.half, s->key, mine);
+                if (s->x) subtract(s->x + from, mine, to - from, c, scales[place] * c.unit);
             }
             memset(codes + length, 0, 8);
             hvd_pack(codes, job->payload + s->place[0], s->size, group, length, (int)s->count, 0);
@@ -97,7 +163,7 @@ static void decode_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const struct codes c = codes_of(s->count);
+    const struct codes c = codes_of(s->count, job->mantissa);
     const int64_t end = task->start + task->length;
     uint8_t codes[HVD_GROUP + 8];
     float sum[HVD_GROUP];
@@ -112,7 +178,7 @@ static void decode_piece(void *context, int64_t number) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);
                 const float unit = scales[place] * c.unit;
-                add_up(sum + (from - group), codes + (from - group), to - from, c.half, unit, rank > 0);
+                add_up(sum + (from - group), codes + (from - group), to - from, c, unit, rank > 0);
             }
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
@@ -122,29 +188,43 @@ static void decode_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* Norms of what begins in a piece, where x is made. */
-static void find_norms_of_piece(void *context, int64_t number) {
+/* Scales of what begins in a piece, where x is made. */
+static void find_scales_of_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    float *norms = (float *)(void *)(job->payload + s->place[1]);
+    float *scales = (float *)(void *)(job->payload + s->place[1]);
     const int64_t first = (task->start + job->length - 1) / job->length;
     const int64_t end = (task->start + task->length + job->length - 1) / job->length;
     if (first < end) {
         const int64_t start = first * job->length;
-        find_norms(hvd_made(s, start), hvd_shorter(end * job->length, s->size) - start, job->length, norms + first);
+        find_scales(job, hvd_made(s, start), hvd_shorter(end * job->length, s->size) - start, scales + first);
     }
 }
 
-int32_t HVD_NAME(qsgd_encode)(hvd_bucket *bucket, int64_t length, uint8_t *payload) {
-    struct job job = {.bucket = bucket, .payload = payload, .length = length};
-    if (HVD_BLOCK % length != 0) {
+/* Codes of all tensors, whose scales are those of `length` elements each. */
+static int32_t encode_runs(struct job *job) {
+    hvd_bucket *bucket = (hvd_bucket *)job->bucket;
+    if (HVD_BLOCK % job->length != 0) {
         HVD_NAME(make_x)(bucket);
-        hvd_parallel(bucket->threads, bucket->task_count, find_norms_of_piece, &job);
-        job.known = 1;
+        hvd_parallel(bucket->threads, bucket->task_count, find_scales_of_piece, job);
+        job->known = 1;
     }
-    hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
+    hvd_parallel(bucket->threads, bucket->task_count, encode_piece, job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
+}
+
+int32_t HVD_NAME(qsgd_encode)(hvd_bucket *bucket, int64_t length, uint8_t *payload) {
+    struct job job = {.bucket = bucket, .payload = payload, .length = length, .norms = 1};
+    return encode_runs(&job);
+}
+
+int32_t HVD_NAME(blocks_encode)(
+    hvd_bucket *bucket, int64_t length, int32_t mantissa, int32_t nearest, uint8_t *payload
+) {
+    struct job job = {.bucket = bucket, .payload = payload, .length = length};
+    job.mantissa = mantissa, job.nearest = nearest;
+    return encode_runs(&job);
 }
 
 /* x of a piece, the sum of its squares, and its largest magnitude. */
@@ -203,11 +283,23 @@ int32_t HVD_NAME(terngrad_encode)(hvd_bucket *bucket, double clip, uint8_t *payl
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
+static int32_t decode_runs(
+    hvd_bucket *bucket, int64_t length, int32_t mantissa, const uint8_t *payloads, int64_t ranks, int64_t row
+) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .length = length};
+    job.large = hvd_is_large(bucket), job.mantissa = mantissa;
+    hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
+}
+
 int32_t HVD_NAME(multiples_decode)(
     hvd_bucket *bucket, int64_t length, const uint8_t *payloads, int64_t ranks, int64_t row
 ) {
-    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .length = length};
-    job.large = hvd_is_large(bucket);
-    hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
-    return hvd_any_found(bucket->tasks, bucket->task_count);
+    return decode_runs(bucket, length, 0, payloads, ranks, row);
+}
+
+int32_t HVD_NAME(float8_decode)(
+    hvd_bucket *bucket, int64_t length, int32_t mantissa, const uint8_t *payloads, int64_t ranks, int64_t row
+) {
+    return decode_runs(bucket, length, mantissa, payloads, ranks, row);
 }

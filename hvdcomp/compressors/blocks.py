@@ -1,0 +1,222 @@
+"""Block quantizers: 8 or 4 bits an element, as whole numbers or as floats, and one scale for each block of neighbours.
+
+A block's scale is its largest magnitude, which becomes the largest code, so that an outlier costs its own block alone
+precision. Elements are rounded to the nearest code unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Annotated, ClassVar
+
+from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors.base import Count
+from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.multiples import (
+    SMALLEST_SCALE,
+    MultiplesLayout,
+    decode_multiples,
+    encode_multiples,
+    encode_multiples_of_bucket,
+    steps_of,
+    whole_rows,
+)
+from hvdcomp.compressors.packing import pack, pad
+from hvdcomp.compressors.protocol import Context
+from hvdcomp.compressors.randomness import random_words, rank_key
+from hvdcomp.specs.described import Rule
+
+_TO_WHOLE = 1.5 * 2.0**23
+"""Added to a float32 below 2**22 in magnitude, it leaves no bits for a fraction: the sum's lowest bits are the nearest
+whole number, the even one of two."""
+
+_ROUNDING = Rule(lambda value: value in ("nearest", "stochastic"), '"nearest" or "stochastic" (unbiased)')
+_FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
+
+
+@dataclass(frozen=True)
+class BlockQuantizer(Gathering):
+    """Base of what is sent as codes that are fractions of their block's largest magnitude.
+
+    With error feedback the residual stays small: no element's error is larger than a step between two codes, a fraction
+    of the largest magnitude of its block.
+
+    Attributes:
+        block: consecutive elements that share a scale; the last block may be shorter.
+        rounding: "nearest", the same in every run; or "stochastic", at random to one of the two neighbours, so that the
+            expectation is the element itself.
+    """
+
+    block: Count = 128
+    rounding: Annotated[str, _ROUNDING] = "nearest"
+
+    bits: ClassVar[int] = 8
+
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        """Of whole blocks, and whole bytes."""
+        return whole_rows(self.block)
+
+    def lay_out(self, bucket: Bucket) -> MultiplesLayout:
+        length = min(self.block, int(bucket.segments["size"].max()))
+        return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), length, self.name)
+
+    def _blocks(self, xp: ModuleType, x: Array) -> tuple[Array, Array]:
+        """The blocks, float32 (blocks, length), with zeros that fill up the last one; and their scales (blocks, 1)."""
+        vector = xp.flatten(xp.astype(x, "float32"))
+        length = min(self.block, vector.shape[0])
+        blocks = xp.reshape(pad(xp, vector, length), (-1, length))
+        return blocks, xp.row_largest(blocks)
+
+    def _encode_bucket(self, bucket: Bucket, mantissa: int = 0) -> None:
+        """Calls the kernel of all codes: floats with a mantissa of this number of bits, or 0 for whole numbers."""
+        nearest = self.rounding == "nearest"
+        encode_multiples_of_bucket(bucket, "blocks_encode", bucket.layout.length, mantissa, nearest)
+
+
+class _WholeNumbers(BlockQuantizer):
+    """Codes are -s ... s times the scale / s, with s = 2**(bits - 1) - 1."""
+
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        size = number_of_elements(tuple(x.shape))
+        blocks, scales = self._blocks(xp, x)
+        if self.rounding == "stochastic":
+            return encode_multiples(xp, size, blocks, scales, self.bits, self.name, context)
+        largest = steps_of(self.bits) // 2
+        values = xp.flatten(blocks * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * largest))[:size]
+        values = values.clip(-largest, largest)
+        values += _TO_WHOLE
+        codes = (xp.bitcast(values, "int32") + largest) & 0xFF
+        return pack(xp, xp.astype(codes, "uint8"), self.bits), scales
+
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        size = number_of_elements(shape)
+        packed, scales = parts
+        return decode_multiples(xp, packed, scales, self.bits, min(self.block, size), size)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
+
+
+@dataclass(frozen=True)
+class Int8(_WholeNumbers):
+    """Elements as -127 ... 127 times a fraction of their block's largest magnitude: a quarter of the bytes, and an error
+    of at most 1/254 of that magnitude.
+
+    Rounding to nearest is not counted as a bias, as that of a cast is not.
+    """
+
+    name: ClassVar[str] = "int8"
+    examples: ClassVar[tuple[str, ...]] = ("int8",)
+    sends: ClassVar[str] = "a byte for each element, the largest magnitude of each block"
+    reference: ClassVar[str] = "Dettmers et al. 2022, arXiv:2110.02861 (the blocks)"
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        self._encode_bucket(bucket)
+
+
+@dataclass(frozen=True)
+class Int4(_WholeNumbers):
+    """Elements as -7 ... 7 times a fraction of their block's largest magnitude: an eighth of the bytes.
+
+    Elements below 1/14 of that magnitude become zero, which are many. So rounding to nearest is used with error feedback:
+    it is a contraction, |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements, at most 0.4 of |x|^2 by
+    default. Rounding at random is unbiased, and used without.
+    """
+
+    name: ClassVar[str] = "int4"
+    examples: ClassVar[tuple[str, ...]] = ("int4", "int4:rounding=stochastic")
+    bits: ClassVar[int] = 4
+    sends: ClassVar[str] = "4 bits for each element, the largest magnitude of each block"
+    reference: ClassVar[str] = "Wang et al. 2023, arXiv:2306.10209; Dettmers et al. 2022, arXiv:2110.02861 (the blocks)"
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Biased unless rounded at random."""
+        return self.rounding == "nearest"
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        self._encode_bucket(bucket)
+
+
+@dataclass(frozen=True)
+class FP8(BlockQuantizer):
+    """Elements as 8-bit floats, times a fraction of their block's largest magnitude (Micikevicius et al. 2022, table 1).
+
+    In `e4m3` the relative error is at most 1/16, of magnitudes from 2**-14 of the largest in the block; in `e5m2` 1/8,
+    from 2**-29. Rounding to nearest is not counted as a bias, as that of a cast is not. The codes are those of the paper:
+    PyTorch reads them as `float8_e4m3fn` and `float8_e5m2`.
+
+    Attributes:
+        format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2".
+        block: floats keep their precision over many magnitudes, so that blocks may be long.
+    """
+
+    block: Count = 1024
+    format: Annotated[str, _FORMAT] = "e4m3"
+
+    name: ClassVar[str] = "fp8"
+    examples: ClassVar[tuple[str, ...]] = ("fp8", "fp8:rounding=stochastic,format=e5m2")
+    sends: ClassVar[str] = "a byte for each element, the largest magnitude of each block"
+    reference: ClassVar[str] = "Micikevicius et al. 2022, arXiv:2209.05433"
+
+    @property
+    def mantissa(self) -> int:
+        """Its bits."""
+        return {"e4m3": 3, "e5m2": 2}[self.format]
+
+    @property
+    def _largest(self) -> float:
+        """The largest finite number."""
+        return {"e4m3": 448.0, "e5m2": 57344.0}[self.format]
+
+    @property
+    def _least(self) -> int:
+        """The bits that a float32 has of the smallest number whose mantissa is whole."""
+        return {"e4m3": 127 - 6, "e5m2": 127 - 14}[self.format] << 23
+
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
+        """Bits of float32 numbers as integers; `kernels/src/float8.h` has the same in C.
+
+        From one power of two to the next, and below the smallest with a whole mantissa, codes are equally far apart: an
+        element is a whole number of such distances, which is rounded, and which counts on from the code of the power.
+        """
+        size = number_of_elements(tuple(x.shape))
+        blocks, scales = self._blocks(xp, x)
+        values = xp.flatten(blocks * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * self._largest))[:size]
+        magnitudes = abs(values).clip(0, self._largest)
+        powers = (xp.bitcast(magnitudes, "int32") & 0x7F800000).clip(self._least, 254 << 23)
+        if self.rounding == "nearest":
+            # A sum whose last bit is worth the distance; ties go to the even one.
+            powers_of_sum = powers + ((23 - self.mantissa) << 23)
+            codes = xp.bitcast(magnitudes + xp.bitcast(powers_of_sum, "float32"), "int32") - powers_of_sum
+        else:
+            # 2**23 times the number of distances, exact, and 23 random bits.
+            factors = xp.bitcast(((277 + self.mantissa) << 23) - self._least - (powers - self._least), "float32")
+            codes = xp.astype(magnitudes * factors, "int32")
+            codes += (random_words(xp, rank_key(context, self.name), size, like=values) >> 9) & 0x7FFFFF
+            codes = codes >> 23
+        codes += (powers - self._least) >> (23 - self.mantissa)
+        codes |= (xp.bitcast(values, "int32") >> 24) & 0x80
+        return xp.astype(codes, "uint8"), scales
+
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        size = number_of_elements(shape)
+        packed, scales = parts
+        codes = xp.astype(pad(xp, packed, min(self.block, size)), "int32")
+        magnitudes = codes & 0x7F
+        small = xp.astype(magnitudes, "float32") * (2.0 ** ((self._least >> 23) - 127 - self.mantissa))
+        whole = xp.bitcast((magnitudes << (23 - self.mantissa)) + (self._least - (1 << 23)), "float32")
+        values = xp.where(magnitudes < (1 << self.mantissa), small, whole)
+        values = xp.where(codes > 127, -values, values)
+        values = xp.reshape(values, (-1, min(self.block, size))) * (scales * (1 / self._largest))
+        return xp.flatten(values)[:size]
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        self._encode_bucket(bucket, self.mantissa)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("float8_decode", bucket.layout.length, self.mantissa, first, ranks, stride)

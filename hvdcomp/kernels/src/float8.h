@@ -1,0 +1,47 @@
+/* Floats of 8 bits (Micikevicius et al. 2022, arXiv:2209.05433): a sign, an exponent, and a mantissa of 3 bits (E4M3, no
+ * infinities) or 2 (E5M2). hvdcomp/compressors/blocks.py has the same in array functions. */
+#ifndef HVD_FLOAT8_H
+#define HVD_FLOAT8_H
+
+#include "bucket.h"
+#include "lanes.h"
+
+HVD_INLINE float hvd_largest_float8(int mantissa) { return mantissa == 3 ? 448 : 57344; }
+
+/* The bits that a float32 has of the smallest number whose mantissa is whole. */
+HVD_INLINE uint32_t hvd_least_float8(int mantissa) { return (mantissa == 3 ? 127u - 6 : 127u - 14) << 23; }
+
+/* The code of a number; what is larger than the largest, and NaN, becomes the largest.
+ *
+ * From one power of two to the next, and below the smallest with a whole mantissa, codes are equally far apart: a
+ * number is a whole number of such distances, which is rounded, and which counts on from the code of the power.
+ *
+ * noise: 23 random bits, if not `nearest`.
+ */
+HVD_INLINE uint8_t hvd_to_float8(float value, int mantissa, int nearest, uint32_t noise) {
+    const float largest = hvd_largest_float8(mantissa);
+    const uint32_t least = hvd_least_float8(mantissa);
+    float magnitude = hvd_of_bits(hvd_bits(value) & 0x7fffffffu);
+    magnitude = magnitude < largest ? magnitude : largest;
+    uint32_t power = hvd_bits(magnitude) & HVD_INFINITE, code;
+    power = power > least ? power : least;
+    if (nearest) { /* a sum whose last bit is worth the distance; ties go to the even one */
+        const uint32_t power_of_sum = power + ((23u - (uint32_t)mantissa) << 23);
+        code = hvd_bits(magnitude + hvd_of_bits(power_of_sum)) - power_of_sum;
+    } else { /* 2**23 times the number of distances, exact */
+        const float factor = hvd_of_bits(((277u + (uint32_t)mantissa) << 23) - power);
+        code = ((uint32_t)(int32_t)(magnitude * factor) + noise) >> 23;
+    }
+    code += (power - least) >> (23 - mantissa);
+    return (uint8_t)(code | (hvd_bits(value) >> 24 & 0x80u));
+}
+
+HVD_INLINE float hvd_from_float8(uint8_t code, int mantissa) {
+    const uint32_t least = hvd_least_float8(mantissa), magnitude = code & 0x7fu;
+    const float small = (float)(int32_t)magnitude * hvd_of_bits(least - ((uint32_t)mantissa << 23));
+    const float whole = hvd_of_bits((magnitude << (23 - mantissa)) + least - (1u << 23));
+    const float value = magnitude < 1u << mantissa ? small : whole;
+    return hvd_of_bits(hvd_bits(value) | (code & 0x80u) << 24);
+}
+
+#endif
