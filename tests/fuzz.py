@@ -37,7 +37,7 @@ _SETTINGS: dict[str, Callable[[random.Random], Any]] = {
     "values": lambda rng: rng.choice(["same", "fp16"]),
     "rank": lambda rng: rng.randint(1, 6),
     "bits": lambda rng: rng.randint(1, 16),
-    "bucket": lambda rng: rng.choice([1, 3, 16, 512, 4096]),
+    **dict.fromkeys(("bucket", "block"), lambda rng: rng.choice([1, 3, 16, 512, 4096])),
     "rounds": lambda rng: rng.randint(1, 30),
     "stages": lambda rng: rng.randint(1, 5),
     "iterations": lambda rng: rng.randint(1, 3),
@@ -46,6 +46,8 @@ _SETTINGS: dict[str, Callable[[random.Random], Any]] = {
     "momentum": lambda rng: rng.choice([0.0, 0.9, rng.random()]),
     "exchange": lambda rng: rng.choice(["gather", "scatter", "auto"]),
     "zeros": lambda rng: rng.choice(["rows", "elements"]),
+    "rounding": lambda rng: rng.choice(["nearest", "stochastic"]),
+    "format": lambda rng: rng.choice(["e4m3", "e5m2"]),
     **dict.fromkeys(("unbiased", "alternating", "per_row", "nesterov"), lambda rng: rng.random() < 0.5),
 }
 

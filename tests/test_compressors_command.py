@@ -68,6 +68,7 @@ def test_json_of_one_with_everything() -> None:
         "reference": "Vogels et al. 2019, arXiv:1905.13727",
     }
     assert listed()["randomk"]["biased_when"] == {"unbiased=True": False}
+    assert listed()["int4"]["biased_when"] == {"rounding=stochastic": False}
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -103,7 +104,8 @@ def test_one_as_json_and_one_that_does_not_exist() -> None:
     assert json.loads(run("topk", "--json").stdout) == [listed()["topk"]]
     unknown = run("topkk")
     assert unknown.exit_code == 2
-    assert "there is no compressor 'topkk' (did you mean 'topk'?); there are: none, fp16," in unknown.stderr
+    names = ", ".join(COMPRESSORS)
+    assert f"there is no compressor 'topkk' (did you mean 'topk'?); there are: {names}" in unknown.stderr
     assert run("topk", "--markdown").exit_code == 2
 
 

@@ -51,8 +51,16 @@ MAKERS: dict[str, Callable[[int, int], list[Compressor]]] = {
     **{
         str(one): lambda seed, count, one=one: [one] * count
         for one in (
-            Int8(), Int8(rounding="stochastic"), Int8(block=5000), Int4(), Int4(block=7), Int4(rounding="stochastic"),
-            FP8(), FP8(rounding="stochastic"), FP8(format="e5m2"), FP8(block=100, rounding="stochastic", format="e5m2"),
+            Int8(),
+            Int8(rounding="stochastic"),
+            Int8(block=5000),
+            Int4(),
+            Int4(block=7),
+            Int4(rounding="stochastic"),
+            FP8(),
+            FP8(rounding="stochastic"),
+            FP8(format="e5m2"),
+            FP8(block=100, rounding="stochastic", format="e5m2"),
         )
     },
     "terngrad": lambda seed, count: [TernGrad()] * count,

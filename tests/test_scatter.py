@@ -27,7 +27,10 @@ from hvdcomp.exchange.look import Look
 from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make
 from tests.lockstep import Exchanged, run_lockstep
 
-METHODS = ["qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd"]
+METHODS = [
+    "qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd", "int4:block=12",
+    "fp8:rounding=stochastic",
+]  # fmt: skip
 
 
 def scattering(spec: str) -> Gathering:

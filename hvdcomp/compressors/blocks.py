@@ -22,7 +22,6 @@ from hvdcomp.compressors.multiples import (
     encode_multiples,
     encode_multiples_of_bucket,
     steps_of,
-    whole_rows,
 )
 from hvdcomp.compressors.packing import pack, pad
 from hvdcomp.compressors.protocol import Context
@@ -54,11 +53,6 @@ class BlockQuantizer(Gathering):
     rounding: Annotated[str, _ROUNDING] = "nearest"
 
     bits: ClassVar[int] = 8
-
-    @property
-    def unit(self) -> int:  # type: ignore[override]
-        """Of whole blocks, and whole bytes."""
-        return whole_rows(self.block)
 
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
         length = min(self.block, int(bucket.segments["size"].max()))
@@ -103,8 +97,7 @@ class _WholeNumbers(BlockQuantizer):
 
 @dataclass(frozen=True)
 class Int8(_WholeNumbers):
-    """Elements as -127 ... 127 times a fraction of their block's largest magnitude: a quarter of the bytes, and an error
-    of at most 1/254 of that magnitude.
+    """Elements as -127 ... 127 times a fraction of their block's largest magnitude; errors are at most 1/254 of it.
 
     Rounding to nearest is not counted as a bias, as that of a cast is not.
     """
@@ -120,11 +113,11 @@ class Int8(_WholeNumbers):
 
 @dataclass(frozen=True)
 class Int4(_WholeNumbers):
-    """Elements as -7 ... 7 times a fraction of their block's largest magnitude: an eighth of the bytes.
+    """Elements as -7 ... 7 times a fraction of their block's largest magnitude; errors are at most 1/14 of it.
 
-    Elements below 1/14 of that magnitude become zero, which are many. So rounding to nearest is used with error feedback:
-    it is a contraction, |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements, at most 0.4 of |x|^2 by
-    default. Rounding at random is unbiased, and used without.
+    Many elements are below that error, and become zero. So rounding to nearest is used with error feedback. It is a
+    contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements, which is 0.4 |x|^2 by default.
+    Rounding at random is unbiased, and used without error feedback.
     """
 
     name: ClassVar[str] = "int4"
@@ -144,15 +137,18 @@ class Int4(_WholeNumbers):
 
 @dataclass(frozen=True)
 class FP8(BlockQuantizer):
-    """Elements as 8-bit floats, times a fraction of their block's largest magnitude (Micikevicius et al. 2022, table 1).
+    """Elements as 8-bit floats, times a fraction of their block's largest magnitude
+    (Micikevicius et al. 2022, section 3).
 
-    In `e4m3` the relative error is at most 1/16, of magnitudes from 2**-14 of the largest in the block; in `e5m2` 1/8,
-    from 2**-29. Rounding to nearest is not counted as a bias, as that of a cast is not. The codes are those of the paper:
-    PyTorch reads them as `float8_e4m3fn` and `float8_e5m2`.
+    `e4m3` has a relative error of at most 1/16 where a magnitude is at least 2**-14 of the largest in its block; `e5m2`
+    one of 1/8, from 2**-29 on. The paper takes e5m2 for gradients, with one scale for a tensor; with one for each block
+    the range of e4m3 is enough, and its error half as large. Rounding to nearest is not counted as a bias, as that of a
+    cast is not. PyTorch reads the codes as `float8_e4m3fn` and `float8_e5m2`.
 
     Attributes:
         format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2".
-        block: floats keep their precision over many magnitudes, so that blocks may be long.
+        block: consecutive elements that share a scale. Floats keep their precision over many magnitudes, so that blocks
+            may be long.
     """
 
     block: Count = 1024

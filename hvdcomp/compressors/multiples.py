@@ -1,7 +1,6 @@
-"""Elements as multiples of a fraction of a scale, rounded at random: what QSGD, TernGrad and the block quantizers have in
-common.
+"""Elements as multiples of a fraction of a scale, rounded at random: what several quantizers have in common.
 
-Both have a form for one tensor, in array functions, and for a bucket of tensors, in kernels.
+Each has a form for one tensor, in array functions, and for a bucket of tensors, in kernels.
 """
 
 from __future__ import annotations
@@ -21,11 +20,6 @@ SMALLEST_SCALE = 2.0**-96
 """A scale that is not above this counts as zero, so that dividing by it stays within float32."""
 
 _ONE = 2.0**23  # a unit as values are rounded: whole numbers of 1 / _ONE of it, and 23 random bits
-
-
-def whole_rows(length: int) -> int:
-    """The least number of elements that are whole rows of a length, and whole bytes at every width of codes."""
-    return length if length % 8 == 0 else 8 * length
 
 
 def steps_of(bits: int) -> int:

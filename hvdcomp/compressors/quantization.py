@@ -26,7 +26,6 @@ from hvdcomp.compressors.multiples import (
     encode_multiples,
     encode_multiples_of_bucket,
     steps_of,
-    whole_rows,
 )
 from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context
@@ -60,7 +59,7 @@ class QSGD(Gathering):
     @property
     def unit(self) -> int:  # type: ignore[override]
         """Of whole buckets, and whole bytes."""
-        return whole_rows(self.bucket)
+        return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
 
     @property
     def variance(self) -> float:  # type: ignore[override]
