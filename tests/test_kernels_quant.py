@@ -130,6 +130,19 @@ def test_scales_beyond_float32_are_found_in_the_result() -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize(
+    ("method", "largest"), [(Int4(), 7), (Int8(), 127), (FP8(), 448), (FP8(format="e5m2"), 57344)], ids=str
+)
+def test_ties_are_rounded_as_by_themselves(method: Compressor, largest: int) -> None:
+    """Halves between whole numbers, and between floats of few bits."""
+    floats = np.multiply.outer(2.0 ** np.arange(-18, 16), 1 + np.arange(32) / 32).reshape(-1)
+    x = np.concatenate([np.arange(2 * min(largest, 127)) / 2, floats[floats < largest]]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    x[::64] = largest
+    assert_as_by_themselves([method], [[x]], run_buckets([method], [[x]]))
+
+
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("method", ["qsgd of 512", "natural"])
 def test_large_buckets_go_past_the_caches(method: str) -> None:
     """From 8 MB on, with parts shorter than a cache line and ends within one."""

@@ -118,6 +118,8 @@ def test_row_functions(backend: str) -> None:
     xp = arrays_for(x)
     expected = np.array([[5], [0], [5e30], [5e-30], [np.nan], [np.inf]], np.float32)
     np.testing.assert_allclose(as_numpy(xp.row_norms(x)), expected, rtol=1e-6)
+    largest = np.array([[4], [0], [4e30], [4e-30], [np.nan], [np.inf]], np.float32)
+    np.testing.assert_array_equal(as_numpy(xp.row_largest(x)), largest)
     assert as_numpy((x != 0).any(1)).tolist() == [True, False, True, True, True, True]
     assert as_numpy((x[:, 1:] != 0).any(1)).tolist() == [True, False, True, True, False, True]
     assert as_numpy(x[:2].sum(1, keepdims=True)).tolist() == [[-1], [0]]

@@ -51,6 +51,7 @@ CASES: dict[str, Callable[[Any, Any, Any, Any, Any, Any], Any]] = {
     "bitcast": lambda xp, v, m, c, u, p: xp.bitcast(u, "int8"),
     "largest_magnitude": lambda xp, v, m, c, u, p: xp.reshape(abs(v).max(), (1,)),
     "row_sums": lambda xp, v, m, c, u, p: m.sum(1, keepdims=True) + xp.row_norms(m),
+    "row_largest": lambda xp, v, m, c, u, p: xp.row_largest(m),
     "row_counts": lambda xp, v, m, c, u, p: xp.astype((m > 0).sum(1, keepdims=True), "float32"),
     "rows_with_nonzero": lambda xp, v, m, c, u, p: (m != 0).any(1),
 }

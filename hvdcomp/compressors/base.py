@@ -69,7 +69,7 @@ class Compressor(Described):
         lossless: whether the receivers get the gradient itself.
         variance: for an unbiased method whose error can be larger than x itself, a bound of E|x - C(x)|^2 / |x|^2 that
             holds for any tensor. 0 for all others: biased methods leave out a part of x, and no element's error is
-            larger than the largest element of x in `terngrad`, `globalqsgd` and `natural`.
+            larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`.
         sent_is_own: whether C(x) follows from this rank's x alone. If the ranks work on each other's parts it does not,
             and a step does not show how much of x this rank would have kept by itself.
         nested: whether C, applied at a harder level to what C kept of x at a softer level, gives what C gives of x at
