@@ -12,9 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors import Compressor as Compressor
-from hvdcomp.compressors.blocks import FP8 as FP8
-from hvdcomp.compressors.blocks import Int4 as Int4
-from hvdcomp.compressors.blocks import Int8 as Int8
 from hvdcomp.compressors.casts import BF16 as BF16
 from hvdcomp.compressors.casts import FP16 as FP16
 from hvdcomp.compressors.casts import NoCompression as NoCompression
@@ -27,6 +24,9 @@ from hvdcomp.compressors.quantization import QSGD as QSGD
 from hvdcomp.compressors.quantization import GlobalQSGD as GlobalQSGD
 from hvdcomp.compressors.quantization import Natural as Natural
 from hvdcomp.compressors.quantization import TernGrad as TernGrad
+from hvdcomp.compressors.quantization_blocks import FP8 as FP8
+from hvdcomp.compressors.quantization_blocks import Int4 as Int4
+from hvdcomp.compressors.quantization_blocks import Int8 as Int8
 from hvdcomp.compressors.routing import ByDimensions as ByDimensions
 from hvdcomp.compressors.routing import ByName as ByName
 from hvdcomp.compressors.routing import BySize as BySize

@@ -13,9 +13,9 @@ from hvdcomp import FP8, ErrorFeedback, Int4, Int8, NoMemory, SpecError
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import number_of_elements
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.compressors.blocks import BlockQuantizer
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context
+from hvdcomp.compressors.quantization_blocks import BlockQuantizer
 from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.exchange.engine import Engine
 from tests.harness import INSTALLED, as_numpy, infos, make, torch

@@ -1,5 +1,5 @@
-/* Floats of 8 bits (Micikevicius et al. 2022, arXiv:2209.05433): a sign, an exponent, and a mantissa of 3 bits (E4M3, no
- * infinities) or 2 (E5M2). hvdcomp/compressors/blocks.py has the same in array functions. */
+/* Floats of 8 bits (Micikevicius et al. 2022, arXiv:2209.05433): a sign, an exponent, and a mantissa of 3 bits (E4M3)
+ * or 2 (E5M2). hvdcomp/compressors/quantization_blocks.py has the same in array functions. */
 #ifndef HVD_FLOAT8_H
 #define HVD_FLOAT8_H
 
