@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ MEASURED = Calibration(
             reduction_s_per_byte={"float16": 1e-9},
         ),
         CollectiveCost("ring", 1e-5, 9e8, incast=((2, 1.0), (16, 1.4))),
-        Inner(8, FAST, FAST),
+        Inner(8, FAST, FAST, alltoall=replace(FAST, algorithm="direct")),
+        alltoall=CollectiveCost("pairwise", 3e-5, 8e8, transfer=((1e3, 2e-5),)),
+        reducescatter=CollectiveCost("ring", 2e-5, 1e9, reduction_s_per_byte={"float16": 1e-9}),
     ),
     models={
         "mine": ModelFacts(
@@ -117,6 +120,8 @@ def test_what_may_be_left_out() -> None:
     read = from_json(least)
     assert read.models["m"].compute == Compute(1)
     assert read.noise == 0
+    assert (read.network.alltoall, read.network.reducescatter) == (None, None)
+    assert not {"alltoall", "reducescatter"} & as_json(read)["network"].keys()
     assert len(read.models["m"].tensors) == 32
 
 
@@ -159,6 +164,8 @@ WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (put("network", "allreduce", "transfer", value=[3]), "must hold pairs of bytes, seconds, not 3"),
     (put("network", "allgather", "incast", value=[[2, 0.5]]), "allgather.incast is 0.5, and must be at least 1"),
     (put("network", "inner", "ranks_per_node", value=1.5), "ranks_per_node must be a whole number"),
+    (put("network", "alltoall", "algorithm", value="ring"), "'ring' is not known; there are: direct, pairwise"),
+    (drop("network", "allgather"), "network.allgather is missing"),
     (put("network", "latency", value=1), "network.latency is not a field that is known here"),
     (put("noise", "relative", value=-0.1), "noise.relative is -0.1"),
     (put("machine", "gpus", value=4), "machine.gpus: 4 must be text"),

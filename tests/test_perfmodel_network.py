@@ -25,6 +25,9 @@ ORACLES: dict[tuple[str, str], Callable[[float, float, int, float], float]] = {
     ("allreduce", "parameter_server"): lambda alpha, b, p, bw: 2 * alpha + 2 * b * (p - 1) / bw,
     ("allgather", "direct"): lambda alpha, b, p, bw: 2 * alpha + b * (p - 1) / bw,
     ("allgather", "ring"): lambda alpha, b, p, bw: alpha * (p - 1) + b * (p - 1) / bw,
+    ("alltoall", "direct"): lambda alpha, b, p, bw: 2 * alpha + b * (p - 1) / p / bw,
+    ("alltoall", "pairwise"): lambda alpha, b, p, bw: alpha * (p - 1) + b / p * (p - 1) / bw,
+    ("reducescatter", "ring"): lambda alpha, b, p, bw: alpha * (p - 1) + b / p * (p - 1) / bw,
 }
 
 
@@ -37,6 +40,66 @@ def test_every_algorithm_has_an_oracle() -> None:
 def test_the_formulas(kind: str, algorithm: str, alpha: float, b: float, p: int, bandwidth: float) -> None:
     seconds = CollectiveCost(algorithm, alpha, bandwidth).seconds(kind, b, p).total
     assert seconds == pytest.approx(ORACLES[kind, algorithm](alpha, b, p, bandwidth) if p > 1 else 0, rel=1e-12)
+
+
+# One algorithm of each kind carried out on arrays: the result of each rank, and of rank 0 the bytes of each message.
+
+
+def ring_allgather(xs: list[np.ndarray]) -> tuple[list[list[np.ndarray]], list[int]]:
+    p = len(xs)
+    held: list[dict[int, np.ndarray]] = [{rank: x} for rank, x in enumerate(xs)]
+    messages = []
+    for turn in range(p - 1):
+        sent = [((rank - turn) % p, held[rank][(rank - turn) % p]) for rank in range(p)]
+        messages.append(sent[0][1].nbytes)
+        for rank in range(p):
+            place, x = sent[(rank - 1) % p]
+            held[rank][place] = x
+    return [[one[place] for place in range(p)] for one in held], messages
+
+
+def pairwise_alltoall(xs: list[np.ndarray]) -> tuple[list[list[np.ndarray]], list[int]]:
+    p = len(xs)
+    received = [[x[rank] for _ in range(p)] for rank, x in enumerate(xs)]
+    messages = []
+    for turn in range(1, p):
+        messages.append(xs[0][turn].nbytes)
+        for rank in range(p):
+            received[(rank + turn) % p][rank] = xs[rank][(rank + turn) % p]
+    return received, messages
+
+
+def ring_reducescatter(xs: list[np.ndarray]) -> tuple[list[np.ndarray], list[int]]:
+    p = len(xs)
+    sums = [x.copy() for x in xs]
+    messages = []
+    for turn in range(p - 1):
+        sent = [((rank - turn - 1) % p, sums[rank][(rank - turn - 1) % p].copy()) for rank in range(p)]
+        messages.append(sent[0][1].nbytes)
+        for rank in range(p):
+            place, x = sent[(rank - 1) % p]
+            sums[rank][place] += x
+    return [sums[rank][rank] for rank in range(p)], messages
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_messages_and_bytes_are_those_of_the_algorithms(p: int) -> None:
+    xs = list(np.random.default_rng(p).normal(size=(p, p, 5)))
+    b = xs[0].nbytes
+    everyone, of_allgather = ring_allgather(xs)
+    theirs, of_alltoall = pairwise_alltoall(xs)
+    sums, of_reducescatter = ring_reducescatter(xs)
+    for rank in range(p):
+        assert np.array_equal(everyone[rank], xs)
+        assert np.array_equal(theirs[rank], [x[rank] for x in xs])
+        assert np.allclose(sums[rank], sum(x[rank] for x in xs))
+    for kind, algorithm, messages in (
+        ("allgather", "ring", of_allgather),
+        ("alltoall", "pairwise", of_alltoall),
+        ("reducescatter", "ring", of_reducescatter),
+    ):
+        traffic = ALGORITHMS[kind][algorithm](b, float(p))
+        assert (traffic.messages, traffic.bytes) == (len(messages), pytest.approx(sum(messages)))
 
 
 @pytest.mark.parametrize(("kind", "algorithm"), every)
@@ -111,6 +174,39 @@ def test_two_stages_between_and_within_nodes() -> None:
     # Within one node the slow link is not used, and its bandwidth does not matter.
     assert network.seconds("allreduce", b, 4, 1.0).total == pytest.approx(2 * 1e-6 * 3 + 2 * b * 3 / 4 / 1e11)
     assert network.seconds("allreduce", b, 1).total == network.seconds("allgather", b, 1).total == 0
+
+
+def test_what_is_not_known_costs_what_a_like_collective_does() -> None:
+    table = ((1e3, 2e-5), (1e6, 3e-3))
+    allreduce = CollectiveCost("tree", 1e-5, 1e9, reduction_s_per_byte={"float16": 1e-9})
+    for algorithm, messages in (("ring", 7), ("direct", 2)):
+        allgather = CollectiveCost(algorithm, 1e-4, 5e8, table, incast=((2, 1.0), (8, 1.5)), start_s=1e-3)
+        network = Network(allreduce, allgather)
+        # A rank receives 7/8 of what it hands over, instead of 7 times as much.
+        found = network.seconds("alltoall", 8e3, 8)
+        assert found.latency == pytest.approx(messages * 1e-4)
+        assert found.start == 1e-3
+        assert found.transfer == pytest.approx(network.seconds("allgather", 1e3, 8).transfer)
+        found = network.seconds("reducescatter", 8e6, 8, dtype="float16").total
+        assert found == pytest.approx(7e-5 + 7e6 / 1e9 + 7e6 * 1e-9)
+        assert [network.stand_in(kind) for kind in ALGORITHMS] == [None, None, "allgather", "allreduce"]
+    known = CollectiveCost("pairwise", 1e-3, 1e8)
+    network = Network(allreduce, allgather, alltoall=known)
+    assert network.stand_in("alltoall") is None
+    assert network.seconds("alltoall", 8e6, 8).total == pytest.approx(7e-3 + 7e6 / 1e8)
+    assert network.seconds("alltoall", 8e6, 8, 5e8).transfer == pytest.approx(7e6 / 5e7)
+
+
+def test_two_stages_of_alltoall_and_reduce_scatter() -> None:
+    fast, slow = CollectiveCost("ring", 1e-6, 1e11), CollectiveCost("ring", 1e-4, 1e9)
+    network = Network(slow, slow, Inner(4, fast, fast))
+    b = 1e7
+    # What the four ranks of a node send other nodes shares the node's link.
+    alltoall = 1e-4 * 3 + 4 * b * 3 / 4 / 1e9 + 1e-6 * 3 + b * 3 / 4 / 1e11
+    assert network.seconds("alltoall", b, 16).total == pytest.approx(alltoall)
+    reducescatter = 1e-4 * 3 + b * 3 / 4 / 1e9 + 1e-6 * 3 + b * 3 / 4 / 1e11
+    assert network.seconds("reducescatter", b, 16).total == pytest.approx(reducescatter)
+    assert network.seconds("alltoall", b, 4, 1.0).total == pytest.approx(1e-6 * 3 + b * 3 / 4 / 1e11)
 
 
 def test_arrays_broadcast_and_equal_single_numbers() -> None:

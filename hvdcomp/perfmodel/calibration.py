@@ -157,20 +157,9 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "noise": {"relative": calibration.noise, "note": calibration.noise_note},
         "network": {
             "source": calibration.network_source,
-            "allreduce": _cost_as_json(network.allreduce),
-            "allgather": _cost_as_json(network.allgather),
-        }
-        | (
-            {}
-            if inner is None
-            else {
-                "inner": {
-                    "ranks_per_node": inner.ranks_per_node,
-                    "allreduce": _cost_as_json(inner.allreduce),
-                    "allgather": _cost_as_json(inner.allgather),
-                }
-            }
-        ),
+            **_costs_as_json(network),
+            **({} if inner is None else {"inner": {"ranks_per_node": inner.ranks_per_node, **_costs_as_json(inner)}}),
+        },
         "models": {name: _model_as_json(facts) for name, facts in calibration.models.items()},
     }
 
@@ -180,9 +169,15 @@ def _network(fields: Fields) -> Network:
     if fields.has("inner"):
         section = fields.section("inner")
         per_node = section.whole("ranks_per_node", lowest=1)
-        inner = Inner(per_node, _cost("allreduce", section), _cost("allgather", section))
+        inner = Inner(per_node, **_costs(section))
         section.finish()
-    return Network(_cost("allreduce", fields), _cost("allgather", fields), inner)
+    return Network(**_costs(fields), inner=inner)
+
+
+def _costs(fields: Fields) -> dict[str, Any]:
+    """By kind of collective; files of earlier versions have no alltoall and no reduce-scatter."""
+    optional = [kind for kind in ("alltoall", "reducescatter") if fields.has(kind)]
+    return {kind: _cost(kind, fields) for kind in ("allreduce", "allgather", *optional)}
 
 
 def _cost(kind: str, parent: Fields) -> CollectiveCost:
@@ -203,6 +198,11 @@ def _cost(kind: str, parent: Fields) -> CollectiveCost:
     )
     fields.finish()
     return cost
+
+
+def _costs_as_json(costs: Network | Inner) -> dict[str, Any]:
+    known = {kind: getattr(costs, kind) for kind in ALGORITHMS}
+    return {kind: _cost_as_json(cost) for kind, cost in known.items() if cost is not None}
 
 
 def _cost_as_json(cost: CollectiveCost) -> dict[str, Any]:

@@ -7,7 +7,7 @@ of a rank. All functions take numbers or NumPy arrays that broadcast against eac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,15 +66,39 @@ def _ring_allgather(size: Array, ranks: Array) -> Traffic:
     return Traffic(ranks - 1, size * (ranks - 1))
 
 
+def _direct_alltoall(size: Array, ranks: Array) -> Traffic:
+    return Traffic(2.0 * (ranks > 1), size * (ranks - 1) / ranks)
+
+
+def _pairwise_alltoall(size: Array, ranks: Array) -> Traffic:
+    return Traffic(ranks - 1, size * (ranks - 1) / ranks)
+
+
+def _ring_reducescatter(size: Array, ranks: Array) -> Traffic:
+    return Traffic(ranks - 1, size * (ranks - 1) / ranks)
+
+
 ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "allreduce": {"ring": _ring_allreduce, "tree": _tree_allreduce, "parameter_server": _parameter_server},
     "allgather": {"direct": _direct_allgather, "ring": _ring_allgather},
+    "alltoall": {"direct": _direct_alltoall, "pairwise": _pairwise_alltoall},
+    "reducescatter": {"ring": _ring_reducescatter},
 }
-"""Traffic of `bytes` handed over by each of `ranks`, by kind of collective and algorithm.
+"""Traffic of `bytes` handed over by each of `ranks`, by kind of collective and algorithm. What a rank hands to an
+alltoall or a reduce-scatter are its parts for all ranks together.
 
 Allreduce: Agarwal et al. 2022, table 1 and equation 1. Allgather, direct: the same, appendix B. Allgather, ring: the
 bandwidth term is that of direct, and there are as many messages as other ranks (Thakur et al. 2005, section 4.1).
+Alltoall, pairwise: with each other rank in turn a rank exchanges one message of 1 / ranks of the bytes (the same paper,
+on long messages). Alltoall, direct: all of these messages at once, so that they wait as those of a direct allgather do.
+Reduce-scatter, ring: the first half of a ring allreduce, whose second half is a ring allgather of a rank's sum
+(Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations).
 """
+
+_STANDS_IN = {"alltoall": "allgather", "reducescatter": "allreduce"}
+"""By kind of a collective whose cost is not known: the kind whose messages and bytes are taken to cost the same."""
+
+_STAND_IN_ALGORITHMS = {("alltoall", "direct"): "direct", ("alltoall", "ring"): "pairwise"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +141,7 @@ class CollectiveCost:
         """Time of one collective.
 
         Args:
-            kind: "allreduce" or "allgather".
+            kind: a key of `ALGORITHMS`.
             size: bytes that each rank hands over.
             ranks: how many there are; one exchanges nothing and takes no time.
             speed: by how many times the link is faster than `bytes_per_s` and the table say.
@@ -146,13 +170,41 @@ class CollectiveCost:
         return np.interp(ranks, places, factors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """Costs of kinds of collectives, of which some may not be known.
+
+    Attributes:
+        alltoall, reducescatter: None if not known.
+    """
+
+    alltoall: CollectiveCost | None = None
+    reducescatter: CollectiveCost | None = None
+
+    def cost(self, kind: str) -> CollectiveCost:
+        """The cost of a kind of collective.
+
+        That of an unknown alltoall is made of allgather's numbers, and that of an unknown reduce-scatter of
+        allreduce's: a message and a byte over the link take the same.
+        """
+        known: CollectiveCost | None = getattr(self, kind)
+        if known is not None:
+            return known
+        other: CollectiveCost = getattr(self, _STANDS_IN[kind])
+        return replace(other, algorithm=_STAND_IN_ALGORITHMS.get((kind, other.algorithm), "ring"))
+
+    def stand_in(self, kind: str) -> str | None:
+        """The kind whose numbers serve for this one, if this one is not known; None if it is."""
+        return None if getattr(self, kind) is not None else _STANDS_IN[kind]
+
+
 @dataclass(frozen=True)
-class Inner:
+class Inner(_Known):
     """The fast link between the ranks of one node, for collectives in two stages.
 
     Attributes:
         ranks_per_node: how many share a node and its link to other nodes.
-        allreduce, allgather: costs within a node.
+        allreduce, allgather, alltoall, reducescatter: costs within a node; of the latter two None if not known.
     """
 
     ranks_per_node: int
@@ -161,11 +213,12 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(_Known):
     """What collectives cost between ranks.
 
     Attributes:
-        allreduce, allgather: costs between ranks, or between nodes if there is an inner link.
+        allreduce, allgather, alltoall, reducescatter: costs between ranks, or between nodes if there is an inner link;
+            of the latter two None if not known.
         inner: None if ranks exchange without regard to nodes (a ring through all ranks needs no more: one of its
             links leaves each node).
     """
@@ -185,25 +238,29 @@ class Network:
     ) -> Seconds:
         """Time of one collective.
 
-        With an inner link: an allreduce within each node and one between nodes, each of all bytes; an allgather
-        between nodes of what each node's ranks hand over, and one within nodes of what that brought. Nodes are full
-        but for the last.
+        With an inner link: an allreduce or a reduce-scatter within each node and one between nodes, each of all bytes;
+        an allgather between nodes of what each node's ranks hand over, and one within nodes of what that brought; an
+        alltoall within each node of all bytes, and one between nodes of what each node's ranks hand over. Nodes are
+        full but for the last.
 
         Args:
-            kind: "allreduce" or "allgather".
+            kind: a key of `ALGORITHMS`.
             size: bytes that each rank hands over.
             ranks: how many there are.
-            bytes_per_s: the bandwidth of allreduce if another than measured; that of allgather changes in proportion.
+            bytes_per_s: the bandwidth of allreduce if another than measured; those of the other kinds change in
+                proportion.
             dtype, fused: as for `CollectiveCost.seconds`.
         """
         speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
-        outer: CollectiveCost = getattr(self, kind)
+        outer = self.cost(kind)
         if self.inner is None:
             return outer.seconds(kind, size, ranks, speed, dtype, fused)
+        inner = self.inner.cost(kind)
         local = np.minimum(ranks, self.inner.ranks_per_node)
         nodes = np.ceil(np.asarray(ranks, float) / self.inner.ranks_per_node)
-        if kind == "allreduce":
+        if kind in ("allreduce", "reducescatter"):
             between = outer.seconds(kind, size, nodes, speed, dtype, fused)
-            return between + self.inner.allreduce.seconds(kind, size, local, dtype=dtype)
+            return between + inner.seconds(kind, size, local, dtype=dtype)
         size = np.asarray(size, float)
-        return outer.seconds(kind, size * local, nodes, speed) + self.inner.allgather.seconds(kind, size * nodes, local)
+        brought = size * nodes if kind == "allgather" else size
+        return outer.seconds(kind, size * local, nodes, speed) + inner.seconds(kind, brought, local)
