@@ -95,6 +95,40 @@ def test_all_ranks_change_in_the_same_step_to_what_the_log_names(backend: str, t
     assert first.needed_engine == second.needed_engine == [True] + [False] * 39
 
 
+def test_all_ranks_exchange_as_rank_0_has_found_faster() -> None:
+    """The tensors that a candidate names get the method that it names, until that is found slow."""
+    told = {
+        "dense": Candidate(9.0, 0, "none"),
+        "scattered and dense": Candidate(1.0, 1, "none", "natural:exchange=scatter"),
+        "gathered and dense": Candidate(1.05, 1, "none", "natural"),
+    }
+
+    def work(communicator: InProcessCommunicator) -> tuple[Driven, list[str]]:
+        offered = Candidates(("linear", "conv"), told)
+        sent: list[str] = []
+        times = {"none": 9.0, "natural": 1.0, "natural:exchange=scatter": 3.0}
+        seconds = [0.0]
+
+        def clock() -> float:
+            if made:
+                sent.append(str(made[0].engine.plan["linear"]))
+                seconds[0] += times[sent[-1]]
+            return seconds[0]
+
+        made: list[Driven] = []
+        policy = Auto(calibration="nowhere.json", window=3, every=6)
+        driven = Driven(communicator, policy, "numpy", spec="natural:exchange=auto", candidates=offered, clock=clock)
+        made.append(driven)
+        return driven.run(40), sent
+
+    (first, sent), (second, _) = run_ranks(2, work)
+    assert sent[0] == "natural:exchange=scatter"
+    assert sent[-1] == "natural"
+    assert first.plans == second.plans
+    assert first.result_bits() == second.result_bits()
+    assert {plan["conv"] for plan in first.plans} == {"none"}
+
+
 def test_times_are_told_to_rank_0_and_of_every_step_once() -> None:
     policy = {"asked": frozenset({Statistic.STEP_TIMES}), "often": Period(steps=3), "decisions": at_ratio(0.5)}
     now = iter(range(0, 1000, 7))

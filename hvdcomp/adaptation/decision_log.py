@@ -22,7 +22,7 @@ from typing import Any
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.files import RecordFile
 from hvdcomp.policies.request import Statistics
-from hvdcomp.specs.typed import typed
+from hvdcomp.specs.typed import as_fields, typed
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON cannot hold, by the text that stands for them."""
@@ -181,7 +181,7 @@ def to_json(value: Any) -> Any:
             return number
         return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {name: to_json(item) for name, item in as_fields(value).items()}
     if isinstance(value, Mapping):
         return {_key_text(key): to_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):

@@ -58,7 +58,8 @@ _Excess = Annotated[float, number(lambda one: one > 0, "above 0, such as 0.15 fo
 class Auto(Policy[AutoState]):
     """Dense, fp16 or compressed, by tensor group, whatever makes steps fastest.
 
-    The compressor that the training was given is what "compressed" means; its level is not changed.
+    The compressor that the training was given is what "compressed" means; its level is not changed. If it leaves its
+    exchange open (`exchange="auto"`), its payloads are gathered or scattered, whatever makes steps faster.
 
     Attributes:
         calibration: file or preset of `hvdcomp.perfmodel`. Rank 0 alone reads it.
@@ -105,7 +106,7 @@ class Auto(Policy[AutoState]):
         if not state.candidates:
             return Methods({}, "none")
         chosen = state.candidates[state.chosen]
-        return Methods(dict.fromkeys(state.order[: chosen.compressed]), chosen.rest)
+        return Methods(dict.fromkeys(state.order[: chosen.compressed], chosen.method), chosen.rest)
 
     def update(self, state: AutoState, statistics: Statistics) -> AutoState:
         step = statistics.step

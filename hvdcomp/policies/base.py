@@ -18,7 +18,7 @@ from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole, number
 from hvdcomp.specs.levels import Level
-from hvdcomp.specs.typed import typed
+from hvdcomp.specs.typed import as_fields, typed
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -179,7 +179,7 @@ class AccumulatedGradientPolicy(Policy[State]):
 def _with_text_keys(value: Any) -> Any:
     """Dataclasses as mappings, and numbers that are keys, however deep, as text that makes the number again."""
     if dataclasses.is_dataclass(value):
-        value = vars(value)
+        value = as_fields(value)
     if not isinstance(value, Mapping):
         return value
     return {key if isinstance(key, str) else repr(key): _with_text_keys(inner) for key, inner in value.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Statistic(Enum):
@@ -83,13 +83,17 @@ class Candidate:
 
     Attributes:
         seconds: predicted time of a step.
-        compressed: number of tensors, the first in the order of `Candidates`, that get the training's own compressor.
+        compressed: number of tensors, the first in the order of `Candidates`, that get `method`.
         rest: spec of the compressor of all others; None for that of the training.
+        method: spec of the compressor of these tensors; None for that of the training.
     """
 
     seconds: float
     compressed: int
     rest: str | None
+    method: str | None = None
+
+    later: ClassVar[tuple[str, ...]] = ("method",)
 
 
 @dataclass(frozen=True)

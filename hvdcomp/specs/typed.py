@@ -70,6 +70,16 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
     return kind(value) if kind is Path else value
 
 
+def as_fields(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as files hold them; `typed` makes it of them again.
+
+    Fields that its class names as `later` are left out while they are None: files of versions that did not have them
+    are to be the same as files of today.
+    """
+    later = getattr(value, "later", ())
+    return {name: item for name, item in vars(value).items() if item is not None or name not in later}
+
+
 def shortened(value: Any) -> str:
     """A value of a message, which may be a whole file."""
     text = repr(value)
