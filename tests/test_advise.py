@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import (
     Adviser,
     Calibration,
+    CalibrationError,
     CollectiveCost,
     Compute,
     EncodeTime,
@@ -56,13 +58,13 @@ def error(*arguments: str | Path) -> str:
 def test_json_holds_what_the_model_says() -> None:
     report = as_json(*PRESET)
     adviser = Adviser(load("v100-p3.8xlarge"), "resnet50")
-    assert list(report["methods"]) == list(adviser.exchanges)
+    assert list(report["methods"]) == list(adviser.compressors)
     assert (report["world_size"], report["batch_size"], report["bandwidth_gbps"]) == (64, 64, 10)
     for spec, row in report["methods"].items():
         assert row["step_ms"] == pytest.approx(1e3 * adviser.step_s(spec, Setting(64)))
         parts = sum(row[f"{part}_ms"] for part in ("compute", "encode", "network", "latency"))
         assert parts == pytest.approx(row["step_ms"])
-        assert row["bytes_sent"] == adviser.exchanges[spec].bytes
+        assert row["bytes_sent"] == adviser.exchange(spec, 64).bytes
         assert row["speedup_over_dense"] == pytest.approx(report["methods"]["none"]["step_ms"] / row["step_ms"])
         assert row["limited_by"] in ("compute", "encode", "network", "latency")
     assert report["winner"] == "none"
@@ -106,7 +108,13 @@ def test_estimates_are_said(tmp_path: Path) -> None:
     report = as_json("--model", "bert-base")
     assert any("backward_s is estimated" in note for note in report["notes"])
     assert report["methods"]["powersgd:rank=4"]["estimated"]
-    assert not any("estimated" in note for note in as_json(*PRESET)["notes"])
+    published = as_json(*PRESET)
+    said = "is estimated from that of {}, by the number of payloads that are decoded"
+    assert [note for note in published["notes"] if "estimated" in note] == [
+        f"The encode time of qsgd:bits=2,exchange=scatter {said.format('qsgd:bits=2')}",
+        f"The encode time of terngrad:exchange=scatter {said.format('terngrad')}",
+    ]
+    assert not published["methods"]["qsgd:bits=2"]["estimated"]
     assert "estimated, not published" in run("--model", "bert-base").stdout
 
 
@@ -157,6 +165,73 @@ def test_a_calibration_file_of_ones_own(tmp_path: Path) -> None:
     assert report["methods"]["randomk:ratio=0.01"]["step_ms"] == pytest.approx(181)
     assert report["forward_included"]
     assert not report["within_noise"]
+
+
+# Gathered and scattered -----------------------------------------------------------------------------------------------
+
+SCATTER, AUTO = "natural:exchange=scatter", "natural:exchange=auto"
+
+
+def of_natural(**changes: Any) -> Calibration:
+    """25 million elements of 9 bits; 20 ms to encode, 3 ms to decode a payload; 1 Gb/s and no latency."""
+    return calibrated(encode={"natural": EncodeTime(0.02, decode_per_rank_s=0.003)}, **changes)
+
+
+def test_scatter_is_a_choice_with_a_time_of_its_own() -> None:
+    """By hand, for 8 ranks: bytes over the link, and payloads decoded."""
+    adviser = Adviser(of_natural())
+    assert list(adviser.compressors) == ["none", "fp16", "natural", SCATTER]
+    payload = 25e6 * 9 / 8
+    gather = 0.1 + 0.02 + 0.003 * 8 + 7 * payload / GBPS
+    scatter = 0.1 + 0.02 + 0.003 * (2 - 1 / 8) + 2 * payload * 7 / 8 / GBPS
+    advice = adviser.advise(Setting(8))
+    assert advice.methods["natural"].step_s == pytest.approx(gather, rel=1e-5)
+    assert advice.methods[SCATTER].step_s == pytest.approx(scatter, rel=1e-3)
+    assert advice.winner == SCATTER
+    (low, high), = advice.methods[SCATTER].wins
+    assert low is None
+    # 100 + 1400 / x = 100 + 20 + 5.6 + 393.75 / x
+    assert high is not None
+    assert high / GBPS == pytest.approx((1400 - 393.75) / 25.625, rel=1e-2)
+
+
+def test_scatter_alone_may_be_asked_for_and_measured() -> None:
+    assert list(Adviser(of_natural(), specs=[SCATTER]).compressors) == ["none", "fp16", SCATTER]
+    measured = calibrated(encode={SCATTER: EncodeTime(0.5, decode_per_rank_s=0.1)})
+    adviser = Adviser(measured)
+    assert set(adviser.compressors) == {"none", "fp16", "natural", SCATTER}
+    assert not adviser.encode[SCATTER].estimated
+    assert adviser.encode["natural"].estimated
+    parts = adviser.parts("natural", Setting(8))
+    assert float(parts.encode) == pytest.approx(0.5 + 0.8)
+    with pytest.raises(CalibrationError, match=r"no encode time of 'terngrad:exchange=scatter'"):
+        Adviser(measured, specs=["terngrad:exchange=scatter"])
+
+
+def test_over_numbers_of_ranks_auto_is_gathered_and_then_scattered() -> None:
+    adviser = Adviser(of_natural(), specs=["natural", SCATTER, AUTO])
+    bandwidths = GBPS * np.array([1.0, 10.0])[:, None]
+    ranks = np.array([1, 2, 3, 4, 7])
+    found = {spec: adviser.step_s(spec, Setting(ranks, bandwidths)) for spec in ("natural", SCATTER, AUTO)}
+    assert found[AUTO].shape == (2, 5)
+    assert found[AUTO][:, :3].tolist() == found["natural"][:, :3].tolist()
+    assert found[AUTO][:, 3:].tolist() == found[SCATTER][:, 3:].tolist()
+    for (row, column), seconds in np.ndenumerate(found[SCATTER]):
+        assert seconds == pytest.approx(adviser.step_s(SCATTER, Setting(ranks[column], bandwidths[row, 0])))
+
+
+def test_an_alltoall_that_was_not_measured_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    save(of_natural(), file)
+    said = "The calibration has no alltoall: it is predicted from the figures of allgather."
+    assert said in as_json("--calibration", file)["notes"]
+    assert said not in as_json("--calibration", file, "--compressor", "natural")["notes"]
+    known = replace(of_natural().network, alltoall=CollectiveCost("pairwise", 0.0, GBPS / 4))
+    save(replace(of_natural(), network=known), tmp_path / "new.json")
+    new = as_json("--calibration", tmp_path / "new.json", "--world-size", "8")
+    assert said not in new["notes"]
+    ms = 1e3 * 25e6 * 9 / 8 * 7 / 8 / GBPS * (1 + 4)
+    assert new["methods"][SCATTER]["network_ms"] == pytest.approx(ms, rel=1e-3)
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

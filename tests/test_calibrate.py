@@ -25,7 +25,18 @@ from hvdcomp.bench.fit import (
 from hvdcomp.commands.advise import command as advise
 from hvdcomp.commands.calibrate import _checked
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import Collective, CollectiveCost, Compute, Exchange, Network, Parts, Setting, load, predict
+from hvdcomp.perfmodel import (
+    ALGORITHMS,
+    Collective,
+    CollectiveCost,
+    Compute,
+    Exchange,
+    Network,
+    Parts,
+    Setting,
+    load,
+    predict,
+)
 from hvdcomp.train.options import SetupError
 from tests.launch import run_ranks
 
@@ -281,7 +292,8 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")
     (tmp_path / "own_model.py").write_text(OWN)
     file = tmp_path / "two.json"
-    specs = [word for spec in ("fp16", "topk:ratio=0.01") for word in ("--compressor", spec)]
+    scattered = "qsgd:bits=4,exchange=scatter"
+    specs = [word for spec in ("fp16", "topk:ratio=0.01", scattered) for word in ("--compressor", spec)]
     models = ["--model", "mlp", "--model", "own_model:small"]
     arguments = [_COMMAND, "calibrate", *models, *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
     done = run_ranks(2, "gloo", arguments, {"PYTHONPATH": str(tmp_path)}, timeout=120)
@@ -290,12 +302,15 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     assert set(calibration.models) == {"mlp", "own_model:small"}
     facts = calibration.models["mlp"]
     assert sum(tensor.size for tensor in facts.tensors) == 820_874
-    assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01"}
+    assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01", scattered}
     assert all(time.encode_s + time.decode_per_rank_s > 0 for time in facts.compute.encode.values())
     assert facts.compute.batch_size == 4
     assert len(facts.compute.ready) == len(facts.tensors)
     assert facts.compute.ready[0][0] < 0.01  # the last layer's gradients are small and come first
     assert facts.compute.optimizer_s > 0
+    for kind in ALGORITHMS:
+        assert calibration.network.stand_in(kind) is None
+        assert calibration.network.cost(kind).transfer[-1][0] > 1 << 16
     assert "ranks" in calibration.machine
     assert "median" in calibration.noise_note
     noisy = "Too noisy to trust" in calibration.noise_note
@@ -304,7 +319,7 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     answer = CliRunner().invoke(advise, asked)
     assert answer.exit_code == 0, answer.output
     methods = json.loads(answer.output)["methods"]
-    assert set(methods) == {"none", "fp16", "topk:ratio=0.01"}
+    assert set(methods) == {"none", "fp16", "topk:ratio=0.01", "qsgd:bits=4", scattered}
     # A step takes at least what computing takes, and no step of so small a model takes a second.
     least = 1e3 * ((facts.compute.forward_s or 0) + facts.compute.backward_s)
     assert all(least <= one["step_ms"] < 1000 for one in methods.values())

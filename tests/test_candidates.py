@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,26 @@ def test_the_three_ways_for_all_tensors_are_what_advise_predicts(spec: str, rank
     for name, method in {"dense": "none", "fp16": "fp16", "compressed": spec}.items():
         rest = {"compressed": None}.get(name, method)
         assert found[name] == Candidate(float(adviser.step_s(method, Setting(ranks))), 0, rest)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_calibration_decides_on_an_exchange_that_is_left_open(ranks: int, file: Path) -> None:
+    known = calibration()
+    known["models"]["mine"]["encode"]["natural"] = {"encode_s": 0.001, "decode_per_rank_s": 1e-5}
+    file.write_text(json.dumps(known))
+    adviser = Adviser(load(file))
+    found = candidates(file, "natural:exchange=auto", ranks).candidates
+    ways = {"gathered": "natural", "scattered": "natural:exchange=scatter"}
+    mixed = {f"{way} and {rest}" for way in ways for rest in ("dense", "fp16")}
+    assert set(found) == {"dense", "fp16", *ways, *mixed}
+    for way, spec in ways.items():
+        alone = candidates(file, spec, ranks).candidates
+        assert alone["compressed"] == Candidate(float(adviser.step_s(spec, Setting(ranks))), 0, None)
+        assert found[way] == replace(alone["compressed"], rest=spec)
+        for rest in ("dense", "fp16"):
+            assert found[f"{way} and {rest}"] == replace(alone[f"compressed and {rest}"], method=spec)
+    # As many bytes with two ranks, and a message more; fewer with more ranks.
+    assert (found["gathered"].seconds < found["scattered"].seconds) == (ranks == 2)
 
 
 def test_a_mixture_compresses_what_saves_most_for_its_time(file: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdcomp import kernels
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
@@ -37,16 +38,20 @@ class Recorder(LoopbackCommunicator):
         self._note("allgather", array, name)
         return super().start_allgather(array, name)
 
+    def start_alltoall(self, array: Array, name: str) -> Array:
+        self._note("alltoall", array, name)
+        return super().start_alltoall(array, name)
+
     def _note(self, kind: str, array: Array, name: str) -> None:
         number = name.split(".")[1]  # hvdcomp.round0.1.allreduce...
         self.rounds.setdefault(number, []).append((kind, part_bytes(arrays_for(array), array)))
 
 
 def steps_of(
-    spec: str, shapes: dict[str, tuple[int, ...]], dtype: str, steps: int
+    spec: str, shapes: dict[str, tuple[int, ...]], dtype: str, steps: int, ranks: int = 1
 ) -> list[list[list[tuple[str, int]]]]:
     """The collectives of each round of each step of an engine on NumPy arrays."""
-    communicator = Recorder()
+    communicator = Recorder(ranks)
     tensors = [TensorInfo(name, shape, dtype) for name, shape in shapes.items()]
     engine = Engine(communicator, tensors, parse_compressor(spec), min_numel=20)
     found = []
@@ -65,7 +70,7 @@ def steps_of(
 def test_the_rounds_are_those_of_the_engine(spec: str, dtype: str) -> None:
     """Two steps, since an alternating method sends another factor in each; the model holds their mean."""
     tensors = [TensorInfo(name, shape, dtype) for name, shape in SHAPES.items()]
-    modelled = exchange_of(parse_compressor(spec), tensors, min_numel=20).rounds
+    modelled = exchange_of(parse_compressor(spec), tensors, 1, min_numel=20).rounds
     first, second = steps_of(spec, SHAPES, dtype, 2)
     assert [[kind for kind, _ in one] for one in first] == [[kind for kind, _ in one] for one in second]
     assert len(first) == len(modelled)
@@ -76,9 +81,67 @@ def test_the_rounds_are_those_of_the_engine(spec: str, dtype: str) -> None:
         assert 0 <= bytes_seen - sum(one.bytes for one in expected) <= spare
 
 
+SCATTERED = [
+    *(f"{spec}{',' if ':' in spec else ':'}exchange=scatter"
+      for spec in ("qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd")),
+    "qsgd:bits=4,bucket=32,exchange=auto",
+    '{"embed*": "topk:ratio=0.1", "numel<800": "none", "*": "natural:exchange=scatter"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "float32"), (5, "float32"), (3, "float64")])
+@pytest.mark.parametrize("spec", SCATTERED)
+def test_the_rounds_of_scattered_payloads_are_those_of_the_engine(spec: str, ranks: int, dtype: str) -> None:
+    """Buckets of float32, where there are kernels, and tensors one by one. Rows to each rank are padded."""
+    if dtype == "float32" and not kernels.available():
+        pytest.skip("needs the compiled kernels")
+    tensors = [TensorInfo(name, shape, dtype) for name, shape in SHAPES.items()]
+    exchange = exchange_of(parse_compressor(spec), tensors, ranks, min_numel=20)
+    (seen,) = steps_of(spec, SHAPES, dtype, 1, ranks)
+    assert len(seen) == len(exchange.rounds)
+    for number, (each, expected) in enumerate(zip(seen, exchange.rounds, strict=True)):
+        assert [kind for kind, _ in each] == sorted(one.kind for one in expected)
+        for (kind, size), one in zip(each, sorted(expected), strict=True):
+            spare = PADDING * (ranks if kind == "alltoall" else 1) + (8 if number == 0 else 0)
+            assert 0 <= size - one.bytes <= spare
+    if "auto" in spec:
+        assert ("alltoall" in str(exchange)) == (ranks >= 4)
+
+
+def test_where_all_is_scattered_the_flag_goes_alone() -> None:
+    shapes = {"one": (40, 50), "other": (64, 64)}
+    tensors = [TensorInfo(name, shape) for name, shape in shapes.items()]
+    exchange = exchange_of(parse_compressor("natural:exchange=scatter"), tensors, 4)
+    assert [[one.kind for one in each] for each in exchange.rounds] == [["alltoall", "allgather"], ["allgather"]]
+    (seen,) = steps_of("natural:exchange=scatter", shapes, "float32", 1, 4)
+    assert [[kind for kind, _ in each] for each in seen] == [["allgather", "alltoall"], ["allgather"]]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 1024])
+def test_bytes_and_decoding_of_scattered_payloads_do_not_grow_with_the_ranks(ranks: int) -> None:
+    tensors = tensors_of("resnet50")
+    gathered = exchange_of(parse_compressor("qsgd:bits=4"), tensors, ranks)
+    scattered = exchange_of(parse_compressor("qsgd:bits=4,exchange=scatter"), tensors, ranks)
+    assert float(gathered.decoded(ranks)) == ranks
+    assert float(scattered.decoded(ranks)) == pytest.approx(2 - 1 / ranks)
+    payload = next(one.bytes for one in gathered.rounds[0] if one.kind == "allgather")
+    (alltoall,) = (one.bytes for one in scattered.rounds[0] if one.kind == "alltoall")
+    (means,) = scattered.rounds[1]
+    # Chunks are of whole units, and all as long as the longest.
+    assert payload <= alltoall < 1.05 * payload
+    assert means.bytes == pytest.approx(alltoall / ranks)
+
+
+def test_of_a_mixture_what_is_gathered_is_decoded_as_often_as_there_are_ranks() -> None:
+    mixture = parse_compressor('{"small": "natural", "*": "natural:exchange=scatter"}')
+    tensors = [TensorInfo("large", (600, 512)), TensorInfo("small", (200, 512))]
+    # Payloads of 9 bits an element: a quarter of them decoded eight times, three quarters 15/8 times.
+    assert float(exchange_of(mixture, tensors, 8).decoded(8)) == pytest.approx(8 / 4 + 15 / 8 * 3 / 4, rel=1e-3)
+
+
 def test_published_sizes_of_the_models() -> None:
     """97, 170 and 418 MB in section 3: MiB, rounded."""
-    sizes = {model: exchange_of(parse_compressor("none"), tensors_of(model)).bytes for model in MODEL_SIZES}
+    sizes = {model: exchange_of(parse_compressor("none"), tensors_of(model), 8).bytes for model in MODEL_SIZES}
     assert {model: round(size / 2**20) for model, size in sizes.items()} == MODEL_SIZES
 
 
@@ -86,10 +149,11 @@ MODEL_SIZES = {"resnet50": 97, "resnet101": 170, "bert-base": 418}
 
 
 def test_only_casts_are_overlapped() -> None:
-    overlapped = {spec for spec in EXAMPLES if exchange_of(parse_compressor(spec), tensors_of("resnet50")).overlapped}
+    tensors = tensors_of("resnet50")
+    overlapped = {spec for spec in EXAMPLES if exchange_of(parse_compressor(spec), tensors, 8).overlapped}
     assert overlapped == {"none", "fp16"}
 
 
 def test_nothing_to_exchange_is_an_error() -> None:
     with pytest.raises(ValueError, match="nothing to exchange"):
-        exchange_of(parse_compressor("none"), [TensorInfo("empty", (0, 3))])
+        exchange_of(parse_compressor("none"), [TensorInfo("empty", (0, 3))], 2)

@@ -192,7 +192,7 @@ def test_ten_thousand_settings_of_every_method_take_less_than_a_second() -> None
     bandwidths = np.geomspace(1e7, 1e10, 100)
     setting = Setting(np.arange(1, 101), bytes_per_s=bandwidths[:, None])
     start = time.process_time()
-    predicted = {spec: adviser.step_s(spec, setting) for spec in adviser.exchanges}
+    predicted = {spec: adviser.step_s(spec, setting) for spec in adviser.compressors}
     factors = adviser.least_factor(setting)
     assert time.process_time() - start < 1
     assert factors.shape == (100, 100)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcomp.perfmodel import Adviser, Calibration, EncodeTime, Setting, load
+from hvdcomp.perfmodel import ALGORITHMS, Adviser, Calibration, EncodeTime, Setting, load
 from hvdcomp.perfmodel.sweep import GBPS
 
 PRESET = load("v100-p3.8xlarge")
@@ -63,6 +63,10 @@ def test_the_preset_holds_the_published_numbers() -> None:
     assert not any(time.estimated for time in compute.encode.values())
     assert all(time.source for time in compute.encode.values())
     assert PRESET.network.allreduce.bytes_per_s == 10 * GBPS
+    for kind in ALGORITHMS:  # what is not published is as what is
+        assert PRESET.network.stand_in(kind) is None
+        there = replace(PRESET.network, alltoall=None, reducescatter=None).seconds(kind, 1e6, 64)
+        assert PRESET.network.seconds(kind, 1e6, 64) == there
 
 
 def test_powersgd_wins_below_a_bandwidth_between_8_and_10_gbps_and_not_above(resnet50: Adviser) -> None:
@@ -109,7 +113,7 @@ def test_alpha_as_time_of_one_message_contradicts_the_papers_own_measurements() 
 @pytest.mark.parametrize("world_size", [16, 32, 64, 96])
 def test_nothing_beats_sync_sgd_at_10_gbps(resnet50: Adviser, world_size: int) -> None:
     """Figures 6 to 8, ResNet-50 at batch 64: PowerSGD, MSTop-K and SignSGD are all slower."""
-    step = {spec: float(resnet50.step_s(spec, at(10, world_size))) for spec in resnet50.exchanges}
+    step = {spec: float(resnet50.step_s(spec, at(10, world_size))) for spec in resnet50.compressors}
     assert min(step, key=lambda spec: step[spec]) == "none"
     assert sorted(step.values())[1] > step["none"]
 
@@ -125,7 +129,7 @@ def test_the_order_of_the_methods(resnet50: Adviser) -> None:
     assert step("powersgd:rank=16") < step("signsgd")
     # SignSGD has the cheapest encoder of all, and grows with the number of ranks nevertheless.
     assert step("signsgd", 96) - step("signsgd", 48) > 4 * (step("none", 96) - step("none", 48))
-    gathered = next(one.bytes for one in resnet50.exchanges["signsgd"].rounds[0] if one.kind == "allgather")
+    gathered = next(one.bytes for one in resnet50.exchange("signsgd", 96).rounds[0] if one.kind == "allgather")
     assert step("signsgd", 96) - step("signsgd", 48) == pytest.approx(48 * gathered / 1.25e9, rel=0.02)
 
 
@@ -141,7 +145,7 @@ def efficiency(adviser: Adviser, factor: float, setting: Setting) -> float:
     """Share of linear scaling with an ideal compressor: section 4.1 with every bucket smaller by the factor."""
     facts = adviser.facts
     gamma, backward = facts.compute.gamma, facts.compute.backward_s * float(facts.compute.share(setting.batch_size))
-    total, bucket = adviser.exchanges["none"].bytes, facts.bucket_bytes
+    total, bucket = adviser.exchange("none", 64).bytes, facts.bucket_bytes
 
     def comm(b: float) -> float:
         return float(adviser.calibration.network.seconds("allreduce", b / factor, setting.world_size).total)
@@ -173,7 +177,7 @@ def test_small_batches_need_four_times_only_if_the_last_bucket_is_small() -> Non
     assert efficiency(adviser, 4, small) < 0.8
     # What can hide does with a factor of about 5.
     backward = adviser.facts.compute.gamma * 0.122 / 4
-    everything = 2 * adviser.exchanges["none"].bytes * 63 / 64 / 1.25e9
+    everything = 2 * adviser.exchange("none", 64).bytes * 63 / 64 / 1.25e9
     assert 4 < everything / backward < 5.5
 
 

@@ -2,15 +2,18 @@
 
 The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
 everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
-the rest dense or in half precision. Rank 0 alone reads the calibration; the other ranks receive the result.
+the rest dense or in half precision. If the compressor leaves its exchange open, compressed tensors are gathered in some
+of these ways and scattered in others. Rank 0 alone reads the calibration; the other ranks receive the result.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.compressors.choice import Plan
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import (
     Calibration,
@@ -23,6 +26,7 @@ from hvdcomp.perfmodel import (
     model_of,
 )
 from hvdcomp.perfmodel import predict as predict_step
+from hvdcomp.perfmodel.ways import WAYS, encode_time_of
 from hvdcomp.policies.auto import DENSE_CANDIDATE
 from hvdcomp.policies.request import Candidate, Candidates
 
@@ -89,6 +93,7 @@ class _Model:
     def candidates(self, source: str) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
         worthwhile = self._worthwhile()
+        order = tuple(tensor.name for tensor in worthwhile)
         encode = self._encode(source) if worthwhile else None
         found: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
@@ -98,29 +103,40 @@ class _Model:
                 found[name] = candidate
                 sent.append(sends)
 
-        for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16"), (COMPRESSED, None)):
+        for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16")):
             plan = self._plans.with_methods({}, rest)
-            spent = encode if rest is None else self.facts.compute.encode.get(rest)
-            offer(name, Candidate(self._seconds(plan, spent), 0, rest), plan)
-        order = tuple(tensor.name for tensor in worthwhile)
-        for name, rest in ((f"{COMPRESSED} and {DENSE_CANDIDATE}", "none"), (f"{COMPRESSED} and {FP16}", "fp16")):
-            if encode is not None and (mixed := self._best_mixture(worthwhile, rest, encode)) is not None:
-                offer(name, mixed, self._plans.with_methods(dict.fromkeys(order[: mixed.compressed]), rest))
+            offer(name, Candidate(self._seconds(plan, self.facts.compute.encode.get(rest)), 0, rest), plan)
+        for compressed, method in self._methods().items():
+            plan = self._plans.with_methods({}, method)
+            offer(compressed, Candidate(self._seconds(plan, encode), 0, method), plan)
+            for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16")):
+                if encode is not None and (mixed := self._best_mixture(worthwhile, method, rest, encode)) is not None:
+                    plan = self._plans.with_methods(dict.fromkeys(order[: mixed.compressed], method), rest)
+                    offer(f"{compressed} and {name}", mixed, plan)
         others = tuple(name for name in self._plans.names if name not in order)
         return Candidates((*order, *others), found)
+
+    def _methods(self) -> dict[str, str | None]:
+        """By name the compressors to look at: the training's own or, if it leaves the exchange open, each way."""
+        compressor = self.engine.compressor
+        several = self.engine.communicator.world_size > 1
+        if not several or not isinstance(compressor, Gathering) or compressor.exchange != "auto":
+            return {COMPRESSED: None}
+        return {f"{way}ed": str(dataclasses.replace(compressor, exchange=way)) for way in WAYS}
 
     def _sends(self, plan: Plan) -> dict[str, object]:
         """By tensor what is sent: the element type of a cast, or the compressor."""
         return {name: one.wire_dtype(self.engine.tensors[name].dtype) or one for name, one in plan.items()}
 
     def _encode(self, source: str) -> EncodeTime:
-        spec, known = str(self.engine.compressor), self.facts.compute.encode
-        if spec not in known:
+        known = self.facts.compute.encode
+        found = encode_time_of(self.engine.compressor, known)
+        if found is None:
             raise CalibrationError(
-                f"{source} has no encode time of {spec!r} for this model; it has: {', '.join(known) or 'none'}. "
-                "Calibrate with this compressor, or use one of these"
+                f"{source} has no encode time of {str(self.engine.compressor)!r} for this model; it has: "
+                f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
             )
-        return known[spec]
+        return found
 
     def _worthwhile(self) -> list[_Tensor]:
         """The compressed tensors, those first that save most bytes for their time to encode."""
@@ -134,22 +150,25 @@ class _Model:
                 found.append(_Tensor(name, tensor.size + _STARTING, saved))
         return sorted(found, key=lambda one: (-one.saved / one.weight, one.name))
 
-    def _best_mixture(self, tensors: list[_Tensor], rest: str, encode: EncodeTime) -> Candidate | None:
+    def _best_mixture(
+        self, tensors: list[_Tensor], method: str | None, rest: str, encode: EncodeTime
+    ) -> Candidate | None:
         """The fastest of some mixtures of compressed tensors and others; None if there are no two tensors to mix."""
         count = len(tensors)
         total = sum(tensor.weight for tensor in tensors)
         best = None
         for number in sorted({round(count * cut / (_CUTS + 1)) for cut in range(1, _CUTS + 1)} - {0, count}):
             share = sum(tensor.weight for tensor in tensors[:number]) / total
-            plan = self._plans.with_methods(dict.fromkeys(tensor.name for tensor in tensors[:number]), rest)
+            plan = self._plans.with_methods(dict.fromkeys((tensor.name for tensor in tensors[:number]), method), rest)
             seconds = self._seconds(plan, encode.part(share))
             if best is None or seconds < best.seconds:
-                best = Candidate(seconds, number, rest)
+                best = Candidate(seconds, number, rest, method)
         return best
 
     def _seconds(self, plan: Plan, encode: EncodeTime | None) -> float:
         overlapped = self._overlaps and self.engine.planner.casts(plan)
-        exchange = exchange_of_plan(self.engine.tensors.values(), plan, overlapped)
+        ranks = self.engine.communicator.world_size
+        exchange = exchange_of_plan(self.engine.tensors.values(), plan, overlapped, ranks)
         network, compute = self._calibration.network, self.facts.compute
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode)
         return float(parts.total)

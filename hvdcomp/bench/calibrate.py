@@ -19,6 +19,8 @@ from hvdcomp.bench.workload import build
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.perfmodel.calibration import Calibration
 from hvdcomp.perfmodel.exchanges import exchange_of
+from hvdcomp.perfmodel.network import ALGORITHMS
+from hvdcomp.perfmodel.ways import in_each_way
 from hvdcomp.train import environment
 
 NETWORK_SHARE = 0.3  # of the time of a calibration
@@ -57,8 +59,8 @@ def calibrate(
         beside: called on every rank after each round of the kinds of steps: what is compared with the calibration is
             measured there, as machines are not equally fast all the time. What it takes is not among the seconds.
     """
-    largest, gathered = _largest(models, compressors, batch_size, seed)
-    network = probe_network(largest, gathered, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
+    largest = _largest(models, compressors, batch_size, seed)
+    network = probe_network(largest, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
     readings = {f"network, {what}": one for what, one in network.readings.items()}
     facts = {}
     for model in models:
@@ -114,15 +116,15 @@ def machine_facts() -> dict[str, str]:
     }
 
 
-def _largest(
-    models: Sequence[str], compressors: Sequence[Compressor], batch_size: int, seed: int
-) -> tuple[int, int]:
-    """Bytes of the largest allreduce and of the largest allgather in a step of any model, of one rank."""
-    found = {"allreduce": 0.0, "allgather": 0.0}
+def _largest(models: Sequence[str], compressors: Sequence[Compressor], batch_size: int, seed: int) -> dict[str, int]:
+    """By kind of collective the bytes of the largest in a step of any model, of one rank; every way to exchange counts,
+    because `advise` shows them all."""
+    found = dict.fromkeys(ALGORITHMS, 0.0)
+    ways = [way for one in compressors for way in in_each_way(one)]
     for model in models:
         tensors = build(model, batch_size, seed, hvd.rank()).tensors()
-        for compressor in (NoCompression(), *compressors):
-            for collectives in exchange_of(compressor, tensors).rounds:
+        for compressor in (NoCompression(), *ways):
+            for collectives in exchange_of(compressor, tensors, hvd.size()).rounds:
                 for one in collectives:
                     found[one.kind] = max(found[one.kind], one.bytes)
-    return int(found["allreduce"]), int(found["allgather"])
+    return {kind: int(size) for kind, size in found.items()}

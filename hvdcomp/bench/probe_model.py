@@ -30,6 +30,7 @@ from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.network import Network
 from hvdcomp.perfmodel.predict import Setting, predict
 from hvdcomp.perfmodel.schedule import sequential
+from hvdcomp.perfmodel.ways import in_each_way
 
 _FORWARD, _BACKWARD, _MIDDLE, _OPTIMIZER = range(4)  # parts of a step; the middle is the exchange, or stands for it
 _LEARNING_RATE = 1e-4
@@ -42,7 +43,8 @@ Ways = dict[str, "Training"]
 
 
 class _NoPayload(LoopbackCommunicator):
-    """Carries out every collective on all ranks, but sends eight bytes in it; the answers are those of a loopback."""
+    """Carries out every collective on all ranks, but sends eight bytes in it, to each rank if these differ; the answers
+    are those of a loopback."""
 
     def __init__(self, method: str) -> None:
         super().__init__(hvd.size())
@@ -55,6 +57,16 @@ class _NoPayload(LoopbackCommunicator):
     def start_allgather(self, array: torch.Tensor, name: str) -> Any:
         handle = hvd.allgather_async(torch.zeros(8, dtype=torch.uint8), name=f"{self._method}.{name}")
         return handle, super().start_allgather(array, name)
+
+    def start_alltoall(self, array: torch.Tensor, name: str) -> Any:
+        there = torch.zeros(8 * self.world_size, dtype=torch.uint8)
+        handle = hvd.alltoall_async(there, name=f"{self._method}.{name}")
+        return handle, super().start_alltoall(array, name)
+
+    def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
+        there = torch.zeros(2 * self.world_size)
+        handle = hvd.reducescatter_async(there, name=f"{self._method}.{name}", op=hvd.Sum)
+        return handle, super().start_reducescatter(array, op, name)
 
     def wait(self, handle: Any) -> torch.Tensor:
         hvd.synchronize(handle[0])
@@ -191,7 +203,8 @@ def probe_model(
 
     def beyond(compressor: Compressor, step_s: float) -> float:
         """What a step takes that Horovod carries, beside what follows from all else."""
-        known = predict(network, compute, exchange_of(compressor, tensors), bucket_bytes, Setting(hvd.size()))
+        exchange = exchange_of(compressor, tensors, hvd.size())
+        known = predict(network, compute, exchange, bucket_bytes, Setting(hvd.size()))
         return max(0.0, step_s - float(known.total))
 
     readings["step with Horovod"] = step = halves(_slowest(dense))
@@ -201,7 +214,7 @@ def probe_model(
         spec = str(one)
         if spec not in times:
             continue
-        exchange = exchange_of(one, tensors)
+        exchange = exchange_of(one, tensors, hvd.size())
         if exchange.overlapped:
             readings[f"step of {spec}"] = step = halves(_slowest(times[spec]))
             encode[spec] = EncodeTime(beyond(one, step.seconds), source=_SOURCE)
@@ -209,7 +222,8 @@ def probe_model(
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(_slowest(times[spec]))
         # What the ranks wait for each other between the rounds is in it.
-        encode[spec] = _encode_time(one, plain, step.seconds - whole - engine - _latency_s(exchange, network))
+        beyond_it = step.seconds - whole - engine - _latency_s(exchange, network)
+        encode[spec] = _encode_time(one, plain, exchange, beyond_it)
     facts = ModelFacts(tuple(tensors), replace(compute, encode=encode), bucket_bytes)
     return ModelProbe(facts, readings)
 
@@ -336,20 +350,22 @@ def _latency_s(exchange: Exchange, network: Network) -> float:
     return float(sequential(0.0, 0.0, exchange, cost_of, payload=0.0).total)
 
 
-def _encode_time(compressor: Compressor, workload: Workload, measured: float) -> EncodeTime:
-    """What was measured with this number of ranks, with the part of it that grows with their number.
+def _encode_time(compressor: Compressor, workload: Workload, exchange: Exchange, measured: float) -> EncodeTime:
+    """What was measured with this number of ranks, with the part of it that grows with what is decoded.
 
-    It is no less than what encoding and decoding alone take.
+    It is no less than what encoding and decoding alone take. What decoding a payload takes is measured with gathered
+    ones, whose number grows with that of the ranks; scattered ones are decoded by the same code.
     """
     ranks = hvd.size()
     encode, decode = _alone(compressor, workload, ranks)
     measured = max(measured, encode + decode)
-    each = 0.0
-    exchange = exchange_of(compressor, workload.tensors())
+    each, decoded = 0.0, float(exchange.decoded(ranks))
     if any(one.kind == "allgather" for collectives in exchange.rounds for one in collectives):
-        _, more = _alone(compressor, workload, 2 * ranks)
-        each = min(max(0.0, (more - decode) / ranks), measured / ranks)
-    return EncodeTime(measured - each * ranks, decode_per_rank_s=each, source=_SOURCE)
+        gathering = in_each_way(compressor)[0]
+        fewer = decode if gathering == compressor else _alone(gathering, workload, ranks)[1]
+        _, more = _alone(gathering, workload, 2 * ranks)
+        each = min(max(0.0, (more - fewer) / ranks), measured / decoded)
+    return EncodeTime(measured - each * decoded, decode_per_rank_s=each, source=_SOURCE)
 
 
 def _alone(compressor: Compressor, workload: Workload, ranks: int) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ _LEAST = 1 << 18  # bytes up to which every calibration goes
 _GROWTH = 4
 _COMPARED = 2  # number of the largest sizes at which element types and fusion are compared
 _FUSED_PARTS = 16
+_FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
 _FEWEST, _MOST = 3, 20  # samples of a size in a pass
 _LONGEST_S = 1.5  # a size that would take longer is left to the bandwidth
 
@@ -54,28 +55,29 @@ def fusion_threshold() -> int:
     return int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 128 * 1024 * 1024) or 1
 
 
-def probe_network(largest: int, largest_gather: int, seconds: float, show: Show) -> NetworkProbe:
-    """Measures allreduce and allgather by size, the adding up of float16, and Horovod's fusion.
+def probe_network(largest: Mapping[str, int], seconds: float, show: Show) -> NetworkProbe:
+    """Measures each kind of collective by size, the adding up of float16, and Horovod's fusion.
 
     To be called on every rank, with the same arguments.
 
     Args:
-        largest: bytes of the largest allreduce that matters.
-        largest_gather: bytes that a rank hands to the largest allgather that matters.
+        largest: by kind, in the order in which they are to be measured, the bytes that a rank hands to the largest one
+            that matters.
         seconds: about how long to take.
         show: called with what comes next.
     """
     ranks = hvd.size()
     measuring = _Measuring(seconds, show)
-    costs = {}
-    for kind, most in (("allreduce", largest), ("allgather", largest_gather)):
+    costs: dict[str, Any] = {}
+    for kind, most in largest.items():
         sizes = [_TINY, _SMALLEST]
         while sizes[-1] < max(most, _LEAST):
             sizes.append(sizes[-1] * _GROWTH)
         times = measuring.by_size((kind,), sizes)[kind]
         if kind == "allreduce":
             compared = [size for size in times if size >= _LEAST][-_COMPARED:]
-        costs[kind] = fit_collective(kind, "ring", ranks, list(times), list(times.values()), cycle_seconds())
+        handed = [_handed(kind, size) for size in times]
+        costs[kind] = fit_collective(kind, _FITTED[kind], ranks, handed, list(times.values()), cycle_seconds())
     # In turns, as it is their differences that count.
     plain, half, fused = (
         list(times.values()) for times in measuring.by_size(("float32", "float16", "fused"), compared).values()
@@ -87,15 +89,15 @@ def probe_network(largest: int, largest_gather: int, seconds: float, show: Show)
         fusion_s_per_byte=extra_per_byte(compared, fused, plain),
         reduction_s_per_byte={"float16": float16} if float16 else {},
     )
-    return NetworkProbe(Network(costs["allreduce"], costs["allgather"]), measuring.readings)
+    return NetworkProbe(Network(**costs), measuring.readings)
 
 
 class _Measuring:
     """Times collectives, by kind and size, and keeps what was measured."""
 
     def __init__(self, seconds: float, show: Show) -> None:
-        # Some twenty sizes and kinds, of which half are too small to take any time.
-        self._per_size = seconds / 12 / _PASSES
+        # Some thirty sizes and kinds, of which half are too small to take any time.
+        self._per_size = seconds / 18 / _PASSES
         self._show = show
         self.readings: dict[str, Reading] = {}
 
@@ -139,15 +141,25 @@ class _Measuring:
 def _starter(kind: str, size: int) -> Callable[[], Any]:
     """A function that starts one collective under a name of its own; all are averages, as gradients are."""
     name = f"hvdcomp.calibrate.{kind}.{size}"
-    if kind == "allgather":
-        gathered = torch.zeros(size, dtype=torch.uint8)
-        return lambda: hvd.allgather_async(gathered, name=name)
+    if kind in ("allgather", "alltoall"):
+        sent = torch.zeros(_handed(kind, size), dtype=torch.uint8)
+        function = getattr(hvd, f"{kind}_async")
+        return lambda: function(sent, name=name)
     if kind == "fused":
         parts = [torch.zeros(size // 4 // _FUSED_PARTS) for _ in range(_FUSED_PARTS)]
         return lambda: hvd.grouped_allreduce_async_(parts, name=name, op=hvd.Average)
     dtype, width = (torch.float16, 2) if kind == "float16" else (torch.float32, 4)
-    reduced = torch.zeros(size // width, dtype=dtype)
+    reduced = torch.zeros(_handed(kind, size) // width, dtype=dtype)
+    if kind == "reducescatter":
+        return lambda: hvd.reducescatter_async(reduced, name=name, op=hvd.Average)
     return lambda: hvd.allreduce_async_(reduced, name=name, op=hvd.Average)
+
+
+def _handed(kind: str, size: int) -> int:
+    """The bytes that a rank really hands over: an alltoall and a reduce-scatter need as many for each rank, of whole
+    float32."""
+    rows = 4 * hvd.size() if kind in ("alltoall", "reducescatter") else 1
+    return max(1, size // rows) * rows
 
 
 def _timed(start: Callable[[], Any]) -> float:

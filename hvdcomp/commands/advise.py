@@ -13,7 +13,7 @@ import numpy as np
 from rich.text import Text
 
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import CalibrationError, ModelFacts, Setting, load
+from hvdcomp.perfmodel import CalibrationError, Setting, load
 from hvdcomp.perfmodel.advice import UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
@@ -145,7 +145,7 @@ def _report(
         "within_noise": advice.within_noise,
         "noise_percent": 100 * adviser.calibration.noise,
         "least_compression_factor": advice.least_factor,
-        "notes": notes + _notes(adviser.facts, advice),
+        "notes": notes + _notes(adviser, advice),
     }
     if advice.winner is not None:
         best = advice.methods[advice.winner].step_s
@@ -182,8 +182,13 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
     }
 
 
-def _notes(facts: ModelFacts, advice: Advice) -> list[str]:
+def _notes(adviser: Adviser, advice: Advice) -> list[str]:
+    facts, network = adviser.facts, adviser.calibration.network
     notes = []
+    sent = {one.kind for method in advice.methods.values() for each in method.exchange.rounds for one in each}
+    for kind in sorted(sent):
+        if (other := network.stand_in(kind)) is not None:
+            notes.append(f"The calibration has no {kind}: it is predicted from the figures of {other}.")
     if facts.compute.forward_s is None:
         notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
     notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]

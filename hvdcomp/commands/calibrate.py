@@ -28,8 +28,10 @@ COMPRESSORS = (
     "dgc:ratio=0.01",
     "randomk:ratio=0.01",
     "efsignsgd",
+    "efsignsgd:exchange=scatter",
     "signsgd",
     "qsgd:bits=4",
+    "qsgd:bits=4,exchange=scatter",
     "powersgd:rank=4",
 )
 _START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
@@ -156,10 +158,12 @@ def check_writable(file: Path) -> None:
 
 def print_summary(made: Calibrated, console: Console) -> None:
     """What was found, and what is not to be trusted."""
+    from hvdcomp.perfmodel import ALGORITHMS
+
     calibration = made.calibration
     console.print(Text.assemble((calibration.name, "bold"), f", {calibration.machine['ranks']} ranks"))
-    for kind in ("allreduce", "allgather"):
-        cost = getattr(calibration.network, kind)
+    for kind in ALGORITHMS:
+        cost = calibration.network.cost(kind)
         console.print(
             f"{kind}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
             f"{1e6 * cost.latency_s:.0f} us a message",
@@ -174,6 +178,8 @@ def print_summary(made: Calibrated, console: Console) -> None:
 
 
 def _models_table(calibration: Calibration) -> Table:
+    from hvdcomp.perfmodel import exchange_of
+
     table = make_table("model", "part", "ms", numbers=["ms"])
     for name, facts in calibration.models.items():
         compute = facts.compute
@@ -185,7 +191,9 @@ def _models_table(calibration: Calibration) -> Table:
             "Horovod handing back": compute.horovod_s,
         }
         ranks = int(calibration.machine["ranks"])
-        rows |= {f"encode, decode: {spec}": float(one.seconds(ranks)) for spec, one in compute.encode.items()}
+        for spec, one in compute.encode.items():
+            decoded = exchange_of(parse_compressor(spec), facts.tensors, ranks).decoded(ranks)
+            rows[f"encode, decode: {spec}"] = float(one.seconds(decoded))
         for part, seconds in rows.items():
             table.add_row(name, part, f"{1e3 * seconds:.2f}")
         table.add_row(name, "gamma", f"x {compute.gamma:.2f}")

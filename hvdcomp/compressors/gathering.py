@@ -36,7 +36,8 @@ class Gathering(Compressor):
     """Base of methods that encode a tensor by itself, and decode what any rank has encoded.
 
     Attributes:
-        exchange: "gather" or "scatter", the two ways above; "auto" scatters from four ranks on.
+        exchange: "gather" or "scatter", the two ways above; "auto" scatters from four ranks on, or as the policy `Auto`
+            finds faster.
     """
 
     exchange: Annotated[str, _EXCHANGE] = field(default="gather", kw_only=True)

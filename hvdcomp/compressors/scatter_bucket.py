@@ -14,6 +14,7 @@ import numpy as np
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import AllGather, AllToAll, TensorInfo
+from hvdcomp.compressors.sizes import Payload as SentPayload
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
@@ -63,6 +64,21 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
         found |= chunk.decode(method, bucket, payload)
     layout.own.keep(bucket)
     return found
+
+
+def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) -> tuple[SentPayload, SentPayload]:
+    """What one rank hands to the two collectives of a bucket's step, as of `Compressor.payloads`.
+
+    Args:
+        members: of the bucket: each tensor with its compressor.
+        ranks: 2 or more.
+    """
+    chunks = [0.0] * ranks
+    for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
+        _, compressor = members[piece.tensor]
+        chunks[owner] += compressor.payload_bytes((piece.length,))  # of one rank, as if it was gathered
+    longest = max(chunks)
+    return SentPayload("alltoall", ranks * longest), SentPayload("allgather", longest)
 
 
 class _Piece(NamedTuple):

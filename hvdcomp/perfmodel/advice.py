@@ -17,6 +17,7 @@ from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Parts
+from hvdcomp.perfmodel.ways import encode_time_of, in_each_way
 
 UNCOMPRESSED = "none"  # the spec
 STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
@@ -84,8 +85,12 @@ class Adviser:
     Args:
         calibration: what was measured.
         model: one of its models; None for the only one.
-        specs: compressors to look at; None for all that the calibration has encode times for. Dense and fp16 are
-            looked at in any case.
+        specs: compressors to look at; None for all that the calibration has encode times for, gathered and scattered
+            where they can be. Dense and fp16 are looked at in any case.
+
+    Attributes:
+        compressors: by spec.
+        encode: by spec what encoding and decoding take; None if Horovod carries it and no time is known.
 
     Raises:
         CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
@@ -97,12 +102,14 @@ class Adviser:
         self.model = _model_name(calibration, model)
         self.facts: ModelFacts = calibration.models[self.model]
         known = self.facts.compute.encode
-        wanted = [*_CASTS, *(known if specs is None else specs)]
-        compressors: dict[str, Compressor] = {str(one): one for one in map(parse_compressor, wanted)}
-        self.exchanges = {spec: exchange_of(one, self.facts.tensors) for spec, one in compressors.items()}
-        self.encode = {spec: known.get(spec) for spec in compressors}
-        for spec, exchange in self.exchanges.items():
-            if self.encode[spec] is None and not exchange.overlapped:
+        wanted = list(map(parse_compressor, [*_CASTS, *(known if specs is None else specs)]))
+        if specs is None:
+            wanted = [way for one in wanted for way in (one, *in_each_way(one))]
+        self.compressors: dict[str, Compressor] = {str(one): one for one in wanted}
+        self.encode = {spec: encode_time_of(one, known) for spec, one in self.compressors.items()}
+        self._exchanges: dict[tuple[str, int], Exchange] = {}
+        for spec, encode in self.encode.items():
+            if encode is None and not self.exchange(spec, 1).overlapped:
                 raise CalibrationError(
                     f"{calibration.name} has no encode time of {spec!r} for {self.model}; "
                     f"it has: {', '.join(known) or 'none'}. Add one to a calibration file of your own, or leave it out"
@@ -113,16 +120,32 @@ class Adviser:
         """The calibrated bandwidth."""
         return self.calibration.network.allreduce.bytes_per_s
 
+    def exchange(self, spec: str, ranks: int) -> Exchange:
+        """What a method sends."""
+        # Few methods send anything else with another number of ranks, and only they are asked again.
+        depends = any(one.scatters(ranks) for one in self.compressors[spec].leaves())
+        key = spec, ranks if depends else 1
+        if key not in self._exchanges:
+            self._exchanges[key] = exchange_of(self.compressors[spec], self.facts.tensors, key[1])
+        return self._exchanges[key]
+
     def parts(self, spec: str, setting: Setting) -> Parts:
         """The parts of a step's time with one method."""
-        return predict(
-            self.calibration.network,
-            self.facts.compute,
-            self.exchanges[spec],
-            self.facts.bucket_bytes,
-            setting,
-            self.encode[spec],
-        )
+        groups: dict[Exchange, list[float]] = {}
+        for ranks in np.unique(setting.world_size).tolist():
+            groups.setdefault(self.exchange(spec, int(ranks)), []).append(ranks)
+        first, *others = groups
+        parts = self._parts_of(spec, first, setting)
+        for exchange in others:
+            those = np.isin(setting.world_size, groups[exchange])
+            world_size = np.where(those, setting.world_size, groups[exchange][0])
+            here = self._parts_of(spec, exchange, replace(setting, world_size=world_size))
+            parts = Parts(*(np.where(those, new, old) for new, old in zip(here, parts, strict=True)))
+        return parts
+
+    def _parts_of(self, spec: str, exchange: Exchange, setting: Setting) -> Parts:
+        network, compute = self.calibration.network, self.facts.compute
+        return predict(network, compute, exchange, self.facts.bucket_bytes, setting, self.encode[spec])
 
     def step_s(self, spec: str, setting: Setting) -> Any:
         """Seconds of a step with one method."""
@@ -131,7 +154,7 @@ class Adviser:
     def least_factor(self, setting: Setting, efficiency: float = 0.95) -> Any:
         """The compression factor that an ideal compressor would need; see `least_compression_factor`."""
         facts = self.facts
-        dense = self.exchanges[UNCOMPRESSED]
+        dense = self.exchange(UNCOMPRESSED, 1)
         return least_compression_factor(
             self.calibration.network, facts.compute, dense, facts.bucket_bytes, setting, efficiency
         )
@@ -150,12 +173,12 @@ class Adviser:
     def advise(self, setting: Setting) -> Advice:
         """Everything about one setting, of numbers."""
         methods = {}
-        for spec in self.exchanges:
+        ranks = int(np.asarray(setting.world_size))
+        for spec in self.compressors:
             parts = self.parts(spec, setting)
             wins = () if spec == UNCOMPRESSED else self.wins(spec, setting)
-            methods[spec] = Method(
-                spec, self.exchanges[spec], self.encode[spec], parts, str(limited_by(parts)), wins
-            )
+            exchange, encode = self.exchange(spec, ranks), self.encode[spec]
+            methods[spec] = Method(spec, exchange, encode, parts, str(limited_by(parts)), wins)
         if setting.world_size == 1:
             return Advice(methods)
         first, second = sorted(methods.values(), key=lambda method: method.step_s)[:2]

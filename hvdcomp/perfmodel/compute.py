@@ -18,7 +18,8 @@ class EncodeTime:
 
     Attributes:
         encode_s, decode_s: what does not depend on the number of ranks.
-        decode_per_rank_s: what each rank's part of a gathered payload adds.
+        decode_per_rank_s: what decoding a payload of the whole model takes. A rank decodes one of each rank if they are
+            gathered, and about two if they are scattered (`Exchange.decoded`).
         source: where the numbers are from.
         estimated: whether they are not measured, but estimated as `source` says.
     """
@@ -29,9 +30,9 @@ class EncodeTime:
     source: str = ""
     estimated: bool = False
 
-    def seconds(self, ranks: ArrayLike) -> Array:
-        """Encoding and decoding together, with this number of ranks."""
-        return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(ranks, float)
+    def seconds(self, decoded: ArrayLike) -> Array:
+        """Encoding and decoding together, where a rank decodes this number of payloads."""
+        return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(decoded, float)
 
     def part(self, share: float) -> EncodeTime:
         """The time of a share of the model, if all of it takes alike."""

@@ -1,30 +1,40 @@
 """What is to be exchanged in a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
 Nothing is decided here: the plan says which compressor each tensor has, the compressor says its rounds, and what shares
-a collective follows the rule of `hvdcomp.exchange.fusion`.
+a collective follows the rule of `hvdcomp.exchange.fusion`. Scattered float32 tensors are counted as a bucket cuts them,
+all together; other scattered tensors go one by one, each filled up to whole units for each rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.choice import Chooser, Plan
+from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
+from hvdcomp.compressors.sizes import Payload
+
+Array = Any
 
 
 class Collective(NamedTuple):
-    """One fused collective: its kind, "allreduce" or "allgather", and the bytes that each rank hands to it.
+    """One fused collective: its kind, a key of `network.ALGORITHMS`, and the bytes that each rank hands to it.
 
-    `dtype` is the element type that an allreduce adds up; empty for an allgather, which carries bytes.
+    `dtype` is the element type that an allreduce or a reduce-scatter adds up; empty for the others, which carry bytes.
     """
 
     kind: str
     bytes: float
     dtype: str = ""
 
+
+_FLAG = Payload("allgather", 4.0)
+"""The engine's flag travels with an allreduce or an allgather of the first round. Where there is none it goes alone."""
 
 Round = tuple[Collective, ...]
 """Collectives that are started together. The next round needs their answers."""
@@ -55,18 +65,40 @@ class Exchange:
         """Dense bytes / bytes handed to the collectives."""
         return self.dense_bytes / self.bytes
 
+    def decoded(self, ranks: Array) -> Array:
+        """What a rank decodes in a step, as a multiple of what it encodes of its gradients.
+
+        Of what is gathered, that is the number of ranks. Of what is scattered it is 2 - 1 / ranks: the parts of a chunk
+        that the other ranks sent, and the means of all chunks. What is encoded is the same both ways: of what is
+        scattered, the chunks of the other ranks and the mean of the own one.
+
+        Args:
+            ranks: those that the exchange is of; any, if nothing is scattered.
+        """
+        of_kind = {"allgather": 0.0, "alltoall": 0.0}
+        for one in self.rounds:
+            for kind, size, _ in one:
+                of_kind[kind] = of_kind.get(kind, 0.0) + size
+        ranks = np.asarray(ranks, float)
+        if not of_kind["alltoall"]:
+            return ranks
+        gathered, received = of_kind["allgather"], of_kind["alltoall"] * (1 - 1 / ranks)
+        return (gathered * ranks + received) / (gathered + received)
+
 
 def exchange_of(
-    compressor: Compressor, tensors: Sequence[TensorInfo], min_numel: int = 1024, min_ndim: int = 2
+    compressor: Compressor, tensors: Sequence[TensorInfo], ranks: int, min_numel: int = 1024, min_ndim: int = 2
 ) -> Exchange:
     """The exchange of one step of a model, without residuals that are still to be sent.
 
-    Left out are a flag of four bytes and at most seven bytes of padding in the first round of a step, and the eight
-    bytes a tensor that Horovod allreduces during the backward pass to keep ranks in step.
+    Left out are a flag of four bytes, unless it goes alone, and at most seven bytes of padding (in what is scattered,
+    for each rank) in the first round of a step, and the eight bytes a tensor that Horovod allreduces during the
+    backward pass to keep ranks in step.
 
     Args:
         compressor: what the user asks for; each tensor gets what `Chooser` gives it.
         tensors: all that have a gradient.
+        ranks: how many there are. It matters where chunks are scattered, and nowhere else.
         min_numel, min_ndim: as for `Chooser`.
 
     Raises:
@@ -77,28 +109,43 @@ def exchange_of(
         raise ValueError("there are no tensors with elements, so there is nothing to exchange")
     chooser = Chooser(tensors, compressor, min_numel=min_numel, min_ndim=min_ndim)
     plan = chooser.plan_for(compressor)
-    return exchange_of_plan(chooser.tensors.values(), plan, chooser.casts(plan))
+    return exchange_of_plan(chooser.tensors.values(), plan, chooser.casts(plan), ranks)
 
 
-def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool) -> Exchange:
+def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool, ranks: int) -> Exchange:
     """The exchange of one step at a plan; what is left out is the same as of `exchange_of`.
 
     Args:
         tensors: all that have a gradient, sorted by name.
         plan: the compressor of each of them.
         overlapped: as in `Exchange`.
+        ranks: as for `exchange_of`.
     """
     rounds: list[dict[tuple[str, str], float]] = []
+    cut: dict[Hashable, list[tuple[TensorInfo, Compressor]]] = {}
     dense_bytes = 0
-    for tensor in tensors:
-        if not tensor.size:
-            continue
-        dense_bytes += tensor.size * dtype_bytes(tensor.dtype)
-        for number, payload in enumerate(plan[tensor.name].payloads(tensor.shape, tensor.dtype)):
+
+    def add(payloads: Iterable[Payload]) -> None:
+        for number, payload in enumerate(payloads):
             if number == len(rounds):
                 rounds.append({})
             key = (payload.kind, payload.group)
             rounds[number][key] = rounds[number].get(key, 0) + payload.bytes
+
+    for tensor in tensors:
+        if not tensor.size:
+            continue
+        dense_bytes += tensor.size * dtype_bytes(tensor.dtype)
+        compressor = plan[tensor.name]
+        family = compressor.bucket_family
+        if compressor.scatters(ranks) and family is not None and tensor.dtype == "float32":
+            cut.setdefault(family, []).append((tensor, compressor))
+        else:
+            add(compressor.payloads(tensor.shape, tensor.dtype, ranks))
+    for members in cut.values():
+        add(payloads_of_chunks(members, ranks))
+    if rounds and {kind for kind, _ in rounds[0]} == {"alltoall"}:
+        add([_FLAG])
     collectives = tuple(
         tuple(Collective(kind, size, _dtype_of(group)) for (kind, group), size in one.items()) for one in rounds
     )

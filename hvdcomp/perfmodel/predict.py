@@ -72,14 +72,14 @@ def predict(
 
     Args:
         network, compute: of the machine and model.
-        exchange: what a method sends.
+        exchange: what a method sends, with the setting's number of ranks.
         bucket_bytes: how much is sent at a time during the backward pass; at most, if `compute.ready` is known.
         setting: where it would run.
         encode: what encoding and decoding take; None for nothing. What an overlapped method spends on it stands
             before its communication and is not hidden either.
     """
     step, _ = passes(compute, setting)
-    spent = encode_s(encode, setting)
+    spent = encode_s(encode, setting, exchange)
     cost_of = _cost_of(network, setting)
     if exchange.overlapped:
         parts = _carried(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
@@ -113,12 +113,12 @@ def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
     return both + compute.optimizer_s / faster, compute.backward_s * share
 
 
-def encode_s(encode: EncodeTime | None, setting: Setting) -> Array:
+def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
     """Seconds of encoding and decoding; none where there is nobody to exchange with."""
     if encode is None:
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
-    return np.where(setting.exchanges, encode.seconds(setting.world_size) / faster, 0.0)
+    return np.where(setting.exchanges, encode.seconds(exchange.decoded(setting.world_size)) / faster, 0.0)
 
 
 def limited_by(parts: Parts) -> Array:

@@ -110,6 +110,6 @@ def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, gro
     return Sweep(
         axis,
         values,
-        {spec: np.broadcast_to(adviser.step_s(spec, varied), shape) for spec in adviser.exchanges},
+        {spec: np.broadcast_to(adviser.step_s(spec, varied), shape) for spec in adviser.compressors},
         np.broadcast_to(adviser.least_factor(varied), shape),
     )

@@ -12,10 +12,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Calibration, CalibrationError, Network, Setting, from_json
+from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.report.runs import RunError
 
 RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
@@ -93,7 +95,7 @@ def _with_links(calibration: Calibration, bytes_per_s: float) -> Calibration:
     rank waits for a core, which does not grow where a link is slower.
     """
     network = calibration.network
-    allreduce, allgather = (
-        replace(cost, bytes_per_s=bytes_per_s, transfer=()) for cost in (network.allreduce, network.allgather)
-    )
-    return replace(calibration, network=Network(allreduce, allgather))
+    costs: dict[str, Any] = {
+        kind: replace(network.cost(kind), bytes_per_s=bytes_per_s, transfer=()) for kind in ALGORITHMS
+    }
+    return replace(calibration, network=Network(**costs))
