@@ -72,6 +72,7 @@ def test_the_three_ways_for_all_tensors_are_what_advise_predicts(spec: str, rank
 def test_the_calibration_decides_on_an_exchange_that_is_left_open(ranks: int, file: Path) -> None:
     known = calibration()
     known["models"]["mine"]["encode"]["natural"] = {"encode_s": 0.001, "decode_per_rank_s": 1e-5}
+    known["models"]["mine"]["encode"]["natural:exchange=scatter"] = {"encode_s": 0.0012, "decode_per_rank_s": 1e-5}
     file.write_text(json.dumps(known))
     adviser = Adviser(load(file))
     found = candidates(file, "natural:exchange=auto", ranks).candidates

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import (
     Calibration,
@@ -94,7 +95,6 @@ class _Model:
         """All candidates. Those that are another one under a second name are left out."""
         worthwhile = self._worthwhile()
         order = tuple(tensor.name for tensor in worthwhile)
-        encode = self._encode(source) if worthwhile else None
         found: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
 
@@ -107,6 +107,7 @@ class _Model:
             plan = self._plans.with_methods({}, rest)
             offer(name, Candidate(self._seconds(plan, self.facts.compute.encode.get(rest)), 0, rest), plan)
         for compressed, method in self._methods().items():
+            encode = self._encode(source, method) if worthwhile else None
             plan = self._plans.with_methods({}, method)
             offer(compressed, Candidate(self._seconds(plan, encode), 0, method), plan)
             for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16")):
@@ -128,9 +129,9 @@ class _Model:
         """By tensor what is sent: the element type of a cast, or the compressor."""
         return {name: one.wire_dtype(self.engine.tensors[name].dtype) or one for name, one in plan.items()}
 
-    def _encode(self, source: str) -> EncodeTime:
+    def _encode(self, source: str, method: str | None) -> EncodeTime:
         known = self.facts.compute.encode
-        found = encode_time_of(self.engine.compressor, known)
+        found = encode_time_of(self.engine.compressor if method is None else parse_compressor(method), known)
         if found is None:
             raise CalibrationError(
                 f"{source} has no encode time of {str(self.engine.compressor)!r} for this model; it has: "

@@ -16,7 +16,7 @@ import horovod.torch as hvd
 import torch
 
 from hvdcomp.bench.fit import Reading, extra_per_byte, fit_collective, reading
-from hvdcomp.perfmodel.network import ALGORITHMS, Network
+from hvdcomp.perfmodel.network import ALGORITHMS, Network, reduction_of_scatter
 
 Show = Callable[[str], None]
 
@@ -89,6 +89,8 @@ def probe_network(largest: Mapping[str, int], seconds: float, show: Show) -> Net
         fusion_s_per_byte=extra_per_byte(compared, fused, plain),
         reduction_s_per_byte={"float16": float16} if float16 else {},
     )
+    added = reduction_of_scatter(costs["allreduce"].reduction_s_per_byte)
+    costs["reducescatter"] = replace(costs["reducescatter"], reduction_s_per_byte=added)
     return NetworkProbe(Network(**costs), measuring.readings)
 
 

@@ -58,7 +58,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="A compressor; repeat. [default: all that the calibration has encode times for]",
+    help="A compressor; repeat. [default: all that the calibration has encode times for, gathered and scattered]",
 )
 @click.option(
     "--sweep",
@@ -188,7 +188,8 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     sent = {one.kind for method in advice.methods.values() for each in method.exchange.rounds for one in each}
     for kind in sorted(sent):
         if (other := network.stand_in(kind)) is not None:
-            notes.append(f"The calibration has no {kind}: it is predicted from the figures of {other}.")
+            shared = " Where ranks share a link it takes longer." if kind == "alltoall" else ""
+            notes.append(f"The calibration has no {kind}: it is predicted from the figures of {other}.{shared}")
     if facts.compute.forward_s is None:
         notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
     notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]

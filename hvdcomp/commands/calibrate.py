@@ -32,6 +32,7 @@ COMPRESSORS = (
     "signsgd",
     "qsgd:bits=4",
     "qsgd:bits=4,exchange=scatter",
+    "int8",
     "powersgd:rank=4",
 )
 _START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"

@@ -171,15 +171,11 @@ class Compressor(Described):
 
     def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[Payload, ...]:
         """What `payload_bytes` is made of: the collectives of one step in order, one in each round."""
-        return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
+        return payloads_of(self, tuple(shape), dtype, ranks if self.payloads_sent(ranks) != 1 else 1)
 
     def payloads_sent(self, ranks: int) -> float:
         """How many payloads' worth one of this number of ranks sends in a step: one, unless chunks travel again."""
         return 1
-
-    def scatters(self, ranks: int) -> bool:
-        """Whether this number of ranks exchange chunks, so that what is sent depends on their number."""
-        return False
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         """The same in the papers' unit: values sent, counted as 32-bit floats, indices left out."""

@@ -73,7 +73,7 @@ def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) ->
         members: of the bucket: each tensor with its compressor.
         ranks: 2 or more.
     """
-    chunks = [0.0] * ranks
+    chunks = [0] * ranks
     for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
         _, compressor = members[piece.tensor]
         chunks[owner] += compressor.payload_bytes((piece.length,))  # of one rank, as if it was gathered

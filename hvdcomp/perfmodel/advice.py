@@ -123,7 +123,7 @@ class Adviser:
     def exchange(self, spec: str, ranks: int) -> Exchange:
         """What a method sends."""
         # Few methods send anything else with another number of ranks, and only they are asked again.
-        depends = any(one.scatters(ranks) for one in self.compressors[spec].leaves())
+        depends = any(one.payloads_sent(ranks) != 1 for one in self.compressors[spec].leaves())
         key = spec, ranks if depends else 1
         if key not in self._exchanges:
             self._exchanges[key] = exchange_of(self.compressors[spec], self.facts.tensors, key[1])

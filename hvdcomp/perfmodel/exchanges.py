@@ -138,7 +138,7 @@ def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool
         dense_bytes += tensor.size * dtype_bytes(tensor.dtype)
         compressor = plan[tensor.name]
         family = compressor.bucket_family
-        if compressor.scatters(ranks) and family is not None and tensor.dtype == "float32":
+        if compressor.payloads_sent(ranks) != 1 and family is not None and tensor.dtype == "float32":
             cut.setdefault(family, []).append((tensor, compressor))
         else:
             add(compressor.payloads(tensor.shape, tensor.dtype, ranks))

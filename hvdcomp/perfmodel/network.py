@@ -170,6 +170,14 @@ class CollectiveCost:
         return np.interp(ranks, places, factors)
 
 
+def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
+    """What adding up takes in a reduce-scatter, as of `reduction_s_per_byte`, from what it takes in an allreduce.
+
+    A reduce-scatter adds up all bytes that it moves. An allreduce does so with half of them: the others are sums.
+    """
+    return {dtype: 2 * seconds for dtype, seconds in of_allreduce.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Known:
     """Costs of kinds of collectives, of which some may not be known.
@@ -185,13 +193,17 @@ class _Known:
         """The cost of a kind of collective.
 
         That of an unknown alltoall is made of allgather's numbers, and that of an unknown reduce-scatter of
-        allreduce's: a message and a byte over the link take the same.
+        allreduce's: a message, a byte over the link and a byte to be added up take the same.
         """
         known: CollectiveCost | None = getattr(self, kind)
         if known is not None:
             return known
         other: CollectiveCost = getattr(self, _STANDS_IN[kind])
-        return replace(other, algorithm=_STAND_IN_ALGORITHMS.get((kind, other.algorithm), "ring"))
+        return replace(
+            other,
+            algorithm=_STAND_IN_ALGORITHMS.get((kind, other.algorithm), "ring"),
+            reduction_s_per_byte=reduction_of_scatter(other.reduction_s_per_byte),
+        )
 
     def stand_in(self, kind: str) -> str | None:
         """The kind whose numbers serve for this one, if this one is not known; None if it is."""
