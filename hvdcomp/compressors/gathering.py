@@ -23,8 +23,8 @@ from hvdcomp.compressors.scatter_bucket import aggregate_chunks
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
-"""From which `exchange="auto"` scatters. That takes a round more, and sends half of what gathering sends; with two ranks
-it would send as much, with three two thirds."""
+"""From which `exchange="auto"` scatters. That takes a round more, and sends half of what gathering sends. With two
+ranks it would send as much, with three two thirds."""
 
 
 _EXCHANGE = Rule(
