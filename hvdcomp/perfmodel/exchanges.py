@@ -16,6 +16,7 @@ import numpy as np
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.choice import Chooser, Plan
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
 from hvdcomp.compressors.sizes import Payload
 
@@ -138,7 +139,8 @@ def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool
         dense_bytes += tensor.size * dtype_bytes(tensor.dtype)
         compressor = plan[tensor.name]
         family = compressor.bucket_family
-        if compressor.payloads_sent(ranks) != 1 and family is not None and tensor.dtype == "float32":
+        scattered = isinstance(compressor, Gathering) and compressor.scatters(ranks)
+        if scattered and family is not None and tensor.dtype == "float32":
             cut.setdefault(family, []).append((tensor, compressor))
         else:
             add(compressor.payloads(tensor.shape, tensor.dtype, ranks))
