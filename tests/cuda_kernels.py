@@ -32,12 +32,16 @@ from hvdcomp.kernels import cuda
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
+    "int8", "int4", "fp8",
     "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "mstopk:ratio=0.01",
     "redsync:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
     "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
 )  # fmt: skip
 
-COMPILED = *SPECS, "powersgd:rank=32"
+COMPILED = (
+    *SPECS, "powersgd:rank=32", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic", "fp8:format=e5m2",
+    "fp8:rounding=stochastic,format=e5m2,block=100",
+)  # fmt: skip
 
 MOST_SPILLED = 64  # bytes a thread
 

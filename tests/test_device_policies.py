@@ -135,7 +135,8 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
             pytest.param(spec, memory, in_place, of_results, 2, marks=pytest.mark.thorough)
             for spec in (
                 "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural",
-                "globalqsgd", "topk:ratio=0.1", "topk:ratio=0.3,values=fp16", "randomk:ratio=0.3", "powersgd:rank=2",
+                "globalqsgd", "int4", "fp8", "topk:ratio=0.1", "topk:ratio=0.3,values=fp16", "randomk:ratio=0.3",
+                "powersgd:rank=2",
             )
             for memory, in_place, of_results in (
                 (NoMemory(), True, True),

@@ -28,7 +28,7 @@ pytestmark = needs_triton
 SHAPES = {"matrix": (6, 8), "long": (3, 3_001), "vector": (77,), "odd": (5, 7, 3), "one": (1,), "scalar": ()}
 FORMS = (
     *SPECS, "qsgd:bits=7", "qsgd:bits=1,bucket=100", "signsgd:zeros=elements", "topk:ratio=0.3,values=fp16",
-    "powersgd:rank=2,iterations=2",
+    "powersgd:rank=2,iterations=2", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic,format=e5m2",
 )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def quick_are(*specs: str) -> list[Any]:
     "spec",
     ["none", *quick_are(
         "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
-        "topk:ratio=0.01", "topk:ratio=0.3,values=fp16", "powersgd:rank=4", "randomk:ratio=0.01",
+        "int4", "fp8", "topk:ratio=0.01", "topk:ratio=0.3,values=fp16", "powersgd:rank=4", "randomk:ratio=0.01",
     )],
 )  # fmt: skip
 def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +70,18 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
         plain = run("numpy", spec, steps=2)
     assert not plain[0].engine.buckets.now
     assert_close(found, plain, atol=5e-6)
+    monkeypatch.undo()
+    kernels.reset()
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "int8", "int4", "fp8:rounding=stochastic"])
+def test_scattered_tensors_go_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give what they give in NumPy."""
+    spec += f"{',' if ':' in spec else ':'}exchange=scatter"
+    found = run("torch", spec, steps=2)
+    assert not any(one.engine.buckets.now for one in found)
+    off(monkeypatch)
+    assert_close(found, run("numpy", spec, steps=2), atol=5e-6)
     monkeypatch.undo()
     kernels.reset()
 

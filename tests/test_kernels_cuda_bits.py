@@ -49,11 +49,13 @@ LONG: Tensors = {
 
 QUICK = (
     "fp16", "bf16", "topk:ratio=0.01", "topk:ratio=0.3,values=fp16", "randomk:ratio=0.1", "signsgd", "qsgd:bits=4",
-    "terngrad", "natural", "globalqsgd",
+    "terngrad", "natural", "globalqsgd", "int8", "int4:rounding=stochastic", "fp8", "fp8:rounding=stochastic",
 )  # fmt: skip
 EXACT = (
     *QUICK, "none", "topk:ratio=0.3", "randomk:ratio=0.1,unbiased=True,values=fp16", "signsgd:zeros=elements",
     "qsgd:bits=1,bucket=100", "qsgd:bits=7", "qsgd:bits=8,bucket=5000", "terngrad:clip=0", "globalqsgd:bits=5",
+    "int8:rounding=stochastic,block=5000", "int4", "int4:block=7", "fp8:block=100", "fp8:format=e5m2",
+    "fp8:format=e5m2,rounding=stochastic",
 )  # fmt: skip
 
 
@@ -160,11 +162,51 @@ def test_the_bits_with_momentum(spec: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "spec",
-    ["topk:ratio=0.01", "randomk:ratio=0.1", "signsgd", "qsgd:bits=8,bucket=5000", "terngrad", "globalqsgd:bits=5"],
-)
+    [
+        "topk:ratio=0.01", "randomk:ratio=0.1", "signsgd", "qsgd:bits=8,bucket=5000", "terngrad", "globalqsgd:bits=5",
+        "int4:block=5000", "int8:block=100000", "fp8",
+    ],
+)  # fmt: skip
 def test_the_bits_of_long_tensors(spec: str) -> None:
     """On three ranks. Random-k in C has blocks, so there values of one tensor travel in another order."""
     check_bits(spec, LONG, 3)
+
+
+def with_largest(largest: float) -> Callable[[np.random.Generator, tuple[int, ...]], Any]:
+    """Elements half-way between two codes of blocks, whose largest magnitude this is."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+        whole = rng.integers(-15, 16, shape) / 2
+        floats = rng.integers(-63, 64, shape) / 32 * 2.0 ** rng.integers(-18, 15, shape)
+        x = np.where(rng.random(shape) < 0.5, whole, floats).clip(-largest, largest)
+        x[::32] = largest
+        return x
+
+    return draw
+
+
+def denormal_beside_small(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+    """In blocks whose scale hardly counts as one, so that as floats of 8 bits they are sometimes rounded up."""
+    x = rng.standard_normal(shape) * 3e-39
+    x[::64] = 2.0**-96 * 1.01
+    return x
+
+
+@pytest.mark.parametrize(
+    ("spec", "largest"),
+    [
+        ("int8", 127), ("int4", 7), ("fp8", 448), ("fp8:rounding=stochastic", 448),
+        ("fp8:format=e5m2,rounding=stochastic", 57344),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("int8:rounding=stochastic", 127), ("int4:rounding=stochastic", 7), ("fp8:format=e5m2", 57344))
+        ),
+    ],
+)  # fmt: skip
+def test_the_bits_of_blocks_at_borders(spec: str, largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NUMBERS, "half-way", with_largest(largest))
+    monkeypatch.setitem(NUMBERS, "denormal beside small", denormal_beside_small)
+    check_bits(spec, {"half-way": ((2_000,), "half-way"), "denormal": ((1_030,), "denormal beside small")}, 1)
 
 
 def both(spec: str) -> tuple[Steps, Steps]:

@@ -23,7 +23,7 @@ Keep = Callable[..., None]
 MODELS = ("resnet50", "bert-base", "small-tensors")
 METHODS = (
     "none", "fp16", "topk:ratio=0.01", "mstopk:ratio=0.01", "redsync:ratio=0.01", "dgc:ratio=0.01",
-    "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "powersgd:rank=4",
+    "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "fp8", "powersgd:rank=4",
 )  # fmt: skip
 SMALL: Shapes = {"matrix": (33, 65), "odd": (5, 7, 3), "vector": (1_030,), "one": (1,)}
 

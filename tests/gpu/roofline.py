@@ -22,7 +22,7 @@ from hvdcomp.exchange.engine import Engine
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
-    "topk:ratio=0.01", "redsync:ratio=0.01", "powersgd:rank=4", "randomk:ratio=0.01",
+    "int8", "fp8", "topk:ratio=0.01", "redsync:ratio=0.01", "powersgd:rank=4", "randomk:ratio=0.01",
 )  # fmt: skip
 LEAST_SHARE = 0.7
 """Of the copy's bandwidth, that a kernel should reach."""
@@ -58,10 +58,10 @@ BYTES: dict[str, Callable[[Moved], float]] = {
     "votes_close": lambda one: 2 * one.payload,
     "votes_decode": lambda one: one.payload + 4,
     "votes_keep": lambda one: one.payload + 8,
-    "qsgd_norms": lambda one: one.made,
+    "find_scales": lambda one: one.made,
     "terngrad_measure": lambda one: one.made,
     "codes_encode": lambda one: 4 + one.payload + 4 * one.keeps,
-    "multiples_decode": lambda one: one.payload + 4,
+    "codes_decode": lambda one: one.payload + 4,
     "natural_encode": lambda one: one.made + one.payload,
     "natural_decode": lambda one: one.payload + 4,
     "global_measure": lambda one: one.made,

@@ -1,7 +1,7 @@
 """Natural compression, whose elements become powers of two, and Global-QSGD, whose ranks share a scale."""
 
+from hvdcomp.kernels.cuda.codes import packed_code, reciprocal_of, tile_of
 from hvdcomp.kernels.cuda.language import tl, triton
-from hvdcomp.kernels.cuda.quant import packed_code, reciprocal_of, tile_of
 from hvdcomp.kernels.cuda.x import (
     COUNT,
     FIRST_TASK,

@@ -1,0 +1,170 @@
+"""Codes of the quantizers on CUDA devices: what they stand for, and how they are packed.
+
+They are packed as `hvdcomp/compressors/packing.py` says. Floats of 8 bits are made and read through the bits of float32
+numbers, as in `src/float8.h`: devices below compute capability 8.9 have no such floats.
+"""
+
+from hvdcomp.kernels.cuda.language import tl, triton
+from hvdcomp.kernels.cuda.x import INFINITE, magnitude, pointer, word
+
+GROUP = tl.constexpr(512)  # codes that are packed together
+
+
+@triton.constexpr_function
+def _largest_float8(mantissa):
+    return 448.0 if mantissa == 3 else 57344.0
+
+
+@triton.constexpr_function
+def _least_float8(mantissa):
+    """The bits that a float32 has of the smallest number whose mantissa is whole."""
+    return (127 - 6 if mantissa == 3 else 127 - 14) << 23
+
+
+@triton.constexpr_function
+def _small_unit(mantissa):
+    """The distance of the numbers below that one."""
+    return 2.0 ** (-6 - 3 if mantissa == 3 else -14 - 2)
+
+
+@triton.jit
+def reciprocal_of(scale):
+    """Of a scale, or 0 where it counts as zero: 2**-96 and below."""
+    one = scale * 0 + 1.0
+    return tl.where(scale > 1.262177448353618888658e-29, tl.div_rn(one, tl.where(scale > 0, scale, 1.0)), 0.0)
+
+
+@triton.jit
+def scale_of(scales, i, inside, length, BITS: tl.constexpr):
+    """The scales of elements i, `length` or 2**BITS of which share one."""
+    number = i >> BITS if BITS >= 0 else i // length
+    return tl.load(scales + number, mask=inside, other=0.0)
+
+
+@triton.jit
+def codes_of(bits, MANTISSA: tl.constexpr):
+    """Of codes of some bits, half the steps from the lowest to the highest, and what a unit is of their scale.
+
+    MANTISSA: its bits, where codes are floats, which have no steps; 0 where they are whole numbers.
+    """
+    if MANTISSA > 0:
+        return 0.0, 1 / _largest_float8(MANTISSA)
+    else:  # noqa: RET505 - Triton compiles one branch of the two
+        steps = tl.where(bits > 1, (1 << bits) - 2, 1).to(tl.float32)
+        return steps * 0.5, tl.div_rn(steps * 0 + 2.0, steps)
+
+
+@triton.jit
+def _to_float8(value, noise, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
+    """The codes of numbers; what is larger than the largest, and NaN, becomes the largest. noise: 23 random bits."""
+    largest: tl.constexpr = _largest_float8(MANTISSA)
+    least: tl.constexpr = _least_float8(MANTISSA)
+    absolute = magnitude(value).to(tl.float32, bitcast=True)
+    absolute = tl.where(absolute < largest, absolute, largest)
+    power = tl.maximum(magnitude(absolute) & INFINITE, least)
+    if NEAREST:  # a sum whose last bit is worth the distance of two codes; ties go to the even one
+        of_sum = power + ((23 - MANTISSA) << 23)
+        code = (absolute + of_sum.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - of_sum
+    else:  # 2**23 times the number of distances, exact
+        factor = ((254 << 23) - (power - ((23 + MANTISSA) << 23))).to(tl.float32, bitcast=True)
+        code = ((absolute * factor).to(tl.int32) + noise) >> 23
+    code += (power - least) >> (23 - MANTISSA)
+    return code | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def _from_float8(code, MANTISSA: tl.constexpr):
+    least: tl.constexpr = _least_float8(MANTISSA)
+    absolute = code & 0x7F
+    small = absolute.to(tl.float32) * _small_unit(MANTISSA)
+    whole = ((absolute << (23 - MANTISSA)) + (least - (1 << 23))).to(tl.float32, bitcast=True)
+    value = tl.where(absolute < (1 << MANTISSA), small, whole)
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
+    """The codes of elements: the NEAREST ones, or at random one of the two beside an element.
+
+    NaN is taken as the lowest whole number, or as the largest float.
+    """
+    noise = i * 0 if NEAREST else (word(i, key) >> 9).to(tl.int32)
+    if MANTISSA > 0:
+        code = _to_float8(x * (reciprocal_of(scale) * _largest_float8(MANTISSA)), noise, MANTISSA, NEAREST)
+    else:
+        highest = half if NEAREST else half * 8388608.0
+        value = x * (reciprocal_of(scale) * highest)
+        value = tl.where(value > -highest, value, -highest)
+        value = tl.where(value < highest, value, highest)
+        if NEAREST:  # in the lowest bits of such a sum is the nearest whole number
+            code = ((value + 12582912.0).to(tl.int32, bitcast=True) + highest.to(tl.int32)) & 0xFF
+        else:
+            code = (value.to(tl.int32) + highest.to(tl.int32) + noise) >> 23
+    return code
+
+
+@triton.jit
+def decoded(code, half, MANTISSA: tl.constexpr):
+    """What codes stand for, in units."""
+    if MANTISSA > 0:
+        return _from_float8(code, MANTISSA)
+    else:  # noqa: RET505 - Triton compiles one branch of the two
+        return code.to(tl.float32) - half
+
+
+@triton.jit
+def bytes_of(count, WIDTH: tl.constexpr):
+    """Of packed codes, without a product that may overflow."""
+    return count // 8 * WIDTH + (count % 8 * WIDTH + 7) // 8
+
+
+@triton.jit
+def group_of(i, size):
+    """Of codes i of a tensor: where their group begins, and how many codes it has."""
+    begin = i // GROUP * GROUP
+    return begin, tl.minimum(size - begin, GROUP)
+
+
+@triton.jit
+def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl.constexpr):
+    """Codes i with what a plane holds of them, if there is a plane of this width, and where the next one begins."""
+    if bits & WIDTH != 0:
+        begin, length = group_of(i, size)
+        bytes_ = bytes_of(length, WIDTH)
+        field = i * 0
+        for number in tl.static_range(1, 8 // WIDTH):  # a few comparisons instead of a division
+            field += (i - begin >= number * bytes_).to(tl.int32)
+        at = place + begin // 8 * WIDTH + (i - begin) - field * bytes_
+        packed = tl.load(pointer(payload, tl.uint8) + at, mask=inside, other=0).to(tl.int32)
+        code |= ((packed >> (field * WIDTH)) & ((1 << WIDTH) - 1)) << shift
+        shift += WIDTH
+        place += bytes_of(size, WIDTH)
+    return code, shift, place
+
+
+@triton.jit
+def packed_code(payload, place, size, bits, i, inside):
+    """Codes i of a tensor's packed ones, int32."""
+    code = i * 0
+    shift = tl.zeros((), tl.int32)
+    code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 8)
+    code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 4)
+    code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 2)
+    code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 1)
+    return code
+
+
+@triton.jit
+def tile_of(block, size, FIELDS: tl.constexpr, BYTES: tl.constexpr):
+    """The codes of packed bytes: of byte numbers from `block` on, the codes (fields, bytes) in them, whether there are
+    such, and how far each is shifted."""
+    width: tl.constexpr = 8 // FIELDS
+    byte = block + tl.arange(0, BYTES)
+    begin = byte // (64 * width) * GROUP
+    length = tl.minimum(size - begin, GROUP)
+    bytes_ = bytes_of(length, width)
+    first = byte - begin // 8 * width
+    field = tl.arange(0, FIELDS)
+    place = first[None, :] + field[:, None] * bytes_[None, :]
+    there = (first < bytes_)[None, :] & (place < length[None, :])
+    return begin[None, :] + place, there, field[:, None] * width
