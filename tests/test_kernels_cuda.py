@@ -18,6 +18,7 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
 from tests import test_buckets
 from tests.cuda_kernels import SPECS, launches
+from tests.gpu.cases import FORMS
 from tests.harness import infos, states_of
 from tests.interpreted import needs_triton
 from tests.test_buckets import Recorded, assert_close, gradients, run
@@ -26,10 +27,6 @@ torch = pytest.importorskip("torch")
 pytestmark = needs_triton
 
 SHAPES = {"matrix": (6, 8), "long": (3, 3_001), "vector": (77,), "odd": (5, 7, 3), "one": (1,), "scalar": ()}
-FORMS = (
-    *SPECS, "qsgd:bits=7", "qsgd:bits=1,bucket=100", "signsgd:zeros=elements", "topk:ratio=0.3,values=fp16",
-    "powersgd:rank=2,iterations=2", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic,format=e5m2",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

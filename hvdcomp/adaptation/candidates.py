@@ -8,7 +8,6 @@ of these ways and scattered in others. Rank 0 alone reads the calibration; the o
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
@@ -27,11 +26,14 @@ from hvdcomp.perfmodel import (
     model_of,
 )
 from hvdcomp.perfmodel import predict as predict_step
-from hvdcomp.perfmodel.ways import WAYS, encode_time_of
+from hvdcomp.perfmodel.ways import WAYS, encode_time_of, in_each_way
 from hvdcomp.policies.auto import DENSE_CANDIDATE
 from hvdcomp.policies.request import Candidate, Candidates
 
 FP16, COMPRESSED = "fp16", "compressed"
+
+_RESTS = ((DENSE_CANDIDATE, "none"), (FP16, "fp16"))
+"""How tensors travel that are not compressed: the candidate's name and the method."""
 
 _STARTING = 2**16
 """Elements that a tensor seems to have beside its own, for the time to start the operations that encode it.
@@ -103,14 +105,14 @@ class _Model:
                 found[name] = candidate
                 sent.append(sends)
 
-        for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16")):
+        for name, rest in _RESTS:
             plan = self._plans.with_methods({}, rest)
             offer(name, Candidate(self._seconds(plan, self.facts.compute.encode.get(rest)), 0, rest), plan)
         for compressed, method in self._methods().items():
             encode = self._encode(source, method) if worthwhile else None
             plan = self._plans.with_methods({}, method)
             offer(compressed, Candidate(self._seconds(plan, encode), 0, method), plan)
-            for name, rest in ((DENSE_CANDIDATE, "none"), (FP16, "fp16")):
+            for name, rest in _RESTS:
                 if encode is not None and (mixed := self._best_mixture(worthwhile, method, rest, encode)) is not None:
                     plan = self._plans.with_methods(dict.fromkeys(order[: mixed.compressed], method), rest)
                     offer(f"{compressed} and {name}", mixed, plan)
@@ -123,7 +125,7 @@ class _Model:
         several = self.engine.communicator.world_size > 1
         if not several or not isinstance(compressor, Gathering) or compressor.exchange != "auto":
             return {COMPRESSED: None}
-        return {f"{way}ed": str(dataclasses.replace(compressor, exchange=way)) for way in WAYS}
+        return {f"{way}ed": str(one) for way, one in zip(WAYS, in_each_way(compressor), strict=True)}
 
     def _sends(self, plan: Plan) -> dict[str, object]:
         """By tensor what is sent: the element type of a cast, or the compressor."""

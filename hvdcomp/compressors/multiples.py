@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
@@ -25,6 +27,13 @@ _ONE = 2.0**23  # a unit as values are rounded: whole numbers of 1 / _ONE of it,
 def steps_of(bits: int) -> int:
     """2 s, from the lowest code of `bits` bits to the highest; 1 for one bit."""
     return max(1, 2**bits - 2)
+
+
+def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
+    """A tensor's elements, float32 (runs, length): runs of at most `most` neighbours; zeros fill up the last."""
+    vector = xp.flatten(xp.astype(x, "float32"))
+    length = min(most, vector.shape[0])
+    return xp.reshape(pad(xp, vector, length), (-1, length))
 
 
 def encode_multiples(
@@ -48,20 +57,32 @@ def encode_multiples(
     return pack(xp, codes, bits), scales
 
 
-def decode_multiples(xp: ModuleType, packed: Array, scales: Array, bits: int, length: int, size: int) -> Array:
-    """What packed codes and scales stand for.
+class Multiples(Gathering):
+    """Base of methods whose codes are whole numbers of such fractions, packed behind or before their scales.
 
-    Args:
-        scales: (buckets, 1).
-        length: of a bucket.
-        size: number of codes.
+    Class attributes:
+        bits: of a code; a method may have them as a setting.
     """
-    steps = steps_of(bits)
-    codes = pad(xp, unpack(xp, packed, bits, size), length)
-    values = xp.astype(xp.reshape(codes, (-1, length)), "float32")
-    values -= steps / 2
-    values *= scales * (2 / steps)
-    return xp.flatten(values)[:size]
+
+    bits: ClassVar[int]
+
+    @property
+    def run(self) -> int | None:
+        """The most neighbours that share a scale; None for all elements of a tensor."""
+        return None
+
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        size = number_of_elements(shape)
+        packed, scales = parts
+        length, steps = min(self.run or size, size), steps_of(self.bits)
+        codes = pad(xp, unpack(xp, packed, self.bits, size), length)
+        values = xp.astype(xp.reshape(codes, (-1, length)), "float32")
+        values -= steps / 2
+        values *= scales * (2 / steps)
+        return xp.flatten(values)[:size]
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
 
 class MultiplesLayout:
@@ -69,14 +90,15 @@ class MultiplesLayout:
 
     Args:
         bits: of a code, of each tensor.
-        length: elements that share a scale; None for a tensor's all.
+        length: the most elements that share a scale; None for a tensor's all.
         purpose: of the random numbers.
     """
 
     def __init__(self, bucket: Bucket, bits: Sequence[int], length: int | None, purpose: str) -> None:
         segments = bucket.segments
         sizes = segments["size"]
-        self.length = length or int(sizes.max())
+        largest = int(sizes.max())
+        self.length = min(length or largest, largest)
         of_scales = 4 * -(-sizes // self.length)
         of_codes = packed_bytes(np.array(bits), sizes)
         segments["count"] = bits

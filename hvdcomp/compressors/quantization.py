@@ -21,10 +21,11 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.multiples import (
     SMALLEST_SCALE,
+    Multiples,
     MultiplesLayout,
-    decode_multiples,
     encode_multiples,
     encode_multiples_of_bucket,
+    in_runs,
     steps_of,
 )
 from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, unpack
@@ -36,7 +37,7 @@ from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
-class QSGD(Gathering):
+class QSGD(Multiples):
     """Elements as multiples of a fraction of their bucket's 2-norm (Alistarh et al. 2017, section 3.1).
 
     A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1; one bit says only
@@ -47,7 +48,7 @@ class QSGD(Gathering):
         bucket: consecutive elements that share a norm; the last bucket may be shorter.
     """
 
-    bits: Annotated[int, between(1, 8)]
+    bits: Annotated[int, between(1, 8)]  # type: ignore[misc]
     bucket: Count = 512
 
     name: ClassVar[str] = "qsgd"
@@ -55,6 +56,10 @@ class QSGD(Gathering):
     level_name: ClassVar[str | None] = "bits"
     sends: ClassVar[str] = "bits for each element, a 2-norm for each bucket"
     reference: ClassVar[str] = "Alistarh et al. 2017, arXiv:1610.02132"
+
+    @property
+    def run(self) -> int:
+        return self.bucket
 
     @property
     def unit(self) -> int:  # type: ignore[override]
@@ -67,26 +72,15 @@ class QSGD(Gathering):
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        vector = xp.flatten(xp.astype(x, "float32"))
-        size = vector.shape[0]
-        bucket = min(self.bucket, size)
-        buckets = xp.reshape(pad(xp, vector, bucket), (-1, bucket))
+        size = number_of_elements(tuple(x.shape))
+        buckets = in_runs(xp, x, self.bucket)
         return encode_multiples(xp, size, buckets, xp.row_norms(buckets), self.bits, self.name, context)
 
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        size = number_of_elements(shape)
-        packed, norms = parts
-        return decode_multiples(xp, packed, norms, self.bits, min(self.bucket, size), size)
-
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        length = min(self.bucket, int(bucket.segments["size"].max()))
-        return MultiplesLayout(bucket, [one.bits for one in bucket.compressors], length, self.name)
+        return MultiplesLayout(bucket, [one.bits for one in bucket.compressors], self.bucket, self.name)
 
     def encode_bucket(self, bucket: Bucket) -> None:
         encode_multiples_of_bucket(bucket, "qsgd_encode", bucket.layout.length)
-
-    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
-        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
@@ -94,7 +88,7 @@ class QSGD(Gathering):
 
 
 @dataclass(frozen=True)
-class TernGrad(Gathering):
+class TernGrad(Multiples):
     """Elements as -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one scale for a tensor).
 
     Unbiased with respect to the clipped gradient. Sigma is taken about zero, sqrt(mean(x**2)): gradients are modelled
@@ -106,6 +100,7 @@ class TernGrad(Gathering):
 
     clip: float = 2.5
 
+    bits: ClassVar[int] = 2
     name: ClassVar[str] = "terngrad"
     examples: ClassVar[tuple[str, ...]] = ("terngrad",)
     sends: ClassVar[str] = "two bits an element, the largest magnitude"
@@ -124,21 +119,13 @@ class TernGrad(Gathering):
             bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))
             scale = xp.where(bound < scale, bound, scale)
         # What lies beyond the scale is clipped to it, as all codes are.
-        return encode_multiples(xp, size, vector, scale, 2, self.name, context)
-
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        size = number_of_elements(shape)
-        packed, scale = parts
-        return decode_multiples(xp, packed, scale, 2, size, size)
+        return encode_multiples(xp, size, vector, scale, self.bits, self.name, context)
 
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        return MultiplesLayout(bucket, [2] * len(bucket.compressors), None, self.name)
+        return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), None, self.name)
 
     def encode_bucket(self, bucket: Bucket) -> None:
         encode_multiples_of_bucket(bucket, "terngrad_encode", float(self.clip))
-
-    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
-        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
 
 @dataclass(frozen=True)

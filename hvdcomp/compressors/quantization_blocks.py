@@ -17,10 +17,11 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.multiples import (
     SMALLEST_SCALE,
+    Multiples,
     MultiplesLayout,
-    decode_multiples,
     encode_multiples,
     encode_multiples_of_bucket,
+    in_runs,
     steps_of,
 )
 from hvdcomp.compressors.packing import pack, pad
@@ -55,14 +56,11 @@ class BlockQuantizer(Gathering):
     bits: ClassVar[int] = 8
 
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        length = min(self.block, int(bucket.segments["size"].max()))
-        return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), length, self.name)
+        return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), self.block, self.name)
 
     def _blocks(self, xp: ModuleType, x: Array) -> tuple[Array, Array]:
-        """The blocks, float32 (blocks, length), with zeros that fill up the last one; and their scales (blocks, 1)."""
-        vector = xp.flatten(xp.astype(x, "float32"))
-        length = min(self.block, vector.shape[0])
-        blocks = xp.reshape(pad(xp, vector, length), (-1, length))
+        """The blocks, as of `in_runs`, and their scales (blocks, 1)."""
+        blocks = in_runs(xp, x, self.block)
         return blocks, xp.row_largest(blocks)
 
     def _encode_bucket(self, bucket: Bucket, mantissa: int = 0) -> None:
@@ -71,8 +69,12 @@ class BlockQuantizer(Gathering):
         encode_multiples_of_bucket(bucket, "blocks_encode", bucket.layout.length, mantissa, nearest)
 
 
-class _WholeNumbers(BlockQuantizer):
+class _WholeNumbers(BlockQuantizer, Multiples):
     """Codes are -s ... s times the scale / s, with s = 2**(bits - 1) - 1."""
+
+    @property
+    def run(self) -> int:
+        return self.block
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         size = number_of_elements(tuple(x.shape))
@@ -85,14 +87,6 @@ class _WholeNumbers(BlockQuantizer):
         values += _TO_WHOLE
         codes = (xp.bitcast(values, "int32") + largest) & 0xFF
         return pack(xp, xp.astype(codes, "uint8"), self.bits), scales
-
-    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        size = number_of_elements(shape)
-        packed, scales = parts
-        return decode_multiples(xp, packed, scales, self.bits, min(self.block, size), size)
-
-    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
-        return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
 
 @dataclass(frozen=True)

@@ -70,19 +70,16 @@ def _direct_alltoall(size: Array, ranks: Array) -> Traffic:
     return Traffic(2.0 * (ranks > 1), size * (ranks - 1) / ranks)
 
 
-def _pairwise_alltoall(size: Array, ranks: Array) -> Traffic:
-    return Traffic(ranks - 1, size * (ranks - 1) / ranks)
-
-
-def _ring_reducescatter(size: Array, ranks: Array) -> Traffic:
+def _part_by_part(size: Array, ranks: Array) -> Traffic:
+    """A message of 1 / ranks of the bytes for each other rank."""
     return Traffic(ranks - 1, size * (ranks - 1) / ranks)
 
 
 ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "allreduce": {"ring": _ring_allreduce, "tree": _tree_allreduce, "parameter_server": _parameter_server},
     "allgather": {"direct": _direct_allgather, "ring": _ring_allgather},
-    "alltoall": {"direct": _direct_alltoall, "pairwise": _pairwise_alltoall},
-    "reducescatter": {"ring": _ring_reducescatter},
+    "alltoall": {"direct": _direct_alltoall, "pairwise": _part_by_part},
+    "reducescatter": {"ring": _part_by_part},
 }
 """Traffic of `bytes` handed over by each of `ranks`, by kind of collective and algorithm. What a rank hands to an
 alltoall or a reduce-scatter are its parts for all ranks together.
