@@ -282,6 +282,31 @@ def test_a_step_with_an_infinity_counts_on_no_rank(backend: str) -> None:
     assert all(np.isnan(as_numpy(run[1])).any() for run in runs)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # as a bucket, and by itself
+@pytest.mark.parametrize("spec", METHODS)
+def test_all_ranks_learn_that_the_owner_of_a_chunk_cannot_keep_what_its_mean_lacks(spec: str, dtype: str) -> None:
+    """Elements of the first chunk alone are so large that a sum overflows, or a residual that counts for all ranks."""
+
+    def work(communicator: Any) -> list[tuple[bool, bytes]]:
+        found = []
+        for magnitude in (1.0, 1e30, 1e36, 1e37, 1e38, 3e38):
+            engine = Engine(communicator, infos({"w": (40, 30)}, dtype), scattering(spec), min_numel=0)
+            gradient = np.abs(gradients(4, (40, 30))[communicator.rank])
+            gradient[:10] *= np.float32(magnitude) / gradient.max()
+            with np.errstate(all="ignore"):
+                result = engine.step({"w": gradient.astype(dtype)})["w"]
+            counts = engine.found_inf.item() == 0
+            assert not counts or np.isfinite(result).all()
+            assert all(np.isfinite(as_numpy(kept)).all() for kept in engine.states["w"].memory)
+            found.append((counts, bits(result)))
+        assert found[0][0], "a step of usual gradients must count"
+        assert not found[-1][0]
+        return found
+
+    first, *others = run_ranks(4, work)
+    assert all(other == first for other in others)
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(SpecError, match=r'exchange=ring is not allowed; it must be "gather", "scatter" or "auto"'):
         parse_compressor("qsgd:bits=4,exchange=ring")

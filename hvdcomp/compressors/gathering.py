@@ -19,7 +19,7 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, SparseVector, run_alone
-from hvdcomp.compressors.scatter_bucket import aggregate_chunks
+from hvdcomp.compressors.scatter_bucket import aggregate_chunks, residual_bound
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
@@ -123,6 +123,7 @@ class Gathering(Compressor):
         The owner of a chunk adds its own part of it without rounding. So C(x) is, of the other chunks, what their
         payloads stand for; and of the own chunk, x less N times what the payload of the mean lacks, with N ranks. The
         sum of all ranks' C(x) is then N times the result, and error feedback needs one residual for both roundings.
+        That residual could overflow where the mean does not; a mean so large becomes NaN, for all ranks to see.
         """
         ranks, own = context.world_size, context.rank
         vector = xp.flatten(xp.astype(x, "float32"))
@@ -139,6 +140,8 @@ class Gathering(Compressor):
             if rank != own:
                 mean = mean + self._decoded(xp, parts, length)
         mean = mean * (1 / ranks)
+        largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
+        mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
         encoded_mean = self.encode(xp, mean, dataclasses.replace(context, name=f"{context.name}#mean"))
         gathered = yield AllGather(encoded_mean)
         means = [self._decoded(xp, parts, length) for parts in gathered]

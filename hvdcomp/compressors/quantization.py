@@ -128,6 +128,9 @@ class TernGrad(Multiples):
         encode_multiples_of_bucket(bucket, "terngrad_encode", float(self.clip))
 
 
+_INFINITE = 0x7F800000  # the exponent's bits
+
+
 @dataclass(frozen=True)
 class Natural(Gathering):
     """Natural compression: elements rounded to a power of two, sent as sign and exponent, 9 bits
@@ -135,7 +138,7 @@ class Natural(Gathering):
 
     Adding random bits below the exponent of a float and dropping all but the carry rounds to the power of two above
     with exactly the right probability, in the range of denormal numbers too (to 0 or 2**-126). Magnitudes beyond
-    2**127, the highest power of two of float32, become 2**127.
+    2**127, the highest power of two of float32, become 2**127; what is not finite stays so.
     """
 
     name: ClassVar[str] = "natural"
@@ -148,9 +151,11 @@ class Natural(Gathering):
         size = vector.shape[0]
         noise = random_words(xp, rank_key(context, self.name), size, like=vector) >> 9
         noise &= 0x7FFFFF
-        noise += xp.bitcast(vector, "int32")
+        words = xp.bitcast(vector, "int32")
+        noise += words
         # A conversion to bytes drops the sign bit, which is beyond the eight bits of the exponent.
         exponents = xp.astype(noise >> 23, "uint8").clip(0, 254)
+        exponents |= xp.astype(words & _INFINITE == _INFINITE, "uint8") * 255
         return exponents, pack(xp, xp.astype(vector < 0, "uint8"), 1)
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:

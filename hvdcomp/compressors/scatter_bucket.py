@@ -6,6 +6,7 @@ bucket too: its tensors are pieces of the bucket's. So a method encodes and deco
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -64,6 +65,14 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
         found |= chunk.decode(method, bucket, payload)
     layout.own.keep(bucket)
     return found
+
+
+def residual_bound(length: int, ranks: int) -> float:
+    """By how much the owner's residual of a chunk may be larger than the largest element of its mean.
+
+    Methods round within twice a scale, which is no more than the chunk's 2-norm; and the residual counts for all ranks.
+    """
+    return 2 * ranks * math.sqrt(length)
 
 
 def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) -> tuple[SentPayload, SentPayload]:
@@ -193,6 +202,10 @@ class _Own:
         self.mean *= (ranks - 1) / ranks
         self.x *= 1 / ranks
         self.mean += self.x
+        with np.errstate(over="ignore"):
+            bound = max(self.mean.max(), -self.mean.min()) * np.float32(residual_bound(len(self.mean), ranks))
+        if not np.isfinite(bound):
+            self.mean[:] = np.nan
         return bool(found)
 
     def encode_mean(self, method: CodesBuckets, whole: Bucket, row: np.ndarray, zeros: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     COUNT,
     FIRST_TASK,
+    INFINITE,
     KEY,
     PLACE0,
     PLACE1,
@@ -53,6 +54,7 @@ def natural_encode(
         largest = tl.maximum(largest, magnitude(x))
         negative = (x < 0).to(tl.int32)
         exponent = tl.minimum((magnitude(x).to(tl.uint32) + (word(i, key) >> 9)) >> 23, 254).to(tl.int32)
+        exponent |= (magnitude(x) >= INFINITE).to(tl.int32)  # 255
         tl.store(exponents + i, exponent.to(tl.uint8), mask=there)
         byte = block + tl.arange(0, BLOCK // 8)
         packed = tl.sum(tl.where(there, negative << at, 0), 0).to(tl.uint8)

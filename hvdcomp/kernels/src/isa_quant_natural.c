@@ -26,8 +26,9 @@ static void round_to_powers(
 ) {
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
-        const uint32_t rounded = ((hvd_bits(x[i]) & 0x7fffffffu) + (hvd_word(weyl, key) >> 9)) >> 23;
-        exponents[i] = (uint8_t)(rounded < 254 ? rounded : 254);
+        const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu;
+        const uint32_t rounded = (magnitude + (hvd_word(weyl, key) >> 9)) >> 23;
+        exponents[i] = (uint8_t)((rounded < 254 ? rounded : 254) | (magnitude >= HVD_INFINITE));
         signs[i] = x[i] < 0;
     }
 }
