@@ -17,7 +17,7 @@ from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
-from hvdcomp.settings import Settings, check_policy
+from hvdcomp.settings import BUCKET_BYTES, Settings, check_policy
 from hvdcomp.specs.levels import Level
 
 
@@ -45,6 +45,9 @@ class Compression:
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
+        overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`, or
+            `"auto"`: where that is possible), or all together at its end. It changes no more than last bits of sums.
+        bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
             from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
@@ -58,8 +61,8 @@ class Compression:
     Raises:
         ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
             second are those of Keras 3, with which Horovod does not work.
-        SpecError: for a compressor or memory that is none, or if the two would let residuals grow without end (error
-            feedback of unbiased methods of high variance).
+        SpecError: for a compressor, a memory or an overlap that is none, or if the first two would let residuals grow
+            without end (error feedback of unbiased methods of high variance).
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class Compression:
         seed: int = 0,
         min_numel: int = 1024,
         min_ndim: int = 2,
+        overlap: bool | str = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
         process_set: Any = None,
         grad_scaler: Any = None,
     ) -> None:
@@ -91,7 +96,9 @@ class Compression:
                 raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
             check_policy(policy, steps_per_epoch, compressor, memory)
         require_bounded_residuals(compressor, memory)
-        self.settings = Settings(compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch)
+        self.settings = Settings(
+            compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes
+        )
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
         self._framework, self._parameters = frameworks.of_arguments(

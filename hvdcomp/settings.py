@@ -8,12 +8,16 @@ from typing import Any
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
+from hvdcomp.errors import SpecError
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.levels import Level
 
 # The hardest level is asked for with a factor and a tensor beyond all that is in use.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
+
+BUCKET_BYTES = 25 * 2**20
+"""What PyTorch's DDP takes (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,20 @@ class Settings:
     min_ndim: int
     policy: LevelSchedule | Policy[Any] | None
     steps_per_epoch: int | None
+    overlap: bool | str = "auto"
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        """Raises SpecError for an overlap that cannot be."""
+        if self.overlap not in (True, False, "auto"):
+            raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
+        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
+            raise SpecError(f"bucket_bytes={self.bucket_bytes!r} is not possible; give a whole number from 1 on")
+        if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
+            raise SpecError(
+                f"overlap=True compresses gradients before all of them are there, and the memory {self.memory} scales "
+                'them by a norm of all; give overlap="auto" or False, or a memory that does not clip'
+            )
 
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparing ranks and for messages."""

@@ -212,6 +212,9 @@ class CountingCommunicator:
         self.started.append((f"reducescatter {op}", dtype_of(array), name, len(bits(array))))
         return self.inner.start_reducescatter(array, op, name)
 
+    def start_broadcast(self, array: Array, name: str) -> Any:
+        return self.inner.start_broadcast(array, name)
+
     def wait(self, handle: Any) -> Array:
         if self.at_wait is not None:
             self.at_wait()

@@ -18,7 +18,7 @@ from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.fusion import communicate, request_bytes
+from hvdcomp.exchange.fusion import Round, request_bytes
 from tests.harness import (
     BACKENDS,
     DTYPES,
@@ -172,7 +172,8 @@ def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], 
         like = requests[0].parts[0]
         xp = arrays_for(like)
         counting = CountingCommunicator(communicator)
-        answers, padding = communicate(xp, counting, requests, "test", like)
+        on_its_way = Round(xp, counting, requests, "test", like)
+        answers, padding = on_its_way.wait(), on_its_way.padding
         ((_, _, _, length),) = counting.started
         assert length % 8 == 0
         assert 0 <= padding < 8
@@ -204,7 +205,8 @@ def test_every_rank_gets_the_parts_that_are_for_it(sendings: list[list[np.ndarra
         like = requests[0].parts[0]
         xp = arrays_for(like)
         counting = CountingCommunicator(communicator)
-        answers, padding = communicate(xp, counting, requests, "test", like)
+        on_its_way = Round(xp, counting, requests, "test", like)
+        answers, padding = on_its_way.wait(), on_its_way.padding
         ((_, _, _, length),) = counting.started
         assert length % (8 * size) == 0
         assert 0 <= padding < 8 * size
@@ -235,7 +237,8 @@ def test_collectives_of_all_kinds_in_one_round(backend: str) -> None:
             ReduceScatter(array(mine), "mean"),
         ]
         counting = CountingCommunicator(communicator)
-        answers, _ = communicate(arrays_for(requests[0].array), counting, requests, "test", requests[0].array)
+        like = requests[0].array
+        answers = Round(arrays_for(like), counting, requests, "test", like).wait()
         kinds = [kind for kind, *_ in counting.started]
         assert kinds == ["reducescatter sum", "alltoall", "allreduce sum", "allgather", "reducescatter mean"]
         return [[as_numpy(x[0]) for x in one] if isinstance(one, list) else as_numpy(one) for one in answers]
@@ -260,8 +263,9 @@ def test_operations_and_types_are_not_mixed_up(backend: str) -> None:
             for number, (op, dtype) in enumerate(requests)
         ]
         counting = CountingCommunicator(communicator)
-        answers, padding = communicate(arrays_for(values[0].array), counting, values, "test", values[0].array)
-        assert padding == 0
+        on_its_way = Round(arrays_for(values[0].array), counting, values, "test", values[0].array)
+        answers = on_its_way.wait()
+        assert on_its_way.padding == 0
         return [as_numpy(answer).tolist() for answer in answers], counting.started
 
     for answers, started in run_ranks(2, work):
@@ -272,7 +276,7 @@ def test_operations_and_types_are_not_mixed_up(backend: str) -> None:
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     def work(communicator: Any) -> None:
         x = np.zeros(3 + communicator.rank, np.float32)
-        communicate(arrays_for(x), communicator, [AllReduce(x)], "test", x)
+        Round(arrays_for(x), communicator, [AllReduce(x)], "test", x).wait()
 
     with pytest.raises(RuntimeError, match="the ranks started different collectives"):
         run_ranks(2, work)
@@ -283,7 +287,7 @@ def test_parts_without_elements_come_back(backend: str) -> None:
     def work(communicator: Any) -> list:
         part = make(backend, np.zeros(0, np.int16), "int16")
         gather = AllGather((part,))
-        ((parts, *_), *_), _ = communicate(arrays_for(part), communicator, [gather], "test", part)
+        ((parts, *_), *_) = Round(arrays_for(part), communicator, [gather], "test", part).wait()
         return [tuple(part.shape) for part in parts]
 
     assert run_ranks(2, work) == [[(0,)], [(0,)]]

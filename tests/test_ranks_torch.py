@@ -24,6 +24,7 @@ _MODULES = {
     "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
     "cases_collectives": EVERY_SETTING,
     "cases_dgc": ((2, "gloo"),),
+    "cases_overlap": ((2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")),
     _JOIN: EACH_ONCE,
 }
 

@@ -39,7 +39,7 @@ def watch_previews(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, note: Callable[[Collection[str], Plan], None]
 ) -> None:
     """Has a function called with the names of the tensors and the plan of each preview."""
-    real = engine._previews
+    real = engine.previews
 
     def kept(xp: Any, xs: Any, plan: Any, *others: Any) -> Any:
         note(xs, plan)

@@ -118,14 +118,18 @@ class Coordinator:
     @property
     def needs_engine(self) -> bool:
         """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
-        waits = self._decides_before_step or self._asks_for_candidates
-        return waits or self.decision.measures(self._period_ends)
+        return self.decides_before_exchange or self.decision.measures(self._period_ends)
+
+    @property
+    def decides_before_exchange(self) -> bool:
+        """Whether `before_exchange` makes a decision in the step that has begun; the same on all ranks."""
+        return self._decides_before_step or Statistic.CANDIDATES in self.channel.request.statistics
 
     def before_exchange(self) -> None:
         """To be called when all gradients of a step are there, before the engine's step."""
         if self._decides_before_step:
             self._decide_by(self._rates)
-        elif self._asks_for_candidates:
+        elif Statistic.CANDIDATES in self.channel.request.statistics:
             # Not earlier: until the ranks have compared their settings, others may not know that there are candidates.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
         else:
@@ -188,10 +192,6 @@ class Coordinator:
     def _decides_before_step(self) -> bool:
         """Whether the step that has begun, or comes next, waits for a decision by the period before it."""
         return self.policy.lag == 0 and self._ended is not None
-
-    @property
-    def _asks_for_candidates(self) -> bool:
-        return Statistic.CANDIDATES in self.channel.request.statistics
 
     def _period_statistics(self, steps: int) -> Statistics:
         """What is known at the end of a period; without numbers on ranks other than 0."""

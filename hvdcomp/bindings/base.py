@@ -7,7 +7,7 @@ that all ranks take part at the same levels, `run_engine` runs the engine and te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvdcomp.arrays.types import Array
@@ -20,6 +20,7 @@ from hvdcomp.communicators.horovod_ranks import HorovodRanks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
+from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import LevelSchedule
@@ -58,6 +59,11 @@ class Binding(Training):
         self._loss_scale: float | None = None
         self._refused: str | None = None  # why this rank cannot make the step that has begun
         settings = setup.compression.settings
+        if settings.overlap is True and not self.overlaps:
+            raise ConfigurationError(
+                "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
+                'leave it at "auto"'
+            )
         self.engine = Engine(
             communicator,
             tensors,
@@ -68,6 +74,7 @@ class Binding(Training):
             min_ndim=settings.min_ndim,
             bytes_beside=lambda tensors: PRESENCE_BYTES * (tensors if self.presence_per_tensor else 1),
             ledger=setup.compression.ledger,
+            overlap_bytes=settings.bucket_bytes if self.overlaps and settings.overlap else None,
         )
         self._waste = WasteWarning(self.engine)
         self.coordinator, errors = make_coordinator(self)
@@ -130,10 +137,22 @@ class Binding(Training):
         """Runs the engine on the gradients of a step, and ends the step; returns the means by name."""
         if self.coordinator is not None:
             self.coordinator.before_exchange()
-        sums = None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
-        results = self.engine.step(gradients, self.results_in_place, sums)
+        results = self.engine.step(gradients, self.results_in_place, self._sums())
         self.end_step()
         return results
+
+    def expect(self, agreed: Callable[[], bool]) -> None:
+        """To be called after `begin`, if the step takes the engine: buckets may then start as soon as the engine's
+        `overlap` was told of their gradients.
+
+        Args:
+            agreed: as of `Overlap.begin`.
+        """
+        if self.coordinator is None or not self.coordinator.decides_before_exchange:
+            self.engine.expect(self.results_in_place, self._sums(), agreed)
+
+    def _sums(self) -> Sums | None:
+        return None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
 
     def end_step(self) -> None:
         """To be called at the end of a step that did not go through `run_engine`."""

@@ -43,6 +43,10 @@ class HorovodTorchCommunicator(HorovodRanks):
         handle = hvd.broadcast_async_(array, self.root, name=name, process_set=self._process_set)
         return _Started(handle, name, None)
 
+    def is_done(self, started: _Started) -> bool:
+        """Whether `wait` would not have to."""
+        return bool(hvd.poll(started.handle))
+
     def wait(self, started: _Started) -> Any:
         try:
             result = hvd.synchronize(started.handle)

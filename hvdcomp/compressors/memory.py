@@ -34,6 +34,11 @@ class Memory(Described):
     is_momentum: ClassVar[bool] = False
     keeps: ClassVar[float] = 1.0
 
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether `gradient_factor` is anything but None."""
+        return type(self).gradient_factor is not Memory.gradient_factor
+
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
         """The factor that all gradients of a step are multiplied by before `compensate`, as a scalar array; or None.
 
@@ -124,6 +129,10 @@ class MomentumCorrection(Memory):
     def __post_init__(self) -> None:
         self.require(0 <= self.momentum < 1, "momentum", "in [0, 1)")
         self.require(0 <= self.clip < math.inf, "clip", "the largest norm of a gradient, or 0 for no clipping")
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        return bool(self.clip)
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
         if not self.clip:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -44,7 +45,8 @@ class Buckets:
         memory_for: of a tensor's name and compressor, the memory of its next step.
 
     Attributes:
-        now: the buckets of the latest step.
+        now: the buckets of the latest step, first those that need not wait for all gradients, by their numbers.
+        order: names, in the order in which gradients become ready; empty while it is not known.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class Buckets:
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
         self.now: list[Group] = []
-        self._able: list[str] = []  # of the latest step, the float32 tensors where kernels are
+        self.order: Sequence[str] = ()
+        self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._grouped: list[str] = []
         self._grouped_states: list[TensorState] = []
@@ -68,31 +71,45 @@ class Buckets:
         self._released = 0
 
     def groups(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+        self,
+        xp: ModuleType,
+        names: Sequence[str],
+        gradients: Mapping[str, Array],
+        plan: Plan,
+        started: Sequence[Group] = (),
     ) -> tuple[list[Group], list[str]]:
-        """The buckets of a step, and the tensors that are in none of them and go one by one.
+        """The buckets of a step that have not started, and the tensors that are in no bucket and go one by one.
 
         Args:
             names: of the tensors that take part.
+            started: buckets that are under way.
         """
-        if not self._still_right(names, plan):
+        if not self._still_right(plan) or self._made_for != (plan, names):
             able = [name for name in names if self._tensors[name].dtype == "float32"]
-            self._able = able if able and self._placed(xp, [gradients[name] for name in able]) else []
-            self.now = list(self._group(xp, self._able, gradients, plan))
+            served = able and self._placed(xp, [gradients[name] for name in able]) is not None
+            self.now = list(self._group(xp, able if served else [], gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
             grouped = set(self._grouped)
             self._rest = [name for name in names if name not in grouped]
             self._released = self._residuals.released
             self._made_for = (plan, names)
-        placed = self._placed(xp, [gradients[name] for name in self._able]) if self._able else None
-        if placed is None:
-            return [], list(names)
-        arrays, addresses = placed
-        for group in self.now:
-            group.arrays = group.pick(arrays)
-            group.bucket.segments["gradient"] = group.pick(addresses)
-        return self.now, self._rest
+        missing = [group for group in self.now if group not in started]
+        if all(self.take(xp, group, gradients) for group in missing):
+            return missing, self._rest
+        under_way = {name for group in started for name in group.names}
+        return [], [name for name in names if name not in under_way]
+
+    def early(self, plan: Plan) -> list[Group]:
+        """The buckets that need not wait for all gradients of the step to come, if it is like the one before."""
+        return [group for group in self.now if group.number is not None] if self._still_right(plan) else []
+
+    def take(self, xp: ModuleType, group: Group, gradients: Mapping[str, Array]) -> bool:
+        """Gives a bucket its gradients of a step; whether it can take them."""
+        placed = self._placed(xp, [gradients[name] for name in group.names])
+        if placed is not None:
+            group.arrays, group.bucket.segments["gradient"] = placed
+        return placed is not None
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
         """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
@@ -112,8 +129,19 @@ class Buckets:
         group.residuals.drop(group.numbers)
         self._made_for = None
 
-    def _still_right(self, names: Sequence[str], plan: Plan) -> bool:
-        if self._made_for is None or self._made_for[0] is not plan or self._made_for[1] != names:
+    def start_early(self, order: Sequence[str], least_bytes: int) -> None:
+        """From the next step on there are buckets that do not wait for all gradients.
+
+        Args:
+            order: names, in the order in which gradients become ready; none for no such buckets.
+            least_bytes: of the gradients of such a bucket.
+        """
+        self.order, self._least_bytes = order, least_bytes
+        # No bucket is used again: collectives that nobody waits for may still use the storage of these.
+        self._made_for, self.now = None, []
+
+    def _still_right(self, plan: Plan) -> bool:
+        if self._made_for is None or self._made_for[0] is not plan:
             return False
         # Somebody may have put others in their place, or taken what they keep out of flat storage.
         same = all(map(operator.is_, map(self._states.__getitem__, self._grouped), self._grouped_states))
@@ -123,30 +151,55 @@ class Buckets:
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> Iterator[Group]:
         on_device = isinstance(self._residuals, DeviceResiduals)
-        places: dict[Any, list[int]] = {}
-        for place, name in enumerate(names):
-            family, memory = plan[name].bucket_family, self._memory_for(name, plan[name])
-            if on_device and not cuda.takes(plan[name], self._tensors[name].size):
-                continue
-            if family is not None and self._tensors[name].size and type(memory) in KNOWN_TO_KERNELS:
-                places.setdefault((family, memory), []).append(place)
+        early = self._early_pieces(names, plan)
+        numbers = {name: number for number, piece in enumerate(early) for name in piece}
+        members: dict[Any, list[str]] = {}
+        for name in names:
+            if (kind := self._kind(name, plan[name])) is not None:
+                members.setdefault((numbers.get(name, len(early)), kind), []).append(name)
         known = {group.key: group for group in self.now}
         bridges = _no_bridges if on_device else _bridges
         where = (gradients[names[0]].device, xp) if on_device and names else ()
-        for (_, memory), members in places.items():
-            mine = [names[place] for place in members]
+        for (number, (_, memory)), mine in sorted(members.items(), key=lambda entry: entry[0][0]):
             compressors = tuple(plan[name] for name in mine)
             tensors = []
             for name in mine:
-                state, number = self._states[name], self._numbers[name]
+                state, place = self._states[name], self._numbers[name]
                 wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
-                state.lie_in(self._residuals, number, unwrap, wrap)
-                tensors.append((name, state, number))
+                state.lie_in(self._residuals, place, unwrap, wrap)
+                tensors.append((name, state, place))
             key = (tuple(tensors), compressors, memory)
             group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
-            group.pick = operator.itemgetter(*members) if len(members) > 1 else _one_of(members[0])
+            group.number = number if number < len(early) else None
             group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
             yield group
+
+    def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory] | None:
+        """What tensors of one bucket have in common; None for a tensor that goes by itself."""
+        tensor = self._tensors[name]
+        if tensor.dtype != "float32" or not tensor.size or compressor.bucket_family is None:
+            return None
+        if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
+            return None
+        memory = self._memory_for(name, compressor)
+        return (compressor.bucket_family, memory) if type(memory) in KNOWN_TO_KERNELS else None
+
+    def _early_pieces(self, names: Sequence[str], plan: Plan) -> list[list[str]]:
+        """The tensors of each bucket that does not wait for all gradients of a step.
+
+        Ranks may learn at different times that a tensor has no gradient. So what the pieces hold follows from the order
+        and the plan alone. Those from the first one on that misses a gradient wait.
+        """
+        pieces: list[list[str]] = []
+        filling: dict[Any, tuple[list[str], int]] = {}
+        for name in self.order:
+            kind = self._kind(name, plan[name])
+            piece, size = filling.pop(kind, ([], 0))
+            piece.append(name)
+            filling[kind] = piece, size + 4 * self._tensors[name].size
+            if kind is not None and filling[kind][1] >= self._least_bytes:
+                pieces.append(filling.pop(kind)[0])
+        return list(itertools.takewhile(set(names).issuperset, pieces))
 
 
 def prepared_states(
@@ -164,10 +217,6 @@ def prepared_states(
         [state.prepare(xp, x, one, dataclasses.replace(context, name=tensor.name)) for state, tensor, one, x in each],
         xp,
     )
-
-
-def _one_of(place: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    return lambda values: (values[place],)
 
 
 def _bridges(
@@ -209,7 +258,7 @@ class Group:
         key: two groups of the same key are the same bucket.
         places: in the bucket, by name.
         bucket: what its compressors see.
-        pick: takes what belongs to its tensors from a sequence over those of the step.
+        number: among the buckets that do not wait for all gradients of a step; None for the others.
         arrays: the gradients of the step, row-major.
         has_states: whether the compressors' arrays of all its tensors lie in the bucket.
         ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
@@ -231,7 +280,7 @@ class Group:
         self.numbers = np.array([number for _, _, number in tensors])
         self.key = (tensors, compressors, memory)
         self.bucket = Bucket(described, compressors, memory, *where)
-        self.pick: Callable[[Sequence[Any]], Sequence[Any]]
+        self.number: int | None = None
         self.arrays: Sequence[Array] = ()
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period

@@ -2,12 +2,13 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` and `tensor_step` what a bucket or a tensor goes through, `lockstep` how all of them exchange, `fusion`
-what travels.
+`bucket_step` and `tensor_step` what a bucket or a tensor goes through, `lockstep` how they exchange, `overlap` what
+starts before all gradients are there, `fusion` what travels.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
 from typing import Any
@@ -20,12 +21,13 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.buckets import Buckets, Group
 from hvdcomp.exchange.clock import Span
 from hvdcomp.exchange.device_step import DeviceStep
 from hvdcomp.exchange.ledger import Ledger, StepCost
-from hvdcomp.exchange.lockstep import run_in_lockstep
+from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
+from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
 from hvdcomp.exchange.tensor_step import TensorState, TensorStep
@@ -43,6 +45,8 @@ class Engine:
         seed: of all random choices; the same on all ranks.
         bytes_beside: of the number of a step's tensors, what the binding itself sends beside the engine's collectives.
         ledger: where costs are entered.
+        overlap_bytes: of the gradients of a bucket that starts before all gradients of a step are there; None for no
+            such buckets.
 
     Attributes:
         planner: chooses the compressor of each tensor.
@@ -52,6 +56,7 @@ class Engine:
         before_compress: called in each step before x is compressed. It may look at it, may replace the plan by
             `set_plan` and `begin`, and returns by name what is to be compressed in place of some.
         found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
+        overlap: is to be told of gradients when they are there, after `expect`.
     """
 
     def __init__(
@@ -65,11 +70,11 @@ class Engine:
         min_ndim: int = 2,
         bytes_beside: Callable[[int], int] = lambda tensors: 0,
         ledger: Ledger | None = None,
+        overlap_bytes: int | None = None,
     ) -> None:
         self.communicator = communicator
         self.planner = Planner(tensors, compressor, memory, min_numel, min_ndim)
         self.tensors = self.planner.tensors
-        self.compressor = compressor
         self.memory = self.planner.memory
         self.seed = seed
         self._bytes_beside = bytes_beside
@@ -77,10 +82,11 @@ class Engine:
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
         self.buckets = Buckets(self.tensors, self.states, self._memory_for)
-        self._previews = Previews(self.tensors, self.states)
+        self.previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
+        self.overlap = Overlap(communicator, self.tensors, self.buckets, overlap_bytes)
 
     # Between two steps.
 
@@ -88,6 +94,11 @@ class Engine:
     def plan(self) -> Plan:
         """The compressor of each tensor in the step that is under way."""
         return self.planner.plan
+
+    @property
+    def compressor(self) -> Compressor:
+        """The user's."""
+        return self.planner.compressor
 
     def set_plan(self, plan: Plan) -> None:
         """`Planner.set_plan`."""
@@ -99,6 +110,7 @@ class Engine:
 
     def begin(self) -> Plan:
         """`Planner.begin`. Waits for the device if the step before has sent residuals dense."""
+        self.overlap.end()  # of a step that was not made
         if self._drop_sent is not None:
             self._drop_sent()
             self._drop_sent = None
@@ -157,9 +169,13 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
-        self.ledger.clock.begin(xp, gradients[names[0]])
-        buckets, tensors, look = self._steps(xp, names, gradients, in_place, sums)
-        found_inf, rounds, bytes_sent = run_in_lockstep(xp, self.communicator, self.ledger.clock, buckets, tensors)
+        started = self.overlap.end()
+        if not started:
+            self.ledger.clock.begin(xp, gradients[names[0]])
+        waves, tensors, look = _waves(self, xp, names, gradients, in_place, sums, started)
+        run_to_the_end(waves)
+        buckets = [bucket for wave in waves for bucket in wave.buckets]
+        found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:
             look.tell(buckets, tensors)
         if sums is not None and not sums.of_results and tensors:
@@ -175,42 +191,28 @@ class Engine:
             with self.ledger.clock.around(bucket.spans.decoding):
                 results |= bucket.finish(counts)
         self._drop_sent_residuals(xp, buckets, tensors, found_inf)
-        self._record(xp, buckets, tensors, rounds, bytes_sent + self._bytes_beside(len(names)))
+        self._record(xp, waves, tensors, len(names))
         self.step_number += 1
         self.found_inf = found_inf
+        self.overlap.learn_order(gradients)
         return results
 
-    def _steps(
-        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], in_place: bool, sums: Sums | None
-    ) -> tuple[list[BucketStep], list[TensorStep], Look | None]:
-        """All tensors of a step, those in buckets and the others, with generators that are ready to start."""
-        factor = None
-        if self.memory is not None:
-            factor = self.memory.gradient_factor(xp, [gradients[name] for name in names], self.communicator.world_size)
-        context = self._context("")
+    # Overlap.
 
-        buckets, tensors = _make_steps(self, xp, names, gradients, context, factor)
-        look: Look | None = None
-        made: Mapping[str, int] = {}
-        sources: Mapping[str, Array] = {}
-        if self.before_compress is not None:
-            plan = self.plan
-            look = Look(xp, buckets, tensors, plan, self._previews, context)
-            sources = self.before_compress(look)
-            if any(not bucket.group.places.keys().isdisjoint(sources) for bucket in buckets):
-                look.make()
-            made = look.made
-            if self.plan is not plan and buckets:
-                names = [name for bucket in buckets for name in bucket.group.names]
-                buckets, others = _make_steps(self, xp, names, gradients, context, factor)
-                tensors += others
-        for bucket in buckets:
-            with self.ledger.clock.around(bucket.spans.encoding):
-                bucket.open(gradients, in_place, made, sources, sums)
-        for one in tensors:
-            with self.ledger.clock.around(one.spans.encoding):
-                one.open(self.plan[one.name], sources.get(one.name, one.x), self._context(one.name))
-        return buckets, tensors, look
+    def expect(
+        self, in_place: bool = False, sums: Sums | None = None, agreed: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Lets buckets of the step that has begun start before its `step`, as soon as `overlap.ready` was told of all
+        their gradients. It does nothing where somebody looks at x before it is compressed.
+
+        Args:
+            in_place, sums: as for `step`, which is to be given the same.
+            agreed: as of `Overlap.begin`.
+        """
+        if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
+            return
+        start = functools.partial(_start_early, self, in_place, sums)
+        self.overlap.begin(self.plan, start, agreed)
 
     def _drop_sent_residuals(
         self, xp: ModuleType, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep], found_inf: Array
@@ -250,13 +252,11 @@ class Engine:
         return compressor.lossless or self.planner.is_cast(name, compressor)
 
     def _record(
-        self,
-        xp: ModuleType,
-        buckets: Sequence[BucketStep],
-        tensors: Sequence[TensorStep],
-        rounds: Sequence[Span],
-        bytes_sent: int,
+        self, xp: ModuleType, waves: Sequence[Lockstep], tensors: Sequence[TensorStep], number_of_tensors: int
     ) -> None:
+        buckets = [bucket for wave in waves for bucket in wave.buckets]
+        rounds = [span for wave in waves for span in wave.rounds]
+        bytes_sent = sum(wave.bytes_sent for wave in waves) + self._bytes_beside(number_of_tensors)
         parts = [bucket.group.costs(self.step_number, self.communicator.world_size) for bucket in buckets]
         parts += [{one.name: one.cost} for one in tensors]
         step = self.ledger.step_cost(self.step_number, parts, bytes_sent)
@@ -272,13 +272,89 @@ class Engine:
             xs: x by name.
             compressors: by name, of these tensors at least.
         """
-        return self._previews.kept(xp, xs, compressors, self._context(""))
+        return self.previews.kept(xp, xs, compressors, self.context(""))
 
     def _memory_for(self, name: str, compressor: Compressor) -> Memory:
         return self.states[name].memory_for(self.planner.memory_for(compressor))
 
-    def _context(self, name: str) -> Context:
+    def context(self, name: str) -> Context:
+        """Of a tensor in the step under way."""
         return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size)
+
+
+def _waves(
+    engine: Engine,
+    xp: ModuleType,
+    names: Sequence[str],
+    gradients: Mapping[str, Array],
+    in_place: bool,
+    sums: Sums | None,
+    started: Sequence[Lockstep],
+) -> tuple[list[Lockstep], list[TensorStep], Look | None]:
+    """Starts what has not started of a step; returns all that is under way, and the tensors in no bucket.
+
+    What could have started early goes on by itself, in the same order, so that all ranks have the same collectives.
+    Everything else goes together, as the last.
+    """
+    factor = None
+    if engine.memory is not None:
+        arrays = [gradients[name] for name in names]
+        factor = engine.memory.gradient_factor(xp, arrays, engine.communicator.world_size)
+    context, clock = engine.context(""), engine.ledger.clock
+    groups = [bucket.group for wave in started for bucket in wave.buckets]
+    buckets, tensors = _make_steps(engine, xp, names, gradients, context, factor, groups)
+    look: Look | None = None
+    made: Mapping[str, int] = {}
+    sources: Mapping[str, Array] = {}
+    if engine.before_compress is not None:
+        plan = engine.plan
+        look = Look(xp, buckets, tensors, plan, engine.previews, context)
+        sources = engine.before_compress(look)
+        if any(not bucket.group.places.keys().isdisjoint(sources) for bucket in buckets):
+            look.make()
+        made = look.made
+        if engine.plan is not plan and buckets:
+            names = [name for bucket in buckets for name in bucket.group.names]
+            buckets, others = _make_steps(engine, xp, names, gradients, context, factor)
+            tensors += others
+    for bucket in buckets:
+        with clock.around(bucket.spans.encoding):
+            bucket.open(gradients, in_place, made, sources, sums)
+    for one in tensors:
+        with clock.around(one.spans.encoding):
+            one.open(engine.plan[one.name], sources.get(one.name, one.x), engine.context(one.name))
+    last = [bucket for bucket in buckets if bucket.group.number is None]
+    waves = [_early_wave(engine, xp, bucket) for bucket in buckets if bucket.group.number is not None]
+    if last or tensors:
+        alone = not started and not waves
+        waves.append(Lockstep(xp, engine.communicator, clock, "round", last, tensors, alone))
+    for wave in waves:
+        wave.start()
+    return [*started, *waves], tensors, look
+
+
+def _start_early(
+    engine: Engine, in_place: bool, sums: Sums | None, group: Group, gradients: Mapping[str, Array]
+) -> Lockstep | None:
+    """Starts a bucket, given the gradients that have come; None if it cannot take them."""
+    like = gradients[group.names[0]]
+    xp, clock = arrays_for(like), engine.ledger.clock
+    if not engine.overlap.started:
+        clock.begin(xp, like)
+    if not engine.buckets.take(xp, group, gradients):
+        return None
+    clock.turns_only &= group.bucket.device is not None
+    bucket = _bucket_step(engine, xp, group, engine.context(""), None)
+    with clock.around(bucket.spans.encoding):
+        bucket.open(gradients, in_place, {}, {}, sums)
+    wave = _early_wave(engine, xp, bucket)
+    wave.start()
+    return wave
+
+
+def _early_wave(engine: Engine, xp: ModuleType, bucket: BucketStep) -> Lockstep:
+    name = engine.overlap.name_of(bucket.group)
+    return Lockstep(xp, engine.communicator, engine.ledger.clock, name, [bucket])
 
 
 def _make_steps(
@@ -288,21 +364,31 @@ def _make_steps(
     gradients: Mapping[str, Array],
     context: Context,
     factor: Array | None,
+    started: Sequence[Group] = (),
 ) -> tuple[list[BucketStep], list[TensorStep]]:
-    """The buckets of a step, and the tensors that go one by one. factor: what the memory multiplies gradients with."""
+    """The buckets of a step that have not started, and the tensors that go one by one. factor: what the memory
+    multiplies gradients with."""
     clock, plan = engine.ledger.clock, engine.plan
-    groups, rest = engine.buckets.groups(xp, names, gradients, plan)
+    groups, rest = engine.buckets.groups(xp, names, gradients, plan, started)
     clock.turns_only &= all(group.bucket.device is not None for group in groups) and not rest
-    buckets, tensors = [], []
-    spans: list[Span]
-    for group in groups:
-        with clock.around(spans := []):
-            kind = BucketStep if group.bucket.device is None else DeviceStep
-            buckets.append(kind(xp, group, context, factor, clock))
-        buckets[-1].spans.encoding.extend(spans)
+    buckets = [_bucket_step(engine, xp, group, context, factor) for group in groups]
+    tensors = []
     for name in rest:
+        spans: list[Span]
         with clock.around(spans := []):
             memory = engine.planner.memory_for(plan[name])
             tensors.append(TensorStep(xp, name, gradients[name], factor, engine.states[name], memory))
         tensors[-1].spans.encoding.extend(spans)
     return buckets, tensors
+
+
+def _bucket_step(
+    engine: Engine, xp: ModuleType, group: Group, context: Context, factor: Array | None
+) -> BucketStep:
+    clock = engine.ledger.clock
+    spans: list[Span] = []
+    with clock.around(spans):
+        kind = BucketStep if group.bucket.device is None else DeviceStep
+        bucket = kind(xp, group, context, factor, clock)
+    bucket.spans.encoding.extend(spans)
+    return bucket

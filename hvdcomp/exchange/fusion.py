@@ -25,46 +25,59 @@ from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceS
 _ROW_ALIGNMENT = 8
 
 
-def communicate(
-    xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
-) -> tuple[list[Any], int]:
-    """Serves the requests of one round; all collectives are started before the first is waited for.
+class Round:
+    """The requests of one round on their way: all collectives are started when it is made, and none is waited for.
 
     Args:
-        requests: of the framework of `xp`, or in NumPy.
-        name: of the round.
+        xp: the array functions of the framework.
+        communicator: the ranks.
+        requests: of the framework, or in NumPy.
+        name: of the round. No two rounds that are under way have the same.
         like: an array of the framework, where arrays are to travel.
 
-    Returns:
-        The answers, in the order of the requests, and the bytes of padding that were sent.
+    Attributes:
+        padding: bytes that are sent beside what was asked for.
     """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for number, request in enumerate(requests):
-        groups.setdefault(_group_of(request), []).append(number)
-    started = []
-    padding = 0
-    for position, (kind, members) in enumerate(groups.items()):
-        group: list[Any] = [requests[number] for number in members]
-        # Where all of them are in NumPy they are put together there: a slice takes a tenth of the framework's time.
-        inside = numpy_arrays if all(map(_is_numpy, group)) else xp
-        if inside is not numpy_arrays:
-            group = [_of_framework(xp, request, like) for request in group]
-        buffer, offsets, pad = _together(inside, group)
-        padding += pad
-        if inside is not xp:
-            buffer = xp.from_numpy(buffer, like=like)
-        group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
-        started.append((inside, group, offsets, _start(communicator, group[0], buffer, group_name)))
-    answers: list[Any] = [None] * len(requests)
-    for members, (inside, group, offsets, handle) in zip(groups.values(), started, strict=True):
-        result = communicator.wait(handle)
-        if inside is not xp:
-            result = xp.to_numpy(result)
-        split = _apart(inside, result, group, offsets)
-        for number, answer in zip(members, split, strict=True):
-            wanted = inside is not numpy_arrays and _is_numpy(requests[number])
-            answers[number] = _in_numpy(xp, answer) if wanted else answer
-    return answers, padding
+
+    def __init__(
+        self, xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
+    ) -> None:
+        self._xp = xp
+        self._communicator = communicator
+        self._requests = requests
+        self.padding = 0
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(_group_of(request), []).append(number)
+        self._started = []
+        for position, (kind, members) in enumerate(groups.items()):
+            group: list[Any] = [requests[number] for number in members]
+            # Where all of them are in NumPy they are put together there: a slice takes a tenth of the framework's time.
+            inside = numpy_arrays if all(map(_is_numpy, group)) else xp
+            if inside is not numpy_arrays:
+                group = [_of_framework(xp, request, like) for request in group]
+            buffer, offsets, padding = _together(inside, group)
+            self.padding += padding
+            if inside is not xp:
+                buffer = xp.from_numpy(buffer, like=like)
+            group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
+            handle = _start(communicator, group[0], buffer, group_name)
+            self._started.append((inside, members, group, offsets, handle))
+
+    def wait(self) -> list[Any]:
+        """The answers, in the order of the requests, when all collectives have ended; to be called once."""
+        xp = self._xp
+        answers: list[Any] = [None] * len(self._requests)
+        for inside, members, group, offsets, handle in self._started:
+            result = self._communicator.wait(handle)
+            if inside is not xp:
+                result = xp.to_numpy(result)
+            split = _apart(inside, result, group, offsets)
+            for number, answer in zip(members, split, strict=True):
+                wanted = inside is not numpy_arrays and _is_numpy(self._requests[number])
+                answers[number] = _in_numpy(xp, answer) if wanted else answer
+        self._started.clear()
+        return answers
 
 
 def _start(communicator: Communicator, request: Request, buffer: Array, name: str) -> Any:

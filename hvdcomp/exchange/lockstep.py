@@ -1,9 +1,10 @@
-"""Steps the generators of all buckets and tensors of a step in lockstep: every round it collects one request from each,
-fuses them into few collectives and hands the answers back."""
+"""Steps the generators of buckets and tensors in lockstep: every round takes one request from each, fuses them into few
+collectives, and hands the answers back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,56 +14,119 @@ from hvdcomp.compressors.protocol import Request
 from hvdcomp.exchange.bucket_step import BucketStep
 from hvdcomp.exchange.clock import Clock, Span
 from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, of_framework, with_flag
-from hvdcomp.exchange.fusion import communicate, request_bytes
+from hvdcomp.exchange.fusion import Round, request_bytes
 from hvdcomp.exchange.tensor_step import TensorStep
 
 
-def run_in_lockstep(
-    xp: ModuleType,
-    communicator: Communicator,
-    clock: Clock,
-    buckets: Sequence[BucketStep],
-    tensors: Sequence[TensorStep],
-) -> tuple[Array, list[Span], int]:
-    """Steps all generators to their end.
+class Lockstep:
+    """Buckets and tensors that go from round to round together.
 
-    Returns:
-        The element that is NaN if what any rank would send, or what came of it, is not finite, when each round of
-        collectives was under way, and the bytes that this rank handed to them.
+    Args:
+        xp: the array functions of the gradients.
+        communicator: the ranks.
+        clock: of the engine.
+        name: under which their collectives travel; no others that are under way at the same time have it.
+        buckets, tensors: with generators that are ready to start; at least one.
+        alone: whether nothing else goes on between two of their rounds.
+
+    Attributes:
+        rounds: when this rank worked on a round of collectives, or waited for it.
+        bytes_sent: that this rank handed to collectives.
     """
-    steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
-    like = steps[0].like
-    bytes_sent = 0
-    rounds: list[Span] = []
 
-    def turn(one: BucketStep | TensorStep, answer: Any) -> tuple[BucketStep | TensorStep, Request | None]:
+    def __init__(
+        self,
+        xp: ModuleType,
+        communicator: Communicator,
+        clock: Clock,
+        name: str,
+        buckets: Sequence[BucketStep],
+        tensors: Sequence[TensorStep] = (),
+        alone: bool = False,
+    ) -> None:
+        self._xp = xp
+        self._communicator = communicator
+        self._clock = clock
+        self._name = name
+        self.buckets = buckets
+        self._tensors = tensors
+        self._alone = alone
+        self._steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
+        self._waiting: list[tuple[BucketStep | TensorStep, Request]] = []
+        self._round: Round | None = None
+        self._number = 0  # of the round
+        self._flag: Array
+        self._take_flag: Callable[[list[Any]], Array] | None = None
+        self.rounds: list[Span] = []
+        self.bytes_sent = 0
+
+    def start(self) -> None:
+        """Starts the collectives that come first, and waits for nothing."""
+        self._clock.start()
+        turns = [self._turn(one, None) for one in self._steps]
+        of_tensors = [
+            (one.x, request) for one, (_, request) in zip(self._tensors, turns[len(self.buckets) :], strict=True)
+        ]
+        self._flag = flag_of(self._xp, of_tensors, [one.found_inf for one in self.buckets])
+        self._send(turns)
+
+    def advance(self) -> bool:
+        """Waits for the collectives under way, and starts those that come next; whether there are any."""
+        if self._round is None:
+            return False
+        if not self._alone:
+            self._clock.start()
+        answers = self._round.wait()
+        if self._take_flag is not None:
+            self._flag, self._take_flag = self._take_flag(answers), None
+        self._clock.lap(self.rounds)
+        self._number += 1
+        steps = [one for one, _ in self._waiting]
+        self._send([self._turn(one, answer) for one, answer in zip(steps, answers, strict=True)])
+        return self._round is not None
+
+    def found_inf(self) -> Array:
+        """The element that is NaN if what any rank would send, or what came of it, is not finite; after the end."""
+        xp, found = self._xp, self._flag
+        after = [one.found_inf_after for one in self.buckets]
+        if any(one for one in after if isinstance(one, bool)):
+            found = found + float("nan")
+        found = sum((one for one in after if not isinstance(one, bool)), of_framework(xp, found, self._like))
+        if self._tensors:
+            found = found + flag_of_outcomes(xp, [one.made for one in self._tensors])
+        return found
+
+    @property
+    def _like(self) -> Array:
+        return self._steps[0].like
+
+    def _turn(self, one: BucketStep | TensorStep, answer: Any) -> tuple[BucketStep | TensorStep, Request | None]:
         request = one.advance(answer)
-        clock.lap(one.spans.decoding if request is None else one.spans.encoding)
+        self._clock.lap(one.spans.decoding if request is None else one.spans.encoding)
         return one, request
 
-    clock.start()
-    waiting = [turn(one, None) for one in steps]
-    of_tensors = [(one.x, request) for one, (_, request) in zip(tensors, waiting[len(buckets) :], strict=True)]
-    flag = flag_of(xp, of_tensors, [one.found_inf for one in buckets])
-    found_inf = flag
-    while waiting := [(one, request) for one, request in waiting if request is not None]:
-        requests = [request for _, request in waiting]
-        take_flag = None
-        if not rounds:
-            requests, take_flag = with_flag(xp, requests, flag, like)
-        bytes_sent += sum(request_bytes(xp, request) for request in requests)
-        if not clock.turns_only:
-            clock.start()
-        answers, padding = communicate(xp, communicator, requests, f"hvdcomp.round{len(rounds)}", like)
-        if take_flag is not None:
-            found_inf = take_flag(answers)
-        clock.lap(rounds)
-        bytes_sent += padding
-        waiting = [turn(one, answer) for (one, _), answer in zip(waiting, answers, strict=True)]
-    after = [one.found_inf_after for one in buckets]
-    if any(one for one in after if isinstance(one, bool)):
-        found_inf = found_inf + float("nan")
-    found_inf = sum((one for one in after if not isinstance(one, bool)), of_framework(xp, found_inf, like))
-    if tensors:
-        found_inf = found_inf + flag_of_outcomes(xp, [one.made for one in tensors])
-    return found_inf, rounds, bytes_sent
+    def _send(self, turns: Sequence[tuple[BucketStep | TensorStep, Request | None]]) -> None:
+        self._round = None
+        self._waiting = [(one, request) for one, request in turns if request is not None]
+        if not self._waiting:
+            return
+        requests = [request for _, request in self._waiting]
+        if self._number == 0:
+            requests, self._take_flag = with_flag(self._xp, requests, self._flag, self._like)
+        self.bytes_sent += sum(request_bytes(self._xp, request) for request in requests)
+        if not self._clock.turns_only:
+            self._clock.start()
+        name = f"hvdcomp.{self._name}{self._number}"
+        self._round = Round(self._xp, self._communicator, requests, name, self._like)
+        self.bytes_sent += self._round.padding
+        if not self._alone:
+            self._clock.lap(self.rounds)
+
+
+def run_to_the_end(started: Iterable[Lockstep]) -> None:
+    """Goes through all rounds. While one waits for its collectives, those of the others are under way."""
+    waiting = deque(started)
+    while waiting:
+        one = waiting.popleft()
+        if one.advance():
+            waiting.append(one)

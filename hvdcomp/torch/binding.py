@@ -5,8 +5,9 @@ once all were compressed. A step takes one of two ways, the same on all ranks:
 
 - cast: where the plan needs no more than an allreduce of cast gradients, Horovod carries them itself, overlapped with
   the backward pass (`hvdcomp.torch.passthrough`).
-- engine: `compress` only notes the gradient and gives Horovod one number to allreduce; the first `decompress` runs the
-  engine, whose collectives are then safe to wait for, because every rank has submitted everything of Horovod's own.
+- engine: `compress` notes the gradient and gives Horovod one number to allreduce; it may start collectives of the
+  engine's, and never waits. The first `decompress` runs the engine, whose collectives are then safe to wait for,
+  because every rank has submitted everything of Horovod's own.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames
+from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
@@ -43,12 +45,14 @@ class TorchBinding(Binding):
     overlaps_with_policy = True
     presence_per_tensor = True
     results_in_place = True
+    overlaps = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
     def __init__(self, setup: Setup) -> None:
         self._grad_scaler = setup.grad_scaler
         self._optimizer = _checked_optimizer(setup)
         communicator = HorovodTorchCommunicator(setup.process_set or getattr(self._optimizer, "process_set", None))
+        self._everyone = Everyone(communicator)
         like = torch.empty(0)
         with refused_on_every_rank(communicator, like):
             self._parameters = by_name(setup.parameters, self._optimizer)
@@ -76,6 +80,7 @@ class TorchBinding(Binding):
         if name in self._pending or name not in self._horovods.own:
             self._horovods.refuse_gradient(name)
         self._pending[name] = tensor
+        self.engine.overlap.ready(name, tensor)
         # An int64, because Horovod fuses tensors of one element type, and must not fuse these with the engine's
         # buffers: what is fused depends on timing, and would change the order of additions from run to run.
         return torch.full((1,), self.presence), Ticket(name, False, tensor)
@@ -111,6 +116,10 @@ class TorchBinding(Binding):
         if self._casting:
             coordinator = self.coordinator
             self._passthrough.begin(coordinator.source if coordinator is not None and coordinator.observes else None)
+        else:
+            if era := self.engine.overlap.era:  # else this step has nothing that starts early, on no rank
+                self._everyone.ask(self.presence, f"hvdcomp.order{era}.presence")
+            self.expect(self._everyone.agrees)
 
     @torch.no_grad()
     def _run_pending(self, presence: int) -> None:
@@ -121,6 +130,7 @@ class TorchBinding(Binding):
         except (ConfigurationError, RankMismatchError):
             self._horovods.finish()
             raise
+        self._everyone.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
         if summed:

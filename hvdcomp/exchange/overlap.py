@@ -1,0 +1,122 @@
+"""Overlap: a bucket is encoded, and starts its first collective, as soon as its own gradients are there, while the
+backward pass makes those of others.
+
+Nothing waits there. What a bucket needs after its first collective, it does when all gradients of the step have come.
+The ranks may start a bucket at different times, in a hook or at the end, but all of them start the same buckets, in the
+same order: `Buckets` makes them from the plan and from the order in which gradients became ready on rank 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.arrays.types import Array
+from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.choice import Plan
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.buckets import Buckets, Group
+from hvdcomp.exchange.lockstep import Lockstep
+
+Start = Callable[[Group, Mapping[str, Array]], Lockstep | None]
+
+
+class Overlap:
+    """Starts buckets of one step after another.
+
+    Args:
+        communicator: the ranks.
+        tensors: of the training, by name; the same on all ranks.
+        buckets: of the training.
+        least_bytes: of the gradients of a bucket that starts by itself; None for no such buckets.
+
+    Attributes:
+        started: what is under way in this step.
+        era: the number of the order that holds, which rank 0 gives; 0 while none is known. It is a part of the names of
+            what starts early: other trainings may have buckets under way at the same time.
+    """
+
+    _eras: ClassVar[Iterator[int]] = itertools.count(1)  # of all trainings of this process
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        tensors: Mapping[str, TensorInfo],
+        buckets: Buckets,
+        least_bytes: int | None,
+    ) -> None:
+        self.started: list[Lockstep] = []
+        self.era = 0
+        self._communicator = communicator
+        self._tensors = tensors
+        self._buckets = buckets
+        self._least_bytes = least_bytes
+        self._groups: Sequence[Group] = ()  # in the order in which they may start
+        self._start: Start
+        self._agreed: Callable[[], bool]
+        self._places: dict[str, int] = {}
+        self._missing: list[int] = []  # gradients of each
+        self._gradients: dict[str, Array] = {}
+
+    def begin(self, plan: Plan, start: Start, agreed: Callable[[], bool]) -> None:
+        """Begins a step.
+
+        Args:
+            agreed: whether all ranks are known to make this step, at the same levels; nothing starts before.
+            start: starts a bucket, given the gradients that have come. None if that cannot be done before the end.
+        """
+        groups = self._buckets.early(plan)
+        if groups != self._groups:
+            self._groups = groups
+            self._places = {name: place for place, group in enumerate(groups) for name in group.names}
+        self._start, self._agreed = start, agreed
+        self._missing = [len(group.names) for group in groups]
+
+    def ready(self, name: str, gradient: Array) -> None:
+        """To be called when a gradient is there, after `begin`. It may start collectives, and waits for none."""
+        place = self._places.get(name)
+        if place is not None and self._missing:
+            self._gradients[name] = gradient
+            self._missing[place] -= 1
+        while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._agreed():
+            one = self._start(self._groups[len(self.started)], self._gradients)
+            if one is None:
+                self._missing = []
+                return
+            self.started.append(one)
+
+    def end(self) -> list[Lockstep]:
+        """Ends a step; what it has started."""
+        started, self.started, self._missing, self._gradients = self.started, [], [], {}
+        return started
+
+    def name_of(self, bucket: Group) -> str:
+        """Of the collectives of a bucket that may start early."""
+        return f"order{self.era}.early{bucket.number}.round"
+
+    def learn_order(self, gradients: Mapping[str, Array]) -> None:
+        """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.
+
+        Waits for all ranks in that step, unless all gradients are too small for a bucket that starts by itself.
+
+        Args:
+            gradients: by name, in their order.
+        """
+        if self._least_bytes is None or self.era:
+            return
+        if sum(4 * tensor.size for tensor in self._tensors.values()) <= self._least_bytes:
+            return
+        names = list(self._tensors)
+        numbers = {name: number for number, name in enumerate(names)}
+        sends = np.full(1 + len(names), -1, np.int32)
+        sends[0] = next(self._eras)
+        sends[1 : 1 + len(gradients)] = [numbers[name] for name in gradients]
+        like = next(iter(gradients.values()))
+        xp = arrays_for(like)
+        sent = self._communicator.start_broadcast(xp.from_numpy(sends, like=like), "hvdcomp.order")
+        self.era, *order = xp.to_numpy(self._communicator.wait(sent)).tolist()
+        self._buckets.start_early([names[number] for number in order if number >= 0], self._least_bytes)

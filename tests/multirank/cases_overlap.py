@@ -1,0 +1,218 @@
+"""Overlap with the backward pass through stock horovod.torch: buckets start in its hooks, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import hvdcomp
+from tests.multirank.training import assert_same_everywhere, batch, compression, own_generator, raised, small_model
+
+BYTES = 20_000  # less than the larger linear layer, which has gradients before the convolution has
+GATHERED = ("topk:ratio=0.05", "qsgd:bits=4", "efsignsgd", "dgc:ratio=0.05")
+OTHERS = ("powersgd:rank=2", "randomk:ratio=0.1")
+SCATTERED = "qsgd:bits=8,exchange=scatter"  # who owns an element, and rounds it again, depends on its bucket
+
+Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], torch.Tensor]
+
+
+def plain_loss(model: torch.nn.Module, inputs: torch.Tensor, classes: torch.Tensor, step: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(inputs), classes)
+
+
+def wait_for_answers(model: torch.nn.Module, how: hvdcomp.Compression) -> None:
+    """Lets the backward pass wait, before its last gradients, for the ranks' answers whether they make the step: else
+    it is a matter of speed whether a bucket starts in the pass of a model so small."""
+
+    def wait(*_: Any) -> None:
+        while how._binding is not None and how._binding._everyone._asked is not None:
+            how._binding._everyone.agrees()
+
+    model[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
+
+
+def optimizer_of(
+    model: torch.nn.Module, how: hvdcomp.Compression, momentum: float = 0.0, passes: int = 1, **distributed: Any
+) -> Any:
+    wait_for_answers(model, how)
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum), named_parameters=model.named_parameters(),
+        compression=how, backward_passes_per_step=passes, **distributed,
+    )  # fmt: skip
+
+
+def trained(
+    spec: str,
+    overlap: bool,
+    *,
+    loss_of: Loss = plain_loss,
+    steps: int = 8,
+    passes: int = 1,
+    before: Callable[[hvdcomp.Compression, int], None] = lambda how, step: None,
+    distributed: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, list[int]]:
+    """The weights after some steps, and how many buckets had started in each when its backward pass was over."""
+    model = small_model()
+    how = compression(spec, model, overlap=overlap, bucket_bytes=BYTES, **options)
+    momentum = 0 if spec.startswith("dgc") else 0.9  # which has its own
+    optimizer = optimizer_of(model, how, momentum, passes, **(distributed or {}))
+    generator, started = own_generator(), []
+    for step in range(steps):
+        before(how, step)
+        optimizer.zero_grad()
+        for _ in range(passes):
+            loss_of(model, *batch(generator), step).backward()
+        started.append(len(how._binding.engine.overlap.started))
+        optimizer.step()
+    vector = torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
+    assert_same_everywhere(torch.nan_to_num(vector))
+    return vector, started
+
+
+def compare(spec: str, **options: Any) -> list[int]:
+    """Trains with and without overlap; how many buckets started early."""
+    with_overlap, started = trained(spec, True, **options)
+    without, none = trained(spec, False, **options)
+    assert not any(none)
+    if spec in GATHERED or hvd.size() == 2:
+        assert torch.equal(with_overlap, without), (spec, options)
+    else:  # sums over more ranks are made in an order that depends on what travels together
+        torch.testing.assert_close(with_overlap, without, rtol=1e-4, atol=1e-6)
+    return started
+
+
+def case_every_kind_of_method_starts_in_the_backward_pass() -> None:
+    for spec in (*GATHERED, *OTHERS):
+        assert compare(spec) == [0, 0, *[1] * 6], spec
+    assert trained(SCATTERED, True)[1] == [0, 0, *[1] * 6]
+
+
+def case_missing_gradients_wait_for_the_end() -> None:
+    """In some steps the last layer has no gradient, on this rank or on all: Horovod then takes zeros."""
+
+    def loss_of(model: Any, inputs: torch.Tensor, classes: torch.Tensor, step: int) -> torch.Tensor:
+        if step in (3, 6) or (step == 5 and hvd.rank() == 0):
+            return model[:-1](inputs).square().mean()
+        return plain_loss(model, inputs, classes, step)
+
+    started = compare("topk:ratio=0.05", loss_of=loss_of)
+    assert [number for step, number in enumerate(started) if step in (3, 6)] == [0, 0]
+    assert started[5] == (hvd.rank() != 0)
+    assert started[7] == 1
+
+
+def case_several_passes_groups_and_sums() -> None:
+    for options in ({"passes": 2}, {"distributed": {"groups": 2}}, {"distributed": {"op": hvd.Sum}}):
+        assert any(compare("topk:ratio=0.05", steps=4, **options)), options
+
+
+def case_levels_change_and_policies_look() -> None:
+    def before(how: hvdcomp.Compression, step: int) -> None:
+        how.set_level(0.05 if step < 4 else 0.01)
+
+    assert compare("topk:ratio=0.1", before=before) == [0, 0, 1, 1, 0, 1, 1, 1]
+    gravac = "gravac:min=2,max=64,window=3"
+    for policy in ("accordion:low=0.2,high=0.02,interval=1", gravac, f"{gravac},lag=0"):
+        compare("topk:ratio=0.1", policy=policy, steps_per_epoch=2)
+
+
+def case_a_step_that_does_not_count_changes_nothing() -> None:
+    def loss_of(model: Any, inputs: torch.Tensor, classes: torch.Tensor, step: int) -> torch.Tensor:
+        loss = plain_loss(model, inputs, classes, step)
+        return loss * float("nan") if step == 4 and hvd.rank() == 1 else loss
+
+    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
+        model = small_model()
+        how = compression(spec, model, overlap=True, bucket_bytes=BYTES)
+        optimizer = optimizer_of(model, how)
+        generator = own_generator()
+        for step in range(7):
+            optimizer.zero_grad()
+            loss_of(model, *batch(generator), step).backward()
+            kept = [bytes(str(how._binding.engine.states[name].memory), "utf8") for name in how._binding.engine.states]
+            optimizer.synchronize()
+            finite = all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
+            assert finite == (step != 4)
+            after = [bytes(str(how._binding.engine.states[name].memory), "utf8") for name in how._binding.engine.states]
+            assert (kept == after) == (step == 4)
+            if finite:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        assert_same_everywhere(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+
+
+def case_ranks_that_differ_or_join_are_told_and_the_next_training_is_not_disturbed() -> None:
+    """One rank has another level; then it makes no step at all. The others then start nothing in their hooks."""
+    for joins in (False, True):
+        model = small_model()
+        how = compression("topk:ratio=0.05", model, overlap=True, bucket_bytes=BYTES)
+        optimizer, generator = optimizer_of(model, how), own_generator()
+        for step in range(5):
+            alone = step == 4 and hvd.rank() == 0
+            if alone and joins:
+                break
+            how.set_level(0.01 if alone else 0.05)
+            optimizer.zero_grad()
+            plain_loss(model, *batch(generator), 0).backward()
+            assert bool(how._binding.engine.overlap.started) == (step in (2, 3))
+            if step < 4:
+                optimizer.step()
+        else:
+            said = ""
+            try:
+                optimizer.step()
+            except (hvdcomp.ConfigurationError, hvdcomp.RankMismatchError) as error:
+                said = str(error)
+            assert ("hvd.join()" if joins else "levels") in said
+        if joins:
+            hvd.join()
+        del model, how, optimizer
+        gc.collect()  # with Horovod's hooks
+    trained("topk:ratio=0.05", True)
+
+
+def case_two_trainings_may_be_under_way_at_once() -> None:
+    """As of a generator and a discriminator: both backward passes come before both steps."""
+
+    def trained_together(overlap: bool) -> list[torch.Tensor]:
+        trainings = []
+        for name in ("one", "other"):
+            model = small_model()
+            named = [(f"{name}.{key}", parameter) for key, parameter in model.named_parameters()]
+            how = hvdcomp.Compression.from_spec(
+                "topk:ratio=0.05", named_parameters=named, overlap=overlap, bucket_bytes=BYTES
+            )
+            plain = torch.optim.SGD(model.parameters(), lr=0.01)
+            optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, compression=how)
+            wait_for_answers(model, how)
+            trainings.append((model, how, optimizer))
+        generator = own_generator()
+        for step in range(5):
+            for model, _, optimizer in trainings:
+                optimizer.zero_grad()
+                plain_loss(model, *batch(generator), step).backward()
+            started = [len(how._binding.engine.overlap.started) for _, how, _ in trainings]
+            assert started == ([1, 1] if overlap and step > 1 else [0, 0])
+            for _, _, optimizer in trainings:
+                optimizer.step()
+        return [torch.cat([one.detach().reshape(-1) for one in model.parameters()]) for model, _, _ in trainings]
+
+    for found, expected in zip(trained_together(True), trained_together(False), strict=True):
+        assert_same_everywhere(found)
+        assert torch.equal(found, expected)
+
+
+def case_settings_of_overlap_are_compared() -> None:
+    model = small_model()
+    how = compression("topk:ratio=0.05", model, bucket_bytes=BYTES + hvd.rank())
+    optimizer = optimizer_of(model, how)
+    message = raised(
+        hvdcomp.RankMismatchError, lambda: plain_loss(model, *batch(own_generator()), 0).backward()
+    )
+    assert "bucket_bytes" in message
+    del optimizer
