@@ -11,13 +11,14 @@ from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
+from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
-from hvdcomp.settings import BUCKET_BYTES, Settings, check_policy
+from hvdcomp.settings import Settings, check_policy
 from hvdcomp.specs.levels import Level
 
 

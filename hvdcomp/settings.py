@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.errors import SpecError
@@ -15,9 +16,6 @@ from hvdcomp.specs.levels import Level
 # The hardest level is asked for with a factor and a tensor beyond all that is in use.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
-
-BUCKET_BYTES = 25 * 2**20
-"""What PyTorch's DDP takes (Li et al. 2020, arXiv:2006.15704, section 5.2)."""
 
 
 @dataclass(frozen=True)

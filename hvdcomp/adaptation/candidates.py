@@ -173,5 +173,6 @@ class _Model:
         ranks = self.engine.communicator.world_size
         exchange = exchange_of_plan(self.engine.tensors.values(), plan, overlapped, ranks)
         network, compute = self._calibration.network, self.facts.compute
-        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode)
+        early = self.engine.overlap.least_bytes
+        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, early)
         return float(parts.total)

@@ -92,7 +92,7 @@ def compare(run: dict[str, Any]) -> list[Row]:
     calibration, model = from_json(run["calibration"]), run["model"]
     measured = _static(run)
     specs = {method: STOCK_SPECS.get(method, method) for method in measured}
-    adviser = Adviser(calibration, model, list(specs.values()))
+    adviser = Adviser(calibration, model, list(specs.values()), run.get("early_bytes"))
     compute = calibration.models[model].compute
     alone = (compute.forward_s or 0.0) + compute.backward_s + compute.optimizer_s
     rows = []

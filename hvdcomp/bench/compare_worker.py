@@ -21,6 +21,7 @@ import click
 from hvdcomp.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.bench.compare import ratio
 from hvdcomp.bench.steps_worker import COMPUTE, STOCK, Training, Turns
+from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import as_json, save
 
@@ -86,7 +87,14 @@ def main(
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
         calibration = as_json(made.calibration)
-        result = {"calibration": calibration, "noisy": noisy, "steps": steps, "alone": COMPUTE, "auto": AUTO}
+        result = {
+            "calibration": calibration,
+            "noisy": noisy,
+            "steps": steps,
+            "alone": COMPUTE,
+            "auto": AUTO,
+            "early_bytes": BUCKET_BYTES,
+        }
         output.write_text(json.dumps(result) + "\n")
 
 

@@ -38,12 +38,15 @@ class Times:
     """What was measured of one method.
 
     Attributes:
+        overlap_bytes: of gradients, the least that a bucket holds that starts in the backward pass; 0 where none does,
+            None for what hvdcomp does by itself.
         step_ms: of each round, the times of its steps in milliseconds, of the slowest rank.
         bytes_per_step: that one rank hands to the collectives.
         encode_ms, communicate_ms, decode_ms: rank 0's own, means per step, where hvdcomp's engine does the work.
     """
 
     method: str
+    overlap_bytes: int | None = None
     step_ms: list[list[float]] = field(default_factory=list)
     bytes_per_step: float = 0.0
     dense_bytes: int = 0
@@ -59,9 +62,17 @@ class Times:
 
 
 class Training:
-    """A model trained with one method on one batch of random data, a block of steps at a time."""
+    """A model trained with one method on one batch of random data, a block of steps at a time.
 
-    def __init__(self, method: str, model_name: str, batch_size: int, seed: int) -> None:
+    Args:
+        method: one of `STOCK`, `COMPUTE`, or the spec of a compressor.
+        model_name, batch_size, seed: as for `hvdcomp.bench.workload.build`.
+        overlap_bytes: as of `Times`.
+    """
+
+    def __init__(
+        self, method: str, model_name: str, batch_size: int, seed: int, overlap_bytes: int | None = None
+    ) -> None:
         import horovod.torch as hvd
 
         from hvdcomp.bench.workload import build
@@ -69,7 +80,7 @@ class Training:
         self.workload = build(model_name, batch_size, seed, hvd.rank())
         self.model = self.workload.model
         self.numel = sum(parameter.numel() for parameter in self.model.parameters())
-        self.times = Times(method, dense_bytes=4 * self.numel)
+        self.times = Times(method, overlap_bytes, dense_bytes=4 * self.numel)
         self.compression: Any = None  # of hvdcomp
         self.optimizer = self._optimizer(method, seed)
         self._counted = 0
@@ -82,7 +93,8 @@ class Training:
         if method == COMPUTE:
             return plain
         # Names of their own: a known name with another shape costs Horovod a negotiation.
-        named = [(f"{method}.{name}", parameter) for name, parameter in self.model.named_parameters()]
+        own = method if self.times.overlap_bytes is None else f"{method}.{self.times.overlap_bytes}"
+        named = [(f"{own}.{name}", parameter) for name, parameter in self.model.named_parameters()]
         compression: Any
         if method in STOCK:
             compression = hvd.Compression.none if method == "none" else hvd.Compression.fp16
@@ -94,7 +106,12 @@ class Training:
     def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
         from hvdcomp.compression import Compression
 
-        return Compression.from_spec(self.times.method, named_parameters=named, seed=seed)
+        overlap: dict[str, Any] = {}
+        if self.times.overlap_bytes is not None:
+            overlap["overlap"] = self.times.overlap_bytes > 0
+        if self.times.overlap_bytes:
+            overlap["bucket_bytes"] = self.times.overlap_bytes
+        return Compression.from_spec(self.times.method, named_parameters=named, seed=seed, **overlap)
 
     def _turn(self) -> AbstractContextManager[None]:
         """Surrounds the steps of a block."""
@@ -192,18 +209,32 @@ class Turns:
 
 
 def measure(
-    model: str, methods: list[str], *, batch_size: int, rounds: int, steps: int, seed: int, show: Any
+    model: str,
+    methods: list[str],
+    *,
+    overlaps: Sequence[int],
+    batch_size: int,
+    rounds: int,
+    steps: int,
+    seed: int,
+    show: Any,
 ) -> list[Training]:
     """Trains with all methods in turns; returns the trainings with their times.
 
     Args:
+        overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if there are none, with
+            what hvdcomp does by itself.
         rounds: blocks of each method that count; one more goes before as a warm-up.
         steps: of a block, that count.
         show: called on every rank with the number of the round, from 0 for the warm-up.
     """
     from hvdcomp.bench.workload import in_turn
 
-    trainings = [Training(method, model, batch_size, seed) for method in (COMPUTE, *methods)]
+    trainings = [
+        Training(method, model, batch_size, seed, least)
+        for method in (COMPUTE, *methods)
+        for least in ((None,) if method in (COMPUTE, *STOCK) or not overlaps else overlaps)
+    ]
     for number in range(rounds + 1):
         show(number)
         for training in in_turn(trainings, number):
@@ -237,6 +268,15 @@ def check_method(method: str) -> None:
     default=("none", "hvd.fp16", "topk:ratio=0.01", "powersgd:rank=4"),
     show_default=True,
     help="'none' and 'hvd.fp16' are Horovod's own; others are compressors of hvdcomp. Repeat.",
+)
+@click.option(
+    "--overlap",
+    "overlaps",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="BYTES",
+    help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all is sent at its end. "
+    "Repeat to compare.  [default: as hvdcomp does by itself]",
 )
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Blocks of each method.")
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps of a block.")
@@ -290,9 +330,10 @@ def main(methods: tuple[str, ...], rate: str | None, output: Path, **options: An
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
-    console.print(f"{'compute only':24} {compute['median_ms']:9.1f} ms")
+    console.print(f"{'compute only':40} {compute['median_ms']:9.1f} ms")
     for one in others:
-        console.print(f"{one['method']:24} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
+        name = one["method"] if one["overlap_bytes"] is None else f"{one['method']}, {one['overlap_bytes']:,}"
+        console.print(f"{name:40} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
     console.print(f"written to {output}")
 
 

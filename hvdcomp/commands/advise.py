@@ -12,6 +12,7 @@ import click
 import numpy as np
 from rich.text import Text
 
+from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import CalibrationError, Setting, load
 from hvdcomp.perfmodel.advice import UNCOMPRESSED, Advice, Adviser, Method
@@ -77,6 +78,14 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     type=click.Path(dir_okay=False, path_type=Path),
     help="The PNG of --sweep. [default: advise-NAME.png]",
 )
+@click.option(
+    "--bucket-bytes",
+    type=click.IntRange(0),
+    default=BUCKET_BYTES,
+    show_default=True,
+    help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all at its end, as in "
+    "TensorFlow. For calibrations that say when gradients are ready.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 def command(
     calibration: str,
@@ -88,6 +97,7 @@ def command(
     axis: tuple[str, np.ndarray] | None,
     growth: float | None,
     output: Path | None,
+    bucket_bytes: int,
     as_json: bool,
 ) -> None:
     """Say whether compression would pay, and which.
@@ -100,7 +110,7 @@ def command(
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
         known = load(calibration)
-        adviser = Adviser(known, model or next(iter(known.models)), compressors or None)
+        adviser = Adviser(known, model or next(iter(known.models)), compressors or None, bucket_bytes or None)
         advice = adviser.advise(setting)
         swept = None if axis is None else sweep(adviser, setting, *axis, growth)
     except (CalibrationError, SpecError, ValueError) as error:

@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -22,4 +23,4 @@ MEMORIES.update(classes_by_name(__name__, Memory))
 # Specs of all of them, in each of their forms.
 EXAMPLES: tuple[str, ...] = tuple(spec for kind in COMPRESSORS.values() for spec in kind.examples)
 
-__all__ = ["COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "NoCompression", "TensorInfo"]
+__all__ = ["BUCKET_BYTES", "COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "NoCompression", "TensorInfo"]

@@ -22,6 +22,10 @@ from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import tensor_keys
 from hvdcomp.kernels.tables import Table
 
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients, the least that a bucket holds that starts in the backward pass: what PyTorch's DDP takes (Li et al.
+2020, arXiv:2006.15704, section 5.2)."""
+
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 

@@ -54,7 +54,7 @@ class Overlap:
         self._communicator = communicator
         self._tensors = tensors
         self._buckets = buckets
-        self._least_bytes = least_bytes
+        self.least_bytes = least_bytes
         self._groups: Sequence[Group] = ()  # in the order in which they may start
         self._start: Start
         self._agreed: Callable[[], bool]
@@ -106,9 +106,9 @@ class Overlap:
         Args:
             gradients: by name, in their order.
         """
-        if self._least_bytes is None or self.era:
+        if self.least_bytes is None or self.era:
             return
-        if sum(4 * tensor.size for tensor in self._tensors.values()) <= self._least_bytes:
+        if sum(4 * tensor.size for tensor in self._tensors.values()) <= self.least_bytes:
             return
         names = list(self._tensors)
         numbers = {name: number for number, name in enumerate(names)}
@@ -119,4 +119,4 @@ class Overlap:
         xp = arrays_for(like)
         sent = self._communicator.start_broadcast(xp.from_numpy(sends, like=like), "hvdcomp.order")
         self.era, *order = xp.to_numpy(self._communicator.wait(sent)).tolist()
-        self._buckets.start_early([names[number] for number in order if number >= 0], self._least_bytes)
+        self._buckets.start_early([names[number] for number in order if number >= 0], self.least_bytes)

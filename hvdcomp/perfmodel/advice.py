@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
@@ -87,6 +88,9 @@ class Adviser:
         model: one of its models; None for the only one.
         specs: compressors to look at; None for all that the calibration has encode times for, gathered and scattered
             where they can be. Dense and fp16 are looked at in any case.
+        early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, `bucket_bytes` of
+            `hvdcomp.Compression`; None if it sends all at its end, as in TensorFlow. It matters where the calibration
+            says when gradients are ready.
 
     Attributes:
         compressors: by spec.
@@ -97,7 +101,14 @@ class Adviser:
         SpecError: for a compressor that does not exist.
     """
 
-    def __init__(self, calibration: Calibration, model: str | None = None, specs: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        calibration: Calibration,
+        model: str | None = None,
+        specs: Sequence[str] | None = None,
+        early_bytes: float | None = BUCKET_BYTES,
+    ) -> None:
+        self._early_bytes = early_bytes
         self.calibration = calibration
         self.model = _model_name(calibration, model)
         self.facts: ModelFacts = calibration.models[self.model]
@@ -144,8 +155,9 @@ class Adviser:
         return parts
 
     def _parts_of(self, spec: str, exchange: Exchange, setting: Setting) -> Parts:
-        network, compute = self.calibration.network, self.facts.compute
-        return predict(network, compute, exchange, self.facts.bucket_bytes, setting, self.encode[spec])
+        network, facts = self.calibration.network, self.facts
+        times = (facts.bucket_bytes, setting, self.encode[spec], self._early_bytes)
+        return predict(network, facts.compute, exchange, *times)
 
     def step_s(self, spec: str, setting: Setting) -> Any:
         """Seconds of a step with one method."""

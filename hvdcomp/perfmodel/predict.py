@@ -5,7 +5,7 @@ Everything in a `Setting` may be an array; a sweep over thousands of settings is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange
 from hvdcomp.perfmodel.network import Network, Seconds
-from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential, when_ready
+from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, pieces, sequential, when_ready
 
 Array = Any
 
@@ -67,6 +67,7 @@ def predict(
     bucket_bytes: float,
     setting: Setting,
     encode: EncodeTime | None = None,
+    early_bytes: float | None = None,
 ) -> Parts:
     """The parts of a step's time, in s.
 
@@ -77,14 +78,23 @@ def predict(
         setting: where it would run.
         encode: what encoding and decoding take; None for nothing. What an overlapped method spends on it stands
             before its communication and is not hidden either.
+        early_bytes: of gradients, the least that the engine sends by itself in the backward pass, as `bucket_bytes` of
+            `hvdcomp.Compression`; None if it sends all at its end.
     """
-    step, _ = passes(compute, setting)
+    step, backward = passes(compute, setting)
     spent = encode_s(encode, setting, exchange)
     cost_of = _cost_of(network, setting)
     if exchange.overlapped:
         parts = _carried(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
         return parts._replace(encode=parts.encode + spent)
-    parts = sequential(step, spent, exchange, cost_of, setting.payload)
+    buckets = [] if early_bytes is None else pieces(compute.ready, early_bytes / exchange.dense_bytes)
+    if buckets:
+        decode = decode_s(encode, setting, exchange)
+        gamma = np.where(setting.exchanges, compute.gamma, 1.0)
+        whole = (step, backward, gamma, spent - decode, decode)
+        parts = early(*whole, exchange, buckets, cost_of, setting.payload)
+    else:
+        parts = sequential(step, spent, exchange, cost_of, setting.payload)
     return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.engine_s, 0.0))
 
 
@@ -119,6 +129,13 @@ def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
     return np.where(setting.exchanges, encode.seconds(exchange.decoded(setting.world_size)) / faster, 0.0)
+
+
+def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
+    """Seconds of decoding, as far as they are known apart from those of encoding."""
+    if encode is None:
+        return 0.0
+    return encode_s(replace(encode, encode_s=0.0), setting, exchange)
 
 
 def limited_by(parts: Parts) -> Array:

@@ -2,7 +2,8 @@
 
 Overlapped (dense and casts): Horovod sends buckets while the backward pass goes on; or, where it is known when which
 gradients are ready, all that are, one collective after the other. Sequential (all else): hvdcomp's engine encodes,
-exchanges and decodes after the backward pass. After Agarwal et al. 2022, section 4.1 and appendix B.
+exchanges and decodes after the backward pass. After Agarwal et al. 2022, section 4.1 and appendix B. Early: the engine
+starts buckets in the backward pass.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcomp.perfmodel.exchanges import Exchange
+from hvdcomp.perfmodel.exchanges import Exchange, Round
 from hvdcomp.perfmodel.network import Seconds
 
 Array = Any
@@ -146,3 +147,93 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
         latency = latency + np.maximum.reduce([np.asarray(cost.start, float) for cost in costs])
         transfer = transfer + sum(cost.transfer for cost in costs)
     return Parts(compute, encode, transfer, latency, np.False_)
+
+
+class Piece(NamedTuple):
+    """A bucket that the engine starts in the backward pass: its share of a model's bytes, and after which share of the
+    pass the last of its gradients is ready."""
+
+    share: float
+    moment: float
+
+
+def pieces(ready: Sequence[tuple[float, float]], least: float) -> list[Piece]:
+    """The buckets that start in the backward pass; what fills no bucket is left for its end.
+
+    Args:
+        ready: as in `Compute`; nothing starts early where it is not known.
+        least: share of all bytes that fills a bucket.
+
+    Example:
+        >>> pieces([(0.3, 0.1), (0.5, 0.4), (0.9, 0.6), (1.0, 1.0)], least=0.4)
+        [Piece(share=0.5, moment=0.4), Piece(share=0.4, moment=0.6)]
+    """
+    found, begin = [], 0.0
+    for upto, moment in ready:
+        if upto - begin >= least * (1 - 1e-9):
+            found.append(Piece(round(upto - begin, 12), moment))
+            begin = upto
+    return found
+
+
+def early(
+    compute: Array,
+    backward: Array,
+    gamma: Array,
+    encode: Array,
+    decode: Array,
+    exchange: Exchange,
+    buckets: Sequence[Piece],
+    cost_of: CostOf,
+    payload: Array = 1.0,
+) -> Parts:
+    """Goes through a step in which some buckets are encoded, and start their first collectives, in the backward pass.
+
+    Encoding delays the pass. The network carries one collective after the other, and slows the pass by gamma - 1 of the
+    time for which it is busy meanwhile. At the end of the pass the rest is encoded and sent. Further rounds begin then;
+    while one bucket waits for its answers, those of the others are under way. What was sent early is decoded while the
+    rest is under way.
+
+    Args:
+        compute: seconds of a step without communication.
+        backward: seconds of the backward pass in it.
+        gamma: as in `Compute`.
+        encode, decode: seconds of encoding and of decoding, of the whole model.
+        exchange: what is sent.
+        buckets: that start early, in their order; their shares of encoding and of bytes are taken to be equal.
+        cost_of: the network.
+        payload: by how much the bytes are multiplied.
+    """
+    first, *others = exchange.rounds
+    rest = 1.0 - sum(one.share for one in buckets)
+    rest = rest if rest > 1e-9 else 0.0
+
+    def cost(collectives: Round, share: float) -> Seconds:
+        costs = [cost_of(one.kind, one.bytes * payload * share, dtype=one.dtype) for one in collectives]
+        start = np.maximum.reduce([np.asarray(one.start, float) for one in costs])
+        return Seconds(sum(one.latency for one in costs), sum(one.transfer for one in costs), start)
+
+    spent, encoded, network = Seconds(0.0, 0.0), 0.0, np.zeros(np.shape(backward))
+    for share, moment in buckets:
+        encoded = encoded + share * encode
+        spent = spent + (taken := cost(first, share))
+        network = np.maximum(network, moment * backward + encoded) + taken.total
+    ends = backward + encode
+    hidden = spent.total - np.maximum(network - ends, 0)
+    slowed = (np.asarray(gamma) - 1) * hidden
+    ends = ends + slowed
+    network = np.maximum(network, ends)
+    shares = [*(one.share for one in buckets), *([rest] if rest else [])]
+    if rest:
+        spent = spent + (taken := cost(first, rest))
+        network = network + taken.total
+    for collectives in others:
+        several = [cost(collectives, share) for share in shares]
+        taken = sum(several[1:], several[0])
+        # The others start while the first one's collectives are under way.
+        taken = Seconds(taken.latency, taken.transfer, several[0].start)
+        spent = spent + taken
+        network = network + taken.total
+    done = np.maximum(network, ends + decode * (1 - rest)) + decode * rest
+    seen = spent * ((done - ends - decode) / np.where(spent.total > 0, spent.total, 1))
+    return Parts(compute + slowed, encode + decode, seen.transfer, seen.latency + seen.start, np.False_)
