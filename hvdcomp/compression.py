@@ -47,7 +47,8 @@ class Compression:
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
         overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`, or
-            `"auto"`: where that is possible), or all together at its end. It changes no more than last bits of sums.
+            `"auto"`: where that is possible, and the parameters are on the CPU), or all together at its end (`False`).
+            It changes no more than last bits of sums.
         bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made

@@ -72,7 +72,7 @@ class Binding(Training):
             seed=settings.seed,
             min_numel=settings.min_numel,
             min_ndim=settings.min_ndim,
-            bytes_beside=lambda tensors: PRESENCE_BYTES * (tensors if self.presence_per_tensor else 1),
+            bytes_beside=self._bytes_beside,
             ledger=setup.compression.ledger,
             overlap_bytes=settings.bucket_bytes if self.overlaps and settings.overlap else None,
         )
@@ -150,6 +150,10 @@ class Binding(Training):
         """
         if self.coordinator is None or not self.coordinator.decides_before_exchange:
             self.engine.expect(self.results_in_place, self._sums(), agreed)
+
+    def _bytes_beside(self, tensors: int) -> int:
+        numbers = tensors if self.presence_per_tensor else 1
+        return PRESENCE_BYTES * (numbers + bool(self.engine.overlap.era))
 
     def _sums(self) -> Sums | None:
         return None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))

@@ -28,14 +28,14 @@ class Training(ABC):
         overlaps_with_policy: whether Horovod carries gradients that are only cast also in a training with a policy.
         presence_per_tensor: whether a rank says that it takes part once for each tensor, and not once in each step.
         results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
-        overlaps: whether the engine is told of each gradient as soon as it is there.
+        overlaps: whether buckets may start before all gradients are there.
         broadcast: what a user writes to give all ranks the weights of rank 0.
     """
 
     overlaps_with_policy: ClassVar[bool]
     presence_per_tensor: ClassVar[bool] = False
     results_in_place: ClassVar[bool]
-    overlaps: ClassVar[bool] = False
+    overlaps: bool = False
     broadcast: ClassVar[str]
     setup: Setup
     communicator: HorovodRanks

@@ -45,7 +45,6 @@ class TorchBinding(Binding):
     overlaps_with_policy = True
     presence_per_tensor = True
     results_in_place = True
-    overlaps = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
 
     def __init__(self, setup: Setup) -> None:
@@ -58,6 +57,9 @@ class TorchBinding(Binding):
             self._parameters = by_name(setup.parameters, self._optimizer)
             self._horovods = HorovodOptimizer(self._optimizer, self._parameters)
             tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
+            # Nobody has seen it on a device yet: there, whoever wants it asks for it.
+            on_host = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
+            self.overlaps = on_host or setup.compression.settings.overlap is True
             super().__init__(setup, tensors, communicator, like)
         self._passes = getattr(self._optimizer, "backward_passes_per_step", 1)  # at the start
         self._scaled: ScaledSteps | None = None
