@@ -40,6 +40,7 @@ from hvdcomp.compressors.thresholds import DGC as DGC
 from hvdcomp.compressors.thresholds import MSTopK as MSTopK
 from hvdcomp.compressors.thresholds import RedSync as RedSync
 from hvdcomp.compressors.thresholds import SIDCo as SIDCo
+from hvdcomp.compressors.two_level import TwoLevel as TwoLevel
 from hvdcomp.errors import ConfigurationError as ConfigurationError
 from hvdcomp.errors import RankMismatchError as RankMismatchError
 from hvdcomp.errors import SpecError as SpecError

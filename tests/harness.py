@@ -13,7 +13,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from hvdcomp import Compressor, ErrorFeedback, compressors
+from hvdcomp import Compressor, ErrorFeedback, TwoLevel, compressors
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
@@ -71,10 +71,15 @@ def fewer_examples(share: int) -> hypothesis.settings:
 
 
 # Every compressor in each of its forms; a larger share is sent of tensors as small as they are here.
-EXAMPLES = [
-    str(compressor.at_level(0.1) if compressor.level_name == "ratio" else compressor)
-    for compressor in map(parse_compressor, compressors.EXAMPLES)
-]
+def _of_small(specs: Iterable[str]) -> list[str]:
+    return [
+        str(compressor.at_level(0.1) if compressor.level_name == "ratio" else compressor)
+        for compressor in map(parse_compressor, specs)
+    ]
+
+
+EXAMPLES = _of_small(compressors.EXAMPLES)
+TWO_LEVELS = _of_small(TwoLevel.examples)
 # One of each kind of payload, for what knows of payloads only.
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.3", "randomk:ratio=0.3", "powersgd:rank=2"]
 
@@ -182,15 +187,20 @@ class CountingCommunicator:
     """Passes on to another communicator, and counts collectives and bytes.
 
     Attributes:
-        started: one (kind, dtype, name, bytes) for each collective.
+        started: one (kind, dtype, name, bytes) for each collective, those of groups of ranks among them.
         at_wait: called before each wait, if set.
     """
 
-    def __init__(self, inner: InProcessCommunicator) -> None:
+    def __init__(
+        self, inner: InProcessCommunicator, started: list[tuple[str, str, str, int]] | None = None
+    ) -> None:
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
-        self.started: list[tuple[str, str, str, int]] = []
+        self.started = [] if started is None else started
         self.at_wait: Callable[[], None] | None = None
+
+    def part(self, group: str) -> CountingCommunicator:
+        return self if group == "all" else CountingCommunicator(self.inner.part(group), self.started)
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Any:
         self.started.append((f"allreduce {op}", dtype_of(array), name, len(bits(array))))

@@ -30,6 +30,7 @@ POLICIES = [
     ("powersgd:rank=2", "accordion:low=4,high=1,steps=2,statistic=aggregated,eta=0.5"),
     ("topk:ratio=0.1", "accordion:auto,probe=2,interval=1,every=2,largest=64,eta=0.3"),
     ("powersgd:rank=2", "adaqs:start=8,fall=0.01,steps=2"),
+    ("two_level(powersgd:rank=2)", "accordion:low=4,high=1,steps=2,eta=0.5"),
     ("randomk:ratio=0.1", "adaqs:start=64,fall=0.01,interval=1"),
     ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
     ("powersgd:rank=2", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),
@@ -100,9 +101,12 @@ def test_a_training_goes_on_from_any_step_as_if_never_stopped(spec: str, text: s
 @pytest.mark.parametrize(
     ("memory", "spec", "backend"),
     in_turns(
-        itertools.product(
-            [ErrorFeedback(decay=0.5), MomentumCorrection(momentum=0.5, clip=3.0), NoMemory(), None],
-            ["topk:ratio=0.1", "powersgd:rank=2,alternating=true", "qsgd:bits=4"],
+        itertools.chain(
+            itertools.product(
+                [ErrorFeedback(decay=0.5), MomentumCorrection(momentum=0.5, clip=3.0), NoMemory(), None],
+                ["topk:ratio=0.1", "powersgd:rank=2,alternating=true", "qsgd:bits=4"],
+            ),
+            itertools.product([ErrorFeedback(decay=0.5)], ["two_level(topk:ratio=0.1)", "two_level(powersgd:rank=2)"]),
         )
     ),
     ids=str,
@@ -111,7 +115,9 @@ def test_an_engine_without_a_policy_goes_on_with_its_level_and_what_other_memori
     memory: Any, spec: str, backend: str
 ) -> None:
     """The level is set in the middle; then a dense step, after which warm starts are kept and residuals gone."""
-    levels = {2: {"topk": 0.5, "powersgd": 1, "qsgd": 2}[spec.partition(":")[0]], 5: "dense", 6: None}
+    two_levels = spec.startswith("two_level")
+    method = spec.removeprefix("two_level(").partition(":")[0]
+    levels = {2: {"topk": 0.5, "powersgd": 1, "qsgd": 2}[method], 5: "dense", 6: None}
 
     def engine_of(communicator: InProcessCommunicator) -> Engine:
         return Engine(communicator, infos(SHAPES), parse_compressor(spec), memory=memory, min_numel=16, seed=4)
@@ -143,7 +149,7 @@ def test_an_engine_without_a_policy_goes_on_with_its_level_and_what_other_memori
                 name: str(kept.keeper) for name, kept in whole.states.items() if kept.memory
             }
 
-    run_ranks(2, work)
+    run_ranks(4 if two_levels else 2, work, 2)
 
 
 @every_backend

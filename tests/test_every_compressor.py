@@ -23,6 +23,7 @@ from tests.harness import (
     DTYPES,
     EXAMPLES,
     INSTALLED,
+    TWO_LEVELS,
     SpyFeedback,
     as_numpy,
     bits,
@@ -34,6 +35,7 @@ from tests.harness import (
 )
 
 SHAPE = (37, 29)  # nothing divides it
+EVERY = [*EXAMPLES, *TWO_LEVELS]
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
@@ -61,13 +63,13 @@ def results(spec: str, backend: str, dtype: str, gradients: list[list[np.ndarray
         engine = engine_of(communicator, spec, gradients[0][0].shape, dtype=dtype, **options)
         return [engine.step({"w": make(backend, values, dtype)})["w"] for values in gradients[communicator.rank]]
 
-    return list(run_ranks(len(gradients), work))
+    return list(run_ranks(len(gradients), work, ranks_per_node=2 if len(gradients) == 4 else None))
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_all_ranks_get_the_same_bits_of_the_right_kind(spec: str, backend: str, dtype: str) -> None:
-    gradients = [[normal(10 * rank + step) for step in range(3)] for rank in range(3)]
+    gradients = [[normal(10 * rank + step) for step in range(3)] for rank in range(4 if spec in TWO_LEVELS else 3)]
     everyone = results(spec, backend, dtype, gradients)
     for step in range(3):
         mine = everyone[0][step]
@@ -77,7 +79,7 @@ def test_all_ranks_get_the_same_bits_of_the_right_kind(spec: str, backend: str, 
         assert all(bits(theirs[step]) == bits(mine) for theirs in everyone)
 
 
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_the_payload_has_the_size_that_was_promised(spec: str) -> None:
     """What running the generator on shapes gives, against what it sends of arrays with elements."""
     kinds = [("numpy", dtype) for dtype in DTYPES["numpy"]] + [("torch", "bfloat16")] * ("torch" in INSTALLED)
@@ -94,7 +96,7 @@ def test_the_payload_has_the_size_that_was_promised(spec: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_zero_and_constant_gradients(spec: str, backend: str, dtype: str) -> None:
     zero, constant = np.zeros(SHAPE, np.float32), np.full(SHAPE, 0.25, np.float32)
     for rank in results(spec, backend, dtype, [[zero, zero], [zero, zero]]):
@@ -105,7 +107,7 @@ def test_zero_and_constant_gradients(spec: str, backend: str, dtype: str) -> Non
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of what is meant to happen here
 @pytest.mark.parametrize(
-    ("spec", "bad", "backend"), in_turns(itertools.product(EXAMPLES, (np.inf, -np.inf, np.nan)))
+    ("spec", "bad", "backend"), in_turns(itertools.product(EVERY, (np.inf, -np.inf, np.nan)))
 )
 def test_a_non_finite_gradient_reaches_all_ranks_and_leaves_no_trace(spec: str, bad: float, backend: str) -> None:
     poisoned = normal(1)
@@ -135,14 +137,14 @@ def state_of(engine: Engine) -> list[bytes]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_empty_tensors_go_dense(spec: str, backend: str) -> None:
     for rank in results(spec, backend, "float32", [[np.zeros((0, 3), np.float32)] * 2] * 2):
         assert [tuple(step.shape) for step in rank] == [(0, 3), (0, 3)]
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_error_feedback_keeps_exactly_what_was_not_sent(spec: str, backend: str, dtype: str) -> None:
     """In the tensor's own precision: x = gradient + residual, and the next residual is x - C(x)."""
     spy = SpyFeedback()
@@ -169,7 +171,7 @@ def test_error_feedback_keeps_exactly_what_was_not_sent(spec: str, backend: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_the_seed_alone_decides_and_no_global_random_state_is_touched(spec: str, backend: str) -> None:
     gradients = [[normal(10 * rank + step) for step in range(2)] for rank in range(2)]
     with random_states_untouched(backend):
@@ -178,7 +180,7 @@ def test_the_seed_alone_decides_and_no_global_random_state_is_touched(spec: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", EXAMPLES)
+@pytest.mark.parametrize("spec", EVERY)
 def test_the_gradient_is_not_changed_and_the_result_is_fresh(spec: str, backend: str) -> None:
     def work(communicator: InProcessCommunicator) -> list[np.ndarray]:
         engine = engine_of(communicator, spec, SHAPE)

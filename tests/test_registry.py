@@ -58,4 +58,5 @@ def test_the_package_offers_every_compressor_memory_and_policy() -> None:
         assert getattr(hvdcomp, kind.__name__) is kind
         assert kind.__name__ in hvdcomp.__all__
     assert next(iter(COMPRESSORS)) == "none"
-    assert not {"by_name", "by_size", "by_dimensions"} & set(COMPRESSORS)  # they have a notation of their own
+    assert not {"by_name", "by_size", "by_dimensions", "two_level"} & set(COMPRESSORS)  # with a notation of their own
+    assert "TwoLevel" in hvdcomp.__all__

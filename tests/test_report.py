@@ -371,6 +371,14 @@ def test_one_rank_sends_nothing(tmp_path):
     assert cells(row)[5:7] == ["0 bytes", "-"]
 
 
+def test_bytes_within_a_node_are_told_apart(tmp_path):
+    write_run(tmp_path / "flat", "topk:ratio=0.01", factor=50)
+    write_run(tmp_path / "two", "two_level(topk:ratio=0.01)", bytes_sent_per_step=5_020_000, bytes_in_node_per_step=5e6)
+    flat, two = read_table(tmp_path)
+    assert cells(flat)[5] == "80.0 kB"
+    assert cells(two)[5] == "5.0 MB (5.0 MB in the node)"
+
+
 def test_only_a_diverging_loss_is_cut_off(tmp_path):
     run = write_run(tmp_path / "run")
     for name, key in (("steps", "loss"), ("epochs", "accuracy")):

@@ -21,6 +21,13 @@ class Communicator(Protocol):
     rank: int
     world_size: int
 
+    def part(self, group: str) -> Communicator:
+        """The communicator of the ranks that serve a `protocol.Group`; for "all" this one.
+
+        Raises:
+            ConfigurationError: if the nodes have different numbers of ranks, or groups of ranks cannot be made.
+        """
+
     def start_allreduce(self, array: Array, op: str, name: str) -> Any:
         """Starts an allreduce of a vector, op "mean", "sum" or "max"; may overwrite `array`."""
 

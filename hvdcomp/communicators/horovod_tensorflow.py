@@ -54,6 +54,14 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         self._operation = cache(self._make_operation)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcomp")  # of broadcasts
 
+    def _of(self, process_set: Any) -> HorovodTensorFlowCommunicator:
+        part = HorovodTensorFlowCommunicator(process_set)
+        part.on_device = self.on_device
+        return part
+
+    def gather_bytes(self, mine: np.ndarray, name: str) -> Array:
+        return self.wait(self.start_allgather(mine, name))
+
     def start_allreduce(self, array: Array, op: str, name: str) -> _Collective:
         return self._with_next(_Collective(op, array, name))
 

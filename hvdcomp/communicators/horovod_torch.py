@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
@@ -22,6 +23,9 @@ class HorovodTorchCommunicator(HorovodRanks):
 
     def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
         super().__init__(hvd, process_set or hvd.global_process_set)
+
+    def gather_bytes(self, mine: np.ndarray, name: str) -> torch.Tensor:
+        return self.wait(self.start_allgather(torch.from_numpy(mine), name))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)

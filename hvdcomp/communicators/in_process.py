@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
+from hvdcomp.communicators.nodes import Nodes
 
 Result = TypeVar("Result")
-Contribution = tuple[str, str, tuple[int, ...], Array]  # kind and name of the collective; shape and array of one rank
+# Kind and name of the collective; shape and array of one rank; the ranks that take part with it.
+Contribution = tuple[str, str, tuple[int, ...], Array, tuple[int, ...]]
 
 
 class ReleasedError(Exception):
@@ -18,28 +20,31 @@ class ReleasedError(Exception):
 
 
 class InProcessGroup:
-    """The meeting place of `size` ranks.
+    """The meeting place of `size` ranks, `ranks_per_node` of them on each node.
+
+    All ranks meet, even where what they ask for is a matter of groups of them: every rank asks for the same.
 
     One rank runs at a time, until it needs the others, and then the next: threads that computed at once would spend
     most of the time of small steps waiting for Python's lock.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, ranks_per_node: int | None = None) -> None:
         self.world_size = size
+        self.nodes = Nodes([rank // (ranks_per_node or size) for rank in range(size)])
         self.error: BaseException | None = None  # what all are released for
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._left: set[int] = set()
-        self._contributions: list[Contribution] = []
-        self._results: list[Array] = []
+        self._contributions: dict[int, Contribution] = {}
+        self._results: dict[int, Array] = {}
 
     def meet(self, rank: int, contribution: Contribution) -> Array:
         """Gives this rank's contribution and returns what is made of all of them, in rank order."""
         if self.world_size == 1:
-            return _results([contribution])[0]
+            return _results({0: contribution})[0]
         if self._left:
             self._fail(_missed(min(self._left), contribution))
         else:
-            self._contributions.append(contribution)
+            self._contributions[rank] = contribution
             if len(self._contributions) == self.world_size:
                 self._finish()
             self._pass_on(rank)
@@ -50,7 +55,7 @@ class InProcessGroup:
 
     def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
         """As `run_ranks`; what another run left with the communicators of this group may go on in a second."""
-        self.error, self._left, self._contributions = None, set(), []
+        self.error, self._left, self._contributions = None, set(), {}
         results: list[Any] = [None] * self.world_size
 
         def run(rank: int) -> None:
@@ -76,7 +81,7 @@ class InProcessGroup:
     def _leave(self, rank: int) -> None:
         self._left.add(rank)
         if self._contributions:
-            self._fail(_missed(rank, self._contributions[0]))
+            self._fail(_missed(rank, next(iter(self._contributions.values()))))
         self._pass_on(rank)
 
     def _fail(self, error: BaseException) -> None:
@@ -84,7 +89,7 @@ class InProcessGroup:
         self.error = self.error or error
 
     def _finish(self) -> None:
-        contributions, self._contributions = self._contributions, []
+        contributions, self._contributions = self._contributions, {}
         try:
             self._results = _results(contributions)
         except Exception as error:
@@ -99,12 +104,25 @@ class InProcessGroup:
 
 
 class InProcessCommunicator:
-    """One rank of an `InProcessGroup`. Sums run in rank order, so that all ranks get the same bits."""
+    """One rank of an `InProcessGroup`, or of some of its ranks. Sums run in rank order, so that all get the same bits.
 
-    def __init__(self, group: InProcessGroup, rank: int) -> None:
+    Args:
+        group: where ranks meet.
+        rank: of this one among all.
+        members: the ranks that take part; all by default.
+    """
+
+    def __init__(self, group: InProcessGroup, rank: int, members: tuple[int, ...] = ()) -> None:
         self.group = group
-        self.rank = rank
-        self.world_size = group.world_size
+        self._number = rank
+        self._members = members or tuple(range(group.world_size))
+        self.rank = self._members.index(rank)
+        self.world_size = len(self._members)
+
+    def part(self, group: str) -> InProcessCommunicator:
+        if group == "all":
+            return self
+        return InProcessCommunicator(self.group, self._number, self.group.nodes.members(self._number, group))
 
     def start_allreduce(self, array: Array, op: str, name: str) -> tuple[str, str, Array]:
         return f"allreduce {op}", name, array
@@ -123,19 +141,26 @@ class InProcessCommunicator:
 
     def wait(self, handle: tuple[str, str, Array]) -> Array:
         kind, name, array = handle
-        return self.group.meet(self.rank, (kind, name, tuple(array.shape), array))
+        return self.group.meet(self._number, (kind, name, tuple(array.shape), array, self._members))
 
 
 def _missed(rank: int, contribution: Contribution) -> RuntimeError:
     return RuntimeError(f"rank {rank} has ended, and another waits for it: {contribution[:3]}")
 
 
-def _results(contributions: list[Contribution]) -> list[Array]:
+def _results(contributions: dict[int, Contribution]) -> dict[int, Array]:
     """What each rank gets, an array of its own."""
-    if len({contribution[:3] for contribution in contributions}) > 1:
-        raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in contributions]}")
-    kind = contributions[0][0]
-    arrays = [array for *_, array in contributions]
+    found: dict[int, Array] = {}
+    for members in {contribution[4] for contribution in contributions.values()}:
+        together = [contributions[rank] for rank in members]
+        if len({(*contribution[:3], contribution[4]) for contribution in together}) > 1:
+            raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in together]}")
+        results = _results_of([array for _, _, _, array, _ in together], together[0][0])
+        found.update(zip(members, results, strict=True))
+    return found
+
+
+def _results_of(arrays: list[Array], kind: str) -> list[Array]:
     xp, ranks = arrays_for(arrays[0]), range(len(arrays))
     if kind == "alltoall":
         rows = [xp.reshape(array, (len(arrays), array.shape[0] // len(arrays))) for array in arrays]
@@ -145,7 +170,7 @@ def _results(contributions: list[Contribution]) -> list[Array]:
         length = whole.shape[0] // len(arrays)
         return [xp.concatenate([whole[rank * length : (rank + 1) * length]]) for rank in ranks]
     combined = _combine(kind, arrays)
-    return [combined, *(xp.concatenate([combined]) for _ in contributions[1:])]
+    return [combined, *(xp.concatenate([combined]) for _ in arrays[1:])]
 
 
 def _combine(kind: str, arrays: list[Array]) -> Array:
@@ -160,10 +185,12 @@ def _combine(kind: str, arrays: list[Array]) -> Array:
     return total * (1 / len(arrays)) if kind == "allreduce mean" else total
 
 
-def run_ranks(size: int, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
+def run_ranks(
+    size: int, work: Callable[[InProcessCommunicator], Result], ranks_per_node: int | None = None
+) -> Sequence[Result]:
     """Runs `work` on `size` ranks at once and returns their results in rank order.
 
     Raises:
         The first error of any rank; the other ranks are released from their collectives.
     """
-    return InProcessGroup(size).run(work)
+    return InProcessGroup(size, ranks_per_node).run(work)

@@ -9,9 +9,16 @@ from hvdcomp.arrays.types import Array
 class LoopbackCommunicator:
     """Answers as if `size` ranks had sent what this one sent. A gathered payload takes the memory it really takes."""
 
-    def __init__(self, size: int = 1) -> None:
+    def __init__(self, size: int = 1, ranks_per_node: int = 1) -> None:
         self.rank = 0
         self.world_size = size
+        self._ranks_per_node = ranks_per_node
+
+    def part(self, group: str) -> LoopbackCommunicator:
+        if group == "all":
+            return self
+        inside = self._ranks_per_node
+        return LoopbackCommunicator(inside if group == "node" else self.world_size // inside)
 
     def start_allreduce(self, array: Array, op: str, name: str) -> Array:
         return array * self.world_size if op == "sum" and self.world_size > 1 else array

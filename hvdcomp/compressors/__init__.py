@@ -9,14 +9,19 @@ from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router
+from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.specs.registry import classes_by_name
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
 MEMORIES: dict[str, type[Memory]] = {}
-# Filled afterwards, because one of the modules that are searched, `parsing`, takes both names from here. Routers have a
-# notation of their own.
+# Filled afterwards, because one of the modules that are searched, `parsing`, takes both names from here. Routers and
+# two levels have a notation of their own.
 COMPRESSORS.update(
-    {name: kind for name, kind in classes_by_name(__name__, Compressor).items() if not issubclass(kind, Router)}
+    {
+        name: kind
+        for name, kind in classes_by_name(__name__, Compressor).items()
+        if not issubclass(kind, Router | TwoLevel)
+    }
 )
 MEMORIES.update(classes_by_name(__name__, Memory))
 

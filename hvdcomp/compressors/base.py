@@ -16,7 +16,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
-from hvdcomp.compressors.sizes import Payload, payloads_of
+from hvdcomp.compressors.sizes import Payload, payloads_of, payloads_of_step
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.specs.described import Described, Rule, is_whole
 from hvdcomp.specs.levels import Level
@@ -76,6 +76,7 @@ class Compressor(Described):
             the harder level. Such methods keep elements of x.
         period: after how many steps the sizes of what is sent repeat.
         keeps_state: whether `prepare` and the outcome have arrays.
+        of_matrices: whether a tensor's first dimension matters to it, as that of a matrix's rows.
         form: the method that makes the bucket form, where there is one.
         reference: where the method is published.
     """
@@ -91,6 +92,7 @@ class Compressor(Described):
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1
     keeps_state: ClassVar[bool] = False
+    of_matrices: ClassVar[bool] = False
     form: ClassVar[str] = "aggregate_bucket"
     reference: ClassVar[str] = ""
 
@@ -176,6 +178,12 @@ class Compressor(Described):
     def payloads_sent(self, ranks: int) -> float:
         """How many payloads' worth one of this number of ranks sends in a step: one, unless chunks travel again."""
         return 1
+
+    def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
+        """Bytes that a rank hands to the collectives for a tensor of a bucket in a step: in all, and of these to those
+        of its node."""
+        sent = sum(one.bytes for one in payloads_of_step(self, tensor.shape, tensor.dtype, context.step % self.period))
+        return sent * self.payloads_sent(context.world_size), 0
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         """The same in the papers' unit: values sent, counted as 32-bit floats, indices left out."""

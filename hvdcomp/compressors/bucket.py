@@ -199,6 +199,12 @@ class BucketStates:
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)
         )
 
+    def places(self, members: Sequence[int]) -> list[np.ndarray]:
+        """Where in each vector the arrays of some tensors lie, which are at these places of the bucket."""
+        empty = [np.zeros(0, np.int64)]
+        ranges = [[np.arange(starts[one], starts[one + 1]) for one in members] for starts in self._starts]
+        return [np.concatenate(empty + kind) for kind in ranges]
+
     def commit(self) -> None:
         """After a step that counts: what it has filled is what is kept."""
         self.kept, self.next = self.next, self.kept

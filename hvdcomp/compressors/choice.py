@@ -68,3 +68,7 @@ class Chooser:
         """Whether a compressor does no more to this tensor than cast it, and keeps nothing back."""
         cast = compressor.wire_dtype(self.tensors[name].dtype) is not None
         return cast and isinstance(self.memory_for(compressor), NoMemory)
+
+    def sends_all(self, name: str, compressor: Compressor) -> bool:
+        """Whether a compressor leaves nothing of this tensor to be sent later."""
+        return compressor.lossless or self.is_cast(name, compressor)

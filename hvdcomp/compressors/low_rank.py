@@ -67,6 +67,7 @@ class PowerSGD(Compressor):
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # its factors are means over the ranks
     keeps_state: ClassVar[bool] = True
+    of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
 
     def __post_init__(self) -> None:

@@ -46,6 +46,7 @@ class ATOMO(Compressor):
     level_name: ClassVar[str | None] = "rank"
     sends: ClassVar[str] = "rank pairs of vectors u (rows) and v (columns), scaled by sigma / p"
     variance: ClassVar[float] = math.inf  # min(rows, columns) / rank - 1 if singular values are equal
+    of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:

@@ -8,6 +8,7 @@ from typing import Any
 from hvdcomp.compressors import COMPRESSORS, MEMORIES, Compressor
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, nested_too_deep
+from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.parsing import convert, parse
 
@@ -19,10 +20,15 @@ def parse_compressor(spec: str) -> Compressor:
     `numel<N` or `ndim<N` for tensors of less than N elements or dimensions. A rule's value is a spec string or again
     such an object: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
 
+    `two_level(...)` around any of these compresses between nodes, and not within them.
+
     Raises:
         SpecError: for an unknown method or field, a missing field, or a value of the wrong kind; lists what exists.
     """
-    if not spec.lstrip().startswith("{"):
+    text = spec.strip()
+    if text.startswith(TwoLevel.name):
+        return TwoLevel(parse_compressor(_within(text)))
+    if not text.startswith("{"):
         return parse(spec, COMPRESSORS, "compressor")
     try:
         return _router(json.loads(spec, object_pairs_hook=tuple))
@@ -39,6 +45,16 @@ def parse_memory(spec: str) -> Memory:
         SpecError: for an unknown name or setting, or a value of the wrong kind; lists what exists.
     """
     return parse(spec, MEMORIES, "memory")
+
+
+def _within(text: str) -> str:
+    """The spec of the compressor between nodes."""
+    inside = text.removeprefix(TwoLevel.name)
+    if not (inside.startswith("(") and inside.endswith(")")):
+        raise SpecError(f"{text!r} is not how two levels are written; write 'two_level(topk:ratio=0.01)', for example")
+    if inside[1:].lstrip().startswith(TwoLevel.name):  # found before recursion, of which a spec could ask without end
+        raise SpecError("two_level within two_level is not allowed; there are two levels, not more")
+    return inside[1:-1]
 
 
 def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:

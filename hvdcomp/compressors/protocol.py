@@ -7,11 +7,16 @@ the two share.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import dataclasses
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
+
+Group = Literal["all", "node", "across"]
+"""Whose collective a request asks for: that of all ranks, of the ranks of this rank's node, or of those that have this
+rank's place in the other nodes. What a request says of ranks is then said of these."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class AllReduce:
     array: Array
     op: str = "mean"
     with_room: Array | None = None
+    group: Group = "all"
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class AllGather:
 
     parts: tuple[Array, ...]
     with_room: Array | None = None
+    group: Group = "all"
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class AllToAll:
 
     parts: tuple[Array, ...]
     with_room: None = None
+    group: Group = "all"
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class ReduceScatter:
     array: Array
     op: str = "mean"
     with_room: None = None
+    group: Group = "all"
 
 
 class SparseVector(NamedTuple):
@@ -117,6 +126,23 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
         answer = _alone(request, ranks)
 
 
+def across(generator: Generator[Request, Any, Result], nodes: int) -> Generator[Request, Any, Result]:
+    """The same generator among the ranks that have this rank's place in the other nodes.
+
+    Args:
+        nodes: how many there are; of a single one nothing is asked.
+    """
+    if nodes == 1:
+        return run_alone(generator)[0]
+    answer: Any = None
+    while True:
+        try:
+            request = generator.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        answer = yield dataclasses.replace(request, group="across")
+
+
 def _alone(request: Request, ranks: int) -> Any:
     if isinstance(request, AllGather):
         return [request.parts]
@@ -151,10 +177,34 @@ class TensorInfo:
         return number_of_elements(self.shape)
 
 
+class Place(NamedTuple):
+    """A rank's number among some ranks, and how many these are."""
+
+    rank: int
+    size: int
+
+
+class Levels(NamedTuple):
+    """Where this rank is.
+
+    Attributes:
+        node: among the ranks of its node.
+        across: among the ranks that have its place in the other nodes.
+        owner: the rank of each node, by its number there, that works on the tensor where tensors are not cut.
+    """
+
+    node: Place
+    across: Place
+    owner: int = 0
+
+
 @dataclass(frozen=True)
 class Context:
     """Which tensor, when, and where: what a compressor may know beside the gradient itself.
 
+    Attributes:
+        levels: tells of a tensor's name where this rank is. The first call of a training may be collective: all ranks
+            call it in the same step. None where every rank counts as a node.
     """
 
     name: str
@@ -162,3 +212,4 @@ class Context:
     seed: int
     rank: int
     world_size: int
+    levels: Callable[[str], Levels] | None = None

@@ -144,7 +144,7 @@ class _Chunk:
         payload = method.payload(self.bucket).vector
         method.encode_bucket(self.bucket)
         row[: len(payload)] = payload
-        _take_off(self.bucket, zeros)
+        take_off(self.bucket, zeros)
         return bool(self.bucket.found_inf)
 
     def decode(self, method: CodesBuckets, whole: Bucket, payload: np.ndarray) -> bool:
@@ -220,7 +220,7 @@ class _Own:
         payload = method.payload(means).vector
         method.encode_bucket(means)
         row[: len(payload)] = payload
-        _take_off(means, zeros)
+        take_off(means, zeros)
 
     def keep(self, whole: Bucket) -> None:
         """Leaves as x of the chunk what the mean's payload lacks, as often as there are ranks."""
@@ -272,13 +272,20 @@ def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, 
             passed += taken
 
 
-def _take_off(bucket: Bucket, zeros: np.ndarray) -> None:
-    """Takes off x what was sent of it, where a kernel has left that to the next step, which may cut it otherwise."""
+def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
+    """Takes off x what was sent of it, where a kernel has left that to the next step, which may cut it otherwise.
+
+    Args:
+        zeros: as many as the largest tensor has elements.
+        x: addresses of what is left; None for those of x itself, where what was sent is not a product of factors.
+    """
     segments = bucket.segments
     if not bucket.keeps or not segments["sent_rule"].any():
         return
-    for kept, sent in zip(("kept", *_OF_KEPT), ("x", "sent_above", "sent_below", "sent_rule"), strict=True):
-        segments[kept] = segments[sent]
+    segments["kept"] = segments["x"]
+    segments["x"] = segments["x"] if x is None else x
+    for name in (*_OF_KEPT, "product"):
+        segments[name] = segments[f"sent_{name}"]
     segments["gradient"] = zeros.ctypes.data
     for name in ("source", "velocity", "next_velocity", "sent_rule"):
         segments[name] = 0

@@ -102,6 +102,11 @@ class SignSGD(Compressor):
         return total
 
     @property
+    def of_matrices(self) -> bool:  # type: ignore[override]
+        """Where rows vote."""
+        return self.zeros == "rows"
+
+    @property
     def default_memory(self) -> Memory:
         """None, although the method is biased: the sign's magnitude is not the gradient's."""
         return NoMemory()
@@ -148,6 +153,11 @@ class OneBit(Gathering):
         bits, upper, lower = parts
         rows, columns = self._matrix_shape(shape)
         return xp.where(xp.reshape(unpack(xp, bits, 1, rows * columns), (rows, columns)) > 0, upper, lower)
+
+    @property
+    def of_matrices(self) -> bool:  # type: ignore[override]
+        """Where rows have means of their own."""
+        return self.per_row
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))

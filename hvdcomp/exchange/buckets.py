@@ -24,7 +24,6 @@ from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.compressors.sizes import payloads_of_step
 from hvdcomp.exchange.device_residuals import DeviceResiduals
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.recycled import Recycled
@@ -328,19 +327,19 @@ class Group:
         sends = self.bucket.keeps and not self.bucket.memory.is_momentum
         return sends and bool(self.residuals.holds[self.numbers].any())
 
-    def costs(self, step: int, ranks: int) -> dict[str, Cost]:
-        """What its tensors cost in a step among a number of ranks, by name; nothing may change it."""
-        step %= self.bucket.compressors[0].period
+    def costs(self) -> dict[str, Cost]:
+        """What its tensors cost in the step, by name; nothing may change it."""
+        step = self.bucket.context.step % self.bucket.compressors[0].period
         if step not in self._costs:
-            self._costs[step] = self._costs_of(step, ranks)
+            self._costs[step] = self._costs_now()
         return self._costs[step]
 
-    def _costs_of(self, step: int, ranks: int) -> dict[str, Cost]:
+    def _costs_now(self) -> dict[str, Cost]:
         costs = {}
         for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
-            sent = sum(one.bytes for one in payloads_of_step(compressor, tensor.shape, tensor.dtype, step))
-            sent *= compressor.payloads_sent(ranks)
-            costs[tensor.name] = Cost(int(sent), 4 * tensor.size, compressor.payload_floats(tensor.shape))
+            sent, in_node = compressor.bytes_in_bucket(tensor, self.bucket.context)
+            floats = compressor.payload_floats(tensor.shape)
+            costs[tensor.name] = Cost(int(sent), 4 * tensor.size, floats, bytes_in_node=int(in_node))
         return costs
 
     def prepare_states(self, xp: ModuleType) -> None:

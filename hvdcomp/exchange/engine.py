@@ -24,9 +24,10 @@ from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets, Group
 from hvdcomp.exchange.clock import Span
 from hvdcomp.exchange.device_step import DeviceStep
-from hvdcomp.exchange.ledger import Ledger, StepCost
+from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
 from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
+from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
@@ -224,10 +225,12 @@ class Engine:
         sent = [
             (state := self.states[one.name], state.memory)
             for one in tensors
-            if one.had_residual and self._sends_all(one.name, one.compressor)
+            if one.had_residual and self.planner.sends_all(one.name, one.compressor)
         ]
         groups = [
-            one.group for one in buckets if one.had_residual and self._sends_all(one.group.names[0], one.compressor)
+            one.group
+            for one in buckets
+            if one.had_residual and self.planner.sends_all(one.group.names[0], one.compressor)
         ]
         self._drop_sent = None
         if not sent and not groups:
@@ -248,18 +251,15 @@ class Engine:
         else:
             drop()
 
-    def _sends_all(self, name: str, compressor: Compressor) -> bool:
-        return compressor.lossless or self.planner.is_cast(name, compressor)
-
     def _record(
         self, xp: ModuleType, waves: Sequence[Lockstep], tensors: Sequence[TensorStep], number_of_tensors: int
     ) -> None:
         buckets = [bucket for wave in waves for bucket in wave.buckets]
         rounds = [span for wave in waves for span in wave.rounds]
-        bytes_sent = sum(wave.bytes_sent for wave in waves) + self._bytes_beside(number_of_tensors)
-        parts = [bucket.group.costs(self.step_number, self.communicator.world_size) for bucket in buckets]
+        sent = sum((wave.sent for wave in waves), Sent(self._bytes_beside(number_of_tensors)))
+        parts = [bucket.group.costs() for bucket in buckets]
         parts += [{one.name: one.cost} for one in tensors]
-        step = self.ledger.step_cost(self.step_number, parts, bytes_sent)
+        step = self.ledger.step_cost(self.step_number, parts, sent)
         spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
@@ -279,7 +279,12 @@ class Engine:
 
     def context(self, name: str) -> Context:
         """Of a tensor in the step under way."""
-        return Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size)
+        ranks = self.communicator
+        return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self._levels)
+
+    @functools.cached_property
+    def _levels(self) -> FoundLevels:
+        return FoundLevels(self.communicator, self.tensors)
 
 
 def _waves(

@@ -80,7 +80,9 @@ def with_flag(
             requests[place], take = _in_room_of(inside, request, place, there)
             return requests, take
     flag = of_framework(xp, flag, like)
-    means = [one.array for one in requests if isinstance(one, AllReduce) and one.op == "mean"]
+    means = [
+        one.array for one in requests if isinstance(one, AllReduce) and one.op == "mean" and one.group == "all"
+    ]
     if not means:
         requests.append(AllGather((flag,)))
         return requests, lambda answers: sum(part for (part,) in answers.pop())
@@ -90,7 +92,7 @@ def with_flag(
 
 def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
     """Whether a flag can travel at the end of what is sent: not where it would be a whole number, or for one rank."""
-    if not isinstance(request, AllGather | AllReduce) or request.with_room is None:
+    if not isinstance(request, AllGather | AllReduce) or request.with_room is None or request.group != "all":
         return False
     return isinstance(request, AllGather) or request.op == "mean"
 

@@ -20,6 +20,7 @@ from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, Request
+from hvdcomp.exchange.ledger import Sent
 
 # Rows of a gathered buffer begin at multiples of the largest element, so that their parts can be viewed in place.
 _ROW_ALIGNMENT = 8
@@ -36,16 +37,15 @@ class Round:
         like: an array of the framework, where arrays are to travel.
 
     Attributes:
-        padding: bytes that are sent beside what was asked for.
+        sent: by this rank, padding included.
     """
 
     def __init__(
         self, xp: ModuleType, communicator: Communicator, requests: Sequence[Request], name: str, like: Array
     ) -> None:
         self._xp = xp
-        self._communicator = communicator
         self._requests = requests
-        self.padding = 0
+        self.sent = Sent()
         groups: dict[tuple[str, ...], list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(_group_of(request), []).append(number)
@@ -56,20 +56,22 @@ class Round:
             inside = numpy_arrays if all(map(_is_numpy, group)) else xp
             if inside is not numpy_arrays:
                 group = [_of_framework(xp, request, like) for request in group]
-            buffer, offsets, padding = _together(inside, group)
-            self.padding += padding
+            buffer, offsets = _together(inside, group)
+            handed = part_bytes(inside, buffer)
+            self.sent += Sent(handed, handed if group[0].group == "node" else 0)
             if inside is not xp:
                 buffer = xp.from_numpy(buffer, like=like)
             group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
-            handle = _start(communicator, group[0], buffer, group_name)
-            self._started.append((inside, members, group, offsets, handle))
+            part = communicator.part(group[0].group)
+            handle = _start(part, group[0], buffer, group_name)
+            self._started.append((inside, members, group, offsets, part, handle))
 
     def wait(self) -> list[Any]:
         """The answers, in the order of the requests, when all collectives have ended; to be called once."""
         xp = self._xp
         answers: list[Any] = [None] * len(self._requests)
-        for inside, members, group, offsets, handle in self._started:
-            result = self._communicator.wait(handle)
+        for inside, members, group, offsets, part, handle in self._started:
+            result = part.wait(handle)
             if inside is not xp:
                 result = xp.to_numpy(result)
             split = _apart(inside, result, group, offsets)
@@ -91,15 +93,14 @@ def _start(communicator: Communicator, request: Request, buffer: Array, name: st
     return communicator.start_allgather(buffer, name)
 
 
-def _together(xp: ModuleType, group: Sequence[Any]) -> tuple[Array, list[list[int]] | None, int]:
-    """The buffer of a collective, where each part of each request lies in a row of bytes if it carries bytes, and the
-    padding."""
+def _together(xp: ModuleType, group: Sequence[Any]) -> tuple[Array, list[list[int]] | None]:
+    """The buffer of a collective, and where each part of each request lies in a row of bytes if it carries bytes."""
     if _travels_as_it_is(group):
-        return _arrays_of(group[0])[0], None, 0
+        return _arrays_of(group[0])[0], None
     if isinstance(group[0], AllReduce):
-        return xp.concatenate([xp.flatten(request.array) for request in group]), None, 0
+        return xp.concatenate([xp.flatten(request.array) for request in group]), None
     if isinstance(group[0], ReduceScatter):
-        return _joined(xp, [_rows(xp, request.array, request.array.shape[0]) for request in group]), None, 0
+        return _joined(xp, [_rows(xp, request.array, request.array.shape[0]) for request in group]), None
     return _pack(xp, group)
 
 
@@ -126,11 +127,12 @@ def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
     if not _is_numpy(request):
         return request
     if isinstance(request, AllReduce | ReduceScatter):
-        return type(request)(xp.from_numpy(request.array, like=like), request.op)
+        return type(request)(xp.from_numpy(request.array, like=like), request.op, group=request.group)
     parts = tuple(xp.from_numpy(part, like=like) for part in request.parts)
     if isinstance(request, AllToAll):
-        return AllToAll(parts)
-    return AllGather(parts, None if request.with_room is None else xp.from_numpy(request.with_room, like=like))
+        return AllToAll(parts, group=request.group)
+    room = None if request.with_room is None else xp.from_numpy(request.with_room, like=like)
+    return AllGather(parts, room, request.group)
 
 
 def _in_numpy(xp: ModuleType, answer: Any) -> Any:
@@ -142,10 +144,12 @@ def _in_numpy(xp: ModuleType, answer: Any) -> Any:
 def _group_of(request: Request) -> tuple[str, ...]:
     first = _arrays_of(request)[0]
     xp = arrays_for(first)
-    kind = type(request).__name__.lower()
+    kind = [type(request).__name__.lower()]
     if isinstance(request, AllReduce | ReduceScatter):
-        return kind, request.op, xp.dtype_name(first), xp.device(first)
-    return kind, xp.device(first)
+        kind += [request.op, xp.dtype_name(first)]
+    if request.group != "all":
+        kind.append(request.group)
+    return *kind, xp.device(first)
 
 
 def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
@@ -168,15 +172,15 @@ def _joined(xp: ModuleType, pieces: Sequence[Array]) -> Array:
     return xp.flatten(xp.concatenate(pieces, axis=len(pieces[0].shape) - 1))
 
 
-def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]], int]:
-    """The group's parts in one byte vector, the offset of each part of each request, and the padding.
+def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array, list[list[int]]]:
+    """The group's parts in one byte vector, and the offset of each part of each request.
 
     For an alltoall the vector has a row for each rank, and the offsets are those in each row.
     """
     rows = group[0].parts[0].shape[0] if isinstance(group[0], AllToAll) else 0
     offsets = [[0] * len(gather.parts) for gather in group]
     pieces = []
-    end = padding = 0
+    end = 0
     parts = []
     for number, gather in enumerate(group):
         if gather.with_room is None:
@@ -185,7 +189,6 @@ def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array,
         # Of whole eight bytes, and read as numbers of any size: in front.
         offsets[number][0] = end
         end += gather.with_room.shape[0]
-        padding += gather.with_room.shape[0] - gather.parts[0].shape[0]
         pieces.append(gather.with_room)
     parts.sort(key=lambda entry: -DTYPE_BYTES[xp.dtype_name(entry[2])])
     for number, place, part in parts:
@@ -198,7 +201,7 @@ def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array,
     missing = -end % _ROW_ALIGNMENT
     if missing:
         pieces.append(xp.zeros((rows, missing) if rows else (missing,), like=pieces[0]))
-    return _joined(xp, pieces), offsets, padding + missing * max(1, rows)
+    return _joined(xp, pieces), offsets
 
 
 def _unpack(

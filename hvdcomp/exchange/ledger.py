@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdcomp.exchange.clock import Clock, Span, Spans
 
@@ -31,6 +31,8 @@ class Cost:
         encode_seconds: maths before and between the collectives; None while not known.
         communicate_seconds: waiting for collectives. For a tensor it is its share by bytes.
         decode_seconds: maths after the last collective.
+        bytes_in_node: of `bytes_sent`, those handed to collectives among the ranks of a node. All other bytes may leave
+            the node.
     """
 
     bytes_sent: int = 0
@@ -39,11 +41,13 @@ class Cost:
     encode_seconds: float | None = None
     communicate_seconds: float | None = None
     decode_seconds: float | None = None
+    bytes_in_node: int = 0
 
     def add(self, other: Cost, times: int = 1) -> None:
         """Adds another cost, its bytes and floats `times` times; a time that is not known adds nothing."""
         # Written out, as it is done for each tensor of each step.
         self.bytes_sent += times * other.bytes_sent
+        self.bytes_in_node += times * other.bytes_in_node
         self.dense_bytes += times * other.dense_bytes
         self.floats_sent += times * other.floats_sent
         if other.encode_seconds is not None:
@@ -52,6 +56,16 @@ class Cost:
             self.communicate_seconds = (self.communicate_seconds or 0) + other.communicate_seconds
         if other.decode_seconds is not None:
             self.decode_seconds = (self.decode_seconds or 0) + other.decode_seconds
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank handed to collectives in all, and of these to collectives among the ranks of its node."""
+
+    bytes: int = 0
+    in_node: int = 0
+
+    def __add__(self, other: Sent) -> Sent:  # type: ignore[override]
+        return Sent(self.bytes + other.bytes, self.in_node + other.in_node)
 
 
 Part = Mapping[str, Cost]
@@ -140,11 +154,11 @@ class Ledger:
         while self._unsettled and self._unsettled[0]():
             self._unsettled.popleft()
 
-    def step_cost(self, step: int, parts: Sequence[Part], bytes_sent: int) -> StepCost:
+    def step_cost(self, step: int, parts: Sequence[Part], sent: Sent) -> StepCost:
         """The cost of a step, to be recorded.
 
         Args:
-            bytes_sent: by this rank in all, what belongs to no tensor included.
+            sent: by this rank in all, what belongs to no tensor included.
         """
         same = self._same
         if same is None or list(map(id, parts)) != list(map(id, same.parts)):
@@ -152,8 +166,11 @@ class Ledger:
             for part in parts:
                 for cost in part.values():
                     sums.add(cost)
-            return StepCost(bytes_sent, sums.dense_bytes, sums.floats_sent, step=step, parts=tuple(parts))
-        return StepCost(bytes_sent, same.dense_bytes, same.floats_sent, step=step, parts=same.parts)
+            found = StepCost(sent.bytes, sums.dense_bytes, sums.floats_sent, step=step, parts=tuple(parts))
+        else:
+            found = StepCost(sent.bytes, same.dense_bytes, same.floats_sent, step=step, parts=same.parts)
+        found.bytes_in_node = sent.in_node
+        return found
 
     def record_timed(
         self,

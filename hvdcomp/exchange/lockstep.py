@@ -14,7 +14,8 @@ from hvdcomp.compressors.protocol import Request
 from hvdcomp.exchange.bucket_step import BucketStep
 from hvdcomp.exchange.clock import Clock, Span
 from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, of_framework, with_flag
-from hvdcomp.exchange.fusion import Round, request_bytes
+from hvdcomp.exchange.fusion import Round
+from hvdcomp.exchange.ledger import Sent
 from hvdcomp.exchange.tensor_step import TensorStep
 
 
@@ -31,7 +32,7 @@ class Lockstep:
 
     Attributes:
         rounds: when this rank worked on a round of collectives, or waited for it.
-        bytes_sent: that this rank handed to collectives.
+        sent: what this rank handed to collectives.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Lockstep:
         self._flag: Array
         self._take_flag: Callable[[list[Any]], Array] | None = None
         self.rounds: list[Span] = []
-        self.bytes_sent = 0
+        self.sent = Sent()
 
     def start(self) -> None:
         """Starts the collectives that come first, and waits for nothing."""
@@ -113,12 +114,11 @@ class Lockstep:
         requests = [request for _, request in self._waiting]
         if self._number == 0:
             requests, self._take_flag = with_flag(self._xp, requests, self._flag, self._like)
-        self.bytes_sent += sum(request_bytes(self._xp, request) for request in requests)
         if not self._clock.turns_only:
             self._clock.start()
         name = f"hvdcomp.{self._name}{self._number}"
         self._round = Round(self._xp, self._communicator, requests, name, self._like)
-        self.bytes_sent += self._round.padding
+        self.sent += self._round.sent
         if not self._alone:
             self._clock.lap(self.rounds)
 

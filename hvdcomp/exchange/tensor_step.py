@@ -235,7 +235,9 @@ class TensorStep:
             self.outcome = stop.value
             self._mean = xp.like_original(stop.value.mean, self._gradient)
             return None
-        self.cost.bytes_sent += request_bytes(xp, request)
+        sent = request_bytes(xp, request)
+        self.cost.bytes_sent += sent
+        self.cost.bytes_in_node += sent if request.group == "node" else 0
         return request
 
     @property

@@ -26,7 +26,8 @@ PHASES = ("encode", "communicate", "decode")
 _HINT = "remove it to have the run read as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
 _NUMBERS = (
-    *METRICS, "ms_per_step", "bytes_sent_per_step", "compression_factor", "world_size", "ranks_per_host", "seed",
+    *METRICS, "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step", "compression_factor", "world_size",
+    "ranks_per_host", "seed",
 )  # fmt: skip
 # Options that say where and with which seed a run went; what was run is told by the others and by the spec.
 _LONGEST = 60  # characters of a value in a message
@@ -125,6 +126,11 @@ class Run:
     def bytes_sent_per_step(self) -> float | None:
         reported = self.number("bytes_sent_per_step")
         return reported if reported is not None else mean(self.steps["bytes_sent"])
+
+    @property
+    def bytes_in_node_per_step(self) -> float | None:
+        """Of `bytes_sent_per_step`, those handed to collectives among the ranks of a node."""
+        return self.number("bytes_in_node_per_step")
 
     @property
     def compression_factor(self) -> float | None:

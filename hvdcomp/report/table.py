@@ -15,7 +15,10 @@ from hvdcomp.report.turns import RATES, Turns
 
 _NO_BREAK = "\u00a0"  # space within a line of a heading
 _WORK_OPTIONS = ("framework", "batch_size", "backward_passes_per_step", "sequence_length", "image_size")
-_AVERAGED = ("quality", "ms_per_step", "bytes_sent_per_step", "compression_factor", "speed_vs_baseline")
+_AVERAGED = (
+    *("quality", "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step"),
+    *("compression_factor", "speed_vs_baseline"),
+)
 
 
 @dataclass(eq=False)
@@ -285,12 +288,18 @@ def cells(row: dict[str, Any], in_turns: bool = False) -> list[str]:
         plain(row["world_size"]),
         number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
         *times,
-        number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))),
+        number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))) + _within_nodes(row),
         number("compression_factor", lambda v: f"{_short(v)}x"),
         plain(row["speed_vs_baseline"], lambda v: f"{v:.2f}x"),
         plain(row["identical"], lambda same: "yes" if same else "NO"),
         " / ".join(phases) if any(row[f"{phase}_ms"] is not None for phase in PHASES) else "-",
     ]
+
+
+def _within_nodes(row: dict[str, Any]) -> str:
+    """How much of what is sent stays within a node, where anything does for certain."""
+    sent = row["bytes_in_node_per_step"]
+    return f" ({filesize.decimal(round(sent))} in the node)" if sent else ""
 
 
 def policy_line(row: dict[str, Any]) -> str | None:

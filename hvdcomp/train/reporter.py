@@ -105,6 +105,7 @@ class Reporter:
                 _or_none(summary["ms_per_step"], "{:.2f} ms") + f" ({summary['ms_per_step_over']})",
             ),
             ("sent per rank and step", _bytes(summary["bytes_sent_per_step"])),
+            *_within_nodes(summary["bytes_in_node_per_step"]),
             ("compression factor", _or_none(summary["compression_factor"], "{:.1f}")),
             ("weights", "the same on every rank" if summary["identical"] else "DIFFERENT between ranks"),
         ]
@@ -119,6 +120,11 @@ class Reporter:
 
 def _quality(metric: str, value: float | None) -> str:
     return "none" if value is None else f"{value:.2%}" if metric == "accuracy" else f"{value:.2f}"
+
+
+def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
+    """The row that says how much of what is sent stays within a node, where anything does for certain."""
+    return [("of that within a node", _bytes(sent))] if sent else []
 
 
 def _or_none(value: float | None, form: str) -> str:

@@ -296,6 +296,7 @@ class Run:
             "bytes_sent": totals.bytes_sent,
             "dense_bytes": totals.dense_bytes,
             "bytes_sent_per_step": totals.bytes_sent / self._step if self._step else None,
+            "bytes_in_node_per_step": totals.bytes_in_node / self._step if self._step else None,
             "floats_sent": totals.floats_sent,
             "compression_factor": totals.dense_bytes / totals.bytes_sent if totals.bytes_sent else None,
             "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),

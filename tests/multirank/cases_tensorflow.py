@@ -8,7 +8,9 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
+from tests.multirank.collectives import nodes_of
 from tests.multirank.training_tensorflow import (
     Network,
     TapeTraining,
@@ -57,6 +59,18 @@ def case_every_method_keeps_weights_identical() -> None:
         training.run(3)
         assert_same_everywhere(training.weights)
         assert not np.array_equal(start, training.weights), spec
+
+
+def case_two_levels_keep_weights_identical() -> None:
+    """With two nodes of half the ranks each."""
+    for spec in TwoLevel.examples:
+        training = TapeTraining(spec, optimizer=sgd(0.005))
+        start = training.weights
+        with nodes_of(max(1, hvd.size() // 2)):
+            training.run(4)
+        assert_same_everywhere(training.weights)
+        assert not np.array_equal(start, training.weights), spec
+        assert (training.compression.ledger.totals.bytes_in_node > 0) == (hvd.size() > 2), spec
 
 
 def case_casts_equal_horovods_own() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import horovod.tensorflow as hvd
 
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
-from tests.multirank.collectives import check
+from tests.multirank.collectives import check, check_groups
 
 
 def case_every_collective() -> None:
@@ -18,3 +18,7 @@ def case_every_collective_of_a_process_set() -> None:
     if hvd.rank() in members:
         check(HorovodTensorFlowCommunicator(some), lambda array: array, hvd.rank(), members)
     hvd.remove_process_set(some)
+
+
+def case_every_collective_of_a_node_and_across_nodes() -> None:
+    check_groups(HorovodTensorFlowCommunicator(), lambda array: array, hvd.rank(), hvd.size())

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 import hvdcomp
+from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
+from tests.multirank.collectives import nodes_of
 from tests.multirank.training import (
     assert_same_everywhere,
     batch,
@@ -47,6 +49,19 @@ def case_every_method_keeps_weights_identical() -> None:
         train(model, distribute(model, compression(spec, model), 0.005, momentum), steps=6)
         assert_same_everywhere(weights(model))
         assert not torch.equal(start, weights(model)), spec
+
+
+def case_two_levels_keep_weights_identical() -> None:
+    """With two nodes of half the ranks each. All compressions use the same groups of ranks."""
+    for spec in TwoLevel.examples:
+        model = small_model()
+        start = weights(model)
+        how = compression(spec, model)
+        with nodes_of(max(1, hvd.size() // 2)):
+            train(model, distribute(model, how, 0.005), steps=6)
+        assert_same_everywhere(weights(model))
+        assert not torch.equal(start, weights(model)), spec
+        assert (how.ledger.totals.bytes_in_node > 0) == (hvd.size() > 2), spec
 
 
 def case_none_equals_horovods_own() -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hvdcomp.communicators import Communicator
 
+RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
 LENGTHS = (1, 7, 1024)
+
+
+@contextmanager
+def nodes_of(ranks: int) -> Iterator[None]:
+    """Makes nodes of so many ranks, whatever Horovod says."""
+    os.environ[RANKS_PER_NODE] = str(ranks)
+    yield
+    del os.environ[RANKS_PER_NODE]
 
 
 def check(communicator: Communicator, array: Callable[[np.ndarray], Any], rank: int, members: Sequence[int]) -> None:
@@ -48,3 +59,23 @@ def check(communicator: Communicator, array: Callable[[np.ndarray], Any], rank: 
             expected += [whole, whole[mine]]
     for handle, answer in zip(started, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(communicator.wait(handle)), answer)
+
+
+def check_groups(communicator: Communicator, array: Callable[[np.ndarray], Any], rank: int, size: int) -> None:
+    """The same of the parts of a communicator, with nodes of one rank, of two, and of all, where that fits."""
+    for inside in {1, 2, size}:
+        if size % inside:
+            continue
+        fresh = type(communicator)()  # which asks anew who shares a node
+        node = rank // inside
+        members = {
+            "node": list(range(node * inside, (node + 1) * inside)),
+            "across": list(range(rank % inside, size, inside)),
+        }
+        for group, ranks in members.items():
+            with nodes_of(inside):
+                part = fresh.part(group)
+            if len(ranks) == 1:
+                assert part.world_size == 1
+            else:
+                check(part, array, rank, ranks)

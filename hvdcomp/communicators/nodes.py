@@ -1,0 +1,55 @@
+"""Which ranks share a node, and which have the same place in each node."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from hvdcomp.errors import ConfigurationError
+
+
+class Nodes:
+    """The ranks of each node, as many in each.
+
+    Args:
+        of_ranks: something for each rank that is the same for ranks of one node and for no others, such as the node's
+            number.
+
+    Attributes:
+        count: of nodes.
+        ranks_per_node: how many ranks each has.
+
+    Raises:
+        ConfigurationError: if nodes have different numbers of ranks.
+
+    Example:
+        >>> nodes = Nodes(["a", "a", "b", "b"])
+        >>> nodes.members(3, "node"), nodes.members(3, "across")
+        ((2, 3), (1, 3))
+    """
+
+    def __init__(self, of_ranks: Sequence[Hashable]) -> None:
+        nodes: dict[Hashable, list[int]] = {}
+        for rank, node in enumerate(of_ranks):
+            nodes.setdefault(node, []).append(rank)
+        self._nodes = [tuple(ranks) for ranks in nodes.values()]
+        self._node_of = {rank: ranks for ranks in self._nodes for rank in ranks}
+        self.count = len(self._nodes)
+        self.ranks_per_node = len(self._nodes[0])
+        if any(len(ranks) != self.ranks_per_node for ranks in self._nodes):
+            numbers = ", ".join(str(len(ranks)) for ranks in self._nodes)
+            raise ConfigurationError(
+                f"two levels need the same number of ranks on every node, and there are {numbers}; start as many on "
+                "each, or leave out two_level"
+            )
+
+    def members(self, rank: int, group: str) -> tuple[int, ...]:
+        """The ranks, in order, that serve a rank's requests for a `Group`."""
+        if group == "all":
+            return tuple(sorted(self._node_of))
+        mine = self._node_of[rank]
+        return mine if group == "node" else tuple(ranks[mine.index(rank)] for ranks in self._nodes)
+
+    def groups(self) -> list[tuple[int, ...]]:
+        """All groups of "node" and "across" but those of all ranks, and of one: each once, in the same order on all."""
+        found = [*self._nodes, *zip(*self._nodes, strict=True)]
+        return [ranks for ranks in dict.fromkeys(found) if 1 < len(ranks) < len(self._node_of)]

@@ -1,0 +1,41 @@
+"""Where this rank is among the ranks of its node, and which rank of a node works on a tensor that is not cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.protocol import Levels, Place, TensorInfo
+from hvdcomp.compressors.two_level_bucket import deal
+
+
+class FoundLevels:
+    """`Context.levels` of a training, found out when a compressor first asks.
+
+    Args:
+        communicator: of all ranks.
+        tensors: of the training, by name. They are dealt by their sizes, once: the plan may change, and a tensor that
+            is sent dense for a while keeps its owner.
+    """
+
+    def __init__(self, communicator: Communicator, tensors: Mapping[str, TensorInfo]) -> None:
+        self._communicator = communicator
+        self._tensors = tensors
+        self._places: tuple[Place, Place] | None = None
+        self._owners: dict[str, int] = {}
+
+    def __call__(self, name: str) -> Levels:
+        """Where this rank is.
+
+        Args:
+            name: of a tensor; of another one the owner means nothing.
+
+        Raises:
+            ConfigurationError: as of `Communicator.part`.
+        """
+        if self._places is None:
+            node, across = (self._communicator.part(group) for group in ("node", "across"))
+            owners = deal([tensor.size for tensor in self._tensors.values()], node.world_size)
+            self._owners = dict(zip(self._tensors, owners, strict=True))
+            self._places = Place(node.rank, node.world_size), Place(across.rank, across.world_size)
+        return Levels(*self._places, self._owners.get(name, 0))
