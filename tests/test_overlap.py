@@ -14,7 +14,18 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import DENSE
-from tests.harness import CountingCommunicator, Run, assert_same_on_all_ranks, bits, copy, infos, make, states_of
+from tests.harness import (
+    TWO_LEVELS,
+    CountingCommunicator,
+    Run,
+    as_numpy,
+    assert_same_on_all_ranks,
+    bits,
+    copy,
+    infos,
+    make,
+    states_of,
+)
 from tests.test_buckets import BACKENDS, BUCKETED, needs_kernels
 
 pytestmark = needs_kernels
@@ -36,6 +47,7 @@ def run(
     overlap_bytes: int | None,
     *,
     ranks: int = 2,
+    ranks_per_node: int | None = None,
     backend: str = "numpy",
     steps: int = 6,
     tells: Callable[[int, int], bool] = lambda rank, step: True,
@@ -71,7 +83,7 @@ def run(
             results.append({name: copy(one) for name, one in made.items()})
         return Run(engine, results)
 
-    return list(run_ranks(ranks, work))
+    return list(run_ranks(ranks, work, ranks_per_node))
 
 
 def assert_same(found: list[Run], expected: list[Run]) -> None:
@@ -96,16 +108,20 @@ def with_nan(values: dict[str, np.ndarray], rank: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", BUCKETED)
+@pytest.mark.parametrize("spec", [*BUCKETED, *TWO_LEVELS])
 def test_it_changes_no_bit(spec: str, backend: str) -> None:
-    """With ranks that start early and one that does not, a missing gradient, and a step that does not count."""
+    """With ranks that start early and one that does not, a missing gradient, and a step that does not count.
+
+    With two levels it depends on a tensor's bucket which ranks work on it. So there, the same buckets start at the end.
+    """
+    ranks, inside, overlap_bytes = (4, 2, BYTES) if spec in TWO_LEVELS else (3, None, None)
     options: dict[str, Any] = {
-        "ranks": 3, "backend": backend, "steps": 8, "change": {3: without_one, 5: with_nan},
-        "tells": lambda rank, step: (rank + step) % 3 > 0,
+        "ranks": ranks, "ranks_per_node": inside, "backend": backend, "steps": 8,
+        "change": {3: without_one, 5: with_nan},
     }  # fmt: skip
-    found = run(spec, BYTES, **options)
+    found = run(spec, BYTES, tells=lambda rank, step: (rank + step) % 3 > 0, **options)
     assert early(found[0]), "nothing started early"
-    assert_same(found, run(spec, None, **options))
+    assert_same(found, run(spec, overlap_bytes, tells=lambda rank, step: False, **options))
     assert_same_on_all_ranks(found)
     for rank in found:
         counted = [name for _, _, name, _ in rank.engine.communicator.started]
@@ -119,6 +135,19 @@ def test_results_in_place_and_sums_are_the_same(spec: str, added: str) -> None:
     found = run(spec, BYTES, **options)
     assert early(found[0])
     assert_same(found, run(spec, None, **options))
+
+
+@pytest.mark.parametrize("spec", ["two_level(topk:ratio=0.1)", "two_level(powersgd:rank=2)"])
+def test_nothing_is_lost_where_tensors_go_to_other_ranks_of_the_node(spec: str) -> None:
+    """The first two steps have one bucket of all that is compressed, the others have several. What all get and what all
+    keep, together, is what all gave."""
+    runs = run(spec, BYTES, ranks=4, ranks_per_node=2)
+    assert len({name.split(".")[2] for name in early(runs[0])}) == 2
+    for name in (name for name in SHAPES if name.startswith("a")):
+        given = np.mean([sum(gradients_of(rank, step)[name] for step in range(6)) for rank in range(4)], axis=0)
+        got = sum(as_numpy(one[name]) for one in runs[0].results)
+        kept = np.mean([as_numpy(one.engine.states[name].memory[0]) for one in runs], axis=0)
+        np.testing.assert_allclose(got + kept, given, atol=1e-5)
 
 
 @pytest.mark.parametrize("memory", [ErrorFeedback(0.5), MomentumCorrection(0.9)], ids=str)

@@ -10,6 +10,8 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
+from hvdcomp import TwoLevel
+from tests.multirank.collectives import nodes_of
 from tests.multirank.training import assert_same_everywhere, batch, compression, own_generator, raised, small_model
 
 BYTES = 20_000  # less than the larger linear layer, which has gradients before the convolution has
@@ -18,10 +20,26 @@ OTHERS = ("powersgd:rank=2", "randomk:ratio=0.1")
 SCATTERED = "qsgd:bits=8,exchange=scatter"  # who owns an element, and rounds it again, depends on its bucket
 
 Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, int], torch.Tensor]
+Before = Callable[[hvdcomp.Compression, int], None]
 
 
 def plain_loss(model: torch.nn.Module, inputs: torch.Tensor, classes: torch.Tensor, step: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(inputs), classes)
+
+
+def loss_without_last_layer(model: Any, inputs: torch.Tensor, classes: torch.Tensor, step: int) -> torch.Tensor:
+    """In some steps the last layer has no gradient, on this rank or on all: Horovod then takes zeros."""
+    if step in (3, 6) or (step == 5 and hvd.rank() == 0):
+        return model[:-1](inputs).square().mean()
+    return plain_loss(model, inputs, classes, step)
+
+
+def change_nothing(how: hvdcomp.Compression, step: int) -> None:
+    pass
+
+
+def lower_level(how: hvdcomp.Compression, step: int) -> None:
+    how.set_level(0.05 if step < 4 else 0.01)
 
 
 def wait_for_answers(model: torch.nn.Module, how: hvdcomp.Compression) -> None:
@@ -52,7 +70,7 @@ def trained(
     loss_of: Loss = plain_loss,
     steps: int = 8,
     passes: int = 1,
-    before: Callable[[hvdcomp.Compression, int], None] = lambda how, step: None,
+    before: Before = change_nothing,
     distributed: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, list[int]]:
@@ -92,15 +110,35 @@ def case_every_kind_of_method_starts_in_the_backward_pass() -> None:
     assert trained(SCATTERED, True)[1] == [0, 0, *[1] * 6]
 
 
+def case_two_levels_start_in_the_backward_pass() -> None:
+    """On two nodes of half the ranks each, also with missing gradients and changes of level.
+
+    Which ranks work on a tensor depends on its bucket, so the weights are compared to those of the same buckets that
+    start at the end.
+    """
+
+    def compare_to_late_start(spec: str, before: Before = change_nothing, **options: Any) -> list[int]:
+        def start_none(how: hvdcomp.Compression, step: int) -> None:
+            before(how, step)
+            if how._binding is not None:
+                how._binding.engine.expect = lambda *_: None
+
+        early, started = trained(spec, True, before=before, **options)
+        late, none = trained(spec, True, before=start_none, **options)
+        assert not any(none), spec
+        assert torch.equal(early, late), spec
+        return started
+
+    with nodes_of(max(1, hvd.size() // 2)):
+        for spec in TwoLevel.examples:
+            assert compare_to_late_start(spec) == [0, 0, *[1] * 6], spec
+        some = "two_level(topk:ratio=0.05)"
+        assert compare_to_late_start(some, loss_of=loss_without_last_layer)[7] == 1
+        assert compare_to_late_start(some, before=lower_level) == [0, 0, 1, 1, 0, 1, 1, 1]
+
+
 def case_missing_gradients_wait_for_the_end() -> None:
-    """In some steps the last layer has no gradient, on this rank or on all: Horovod then takes zeros."""
-
-    def loss_of(model: Any, inputs: torch.Tensor, classes: torch.Tensor, step: int) -> torch.Tensor:
-        if step in (3, 6) or (step == 5 and hvd.rank() == 0):
-            return model[:-1](inputs).square().mean()
-        return plain_loss(model, inputs, classes, step)
-
-    started = compare("topk:ratio=0.05", loss_of=loss_of)
+    started = compare("topk:ratio=0.05", loss_of=loss_without_last_layer)
     assert [number for step, number in enumerate(started) if step in (3, 6)] == [0, 0]
     assert started[5] == (hvd.rank() != 0)
     assert started[7] == 1
@@ -112,10 +150,7 @@ def case_several_passes_groups_and_sums() -> None:
 
 
 def case_levels_change_and_policies_look() -> None:
-    def before(how: hvdcomp.Compression, step: int) -> None:
-        how.set_level(0.05 if step < 4 else 0.01)
-
-    assert compare("topk:ratio=0.1", before=before) == [0, 0, 1, 1, 0, 1, 1, 1]
+    assert compare("topk:ratio=0.1", before=lower_level) == [0, 0, 1, 1, 0, 1, 1, 1]
     gravac = "gravac:min=2,max=64,window=3"
     for policy in ("accordion:low=0.2,high=0.02,interval=1", gravac, f"{gravac},lag=0"):
         compare("topk:ratio=0.1", policy=policy, steps_per_epoch=2)
@@ -126,7 +161,7 @@ def case_a_step_that_does_not_count_changes_nothing() -> None:
         loss = plain_loss(model, inputs, classes, step)
         return loss * float("nan") if step == 4 and hvd.rank() == 1 else loss
 
-    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
+    def check(spec: str) -> None:
         model = small_model()
         how = compression(spec, model, overlap=True, bucket_bytes=BYTES)
         optimizer = optimizer_of(model, how)
@@ -144,6 +179,11 @@ def case_a_step_that_does_not_count_changes_nothing() -> None:
                 with optimizer.skip_synchronize():
                     optimizer.step()
         assert_same_everywhere(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+
+    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
+        check(spec)
+    with nodes_of(max(1, hvd.size() // 2)):
+        check("two_level(topk:ratio=0.05)")
 
 
 def case_ranks_that_differ_or_join_are_told_and_the_next_training_is_not_disturbed() -> None:
