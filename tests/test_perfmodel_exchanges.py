@@ -11,6 +11,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.fusion import part_bytes
 from hvdcomp.perfmodel import exchange_of
@@ -153,6 +154,11 @@ def test_only_casts_are_overlapped() -> None:
     tensors = tensors_of("resnet50")
     overlapped = {spec for spec in EXAMPLES if exchange_of(parse_compressor(spec), tensors, 8).overlapped}
     assert overlapped == {"none", "fp16"}
+
+
+def test_two_levels_are_not_known() -> None:
+    with pytest.raises(SpecError, match=r"knows no nodes of several ranks, so not two_level\(topk:ratio=0.01\)"):
+        exchange_of(parse_compressor("two_level(topk:ratio=0.01)"), tensors_of("resnet50"), 8)
 
 
 def test_nothing_to_exchange_is_an_error() -> None:

@@ -135,10 +135,13 @@ def _checked(
         SetupError, SpecError: say what is wrong.
     """
     from hvdcomp.bench.workload import build
+    from hvdcomp.perfmodel import exchange_of
 
     compressors = {str(one): one for one in map(parse_compressor, specs)}
     for model in models:
-        build(model, options["batch_size"], options["seed"], rank)
+        tensors = build(model, options["batch_size"], options["seed"], rank).tensors()
+        for compressor in compressors.values():
+            exchange_of(compressor, tensors, 2)
     if rank == 0:
         check_writable(output)
     return list(compressors.values())

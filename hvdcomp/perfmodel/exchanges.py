@@ -19,6 +19,8 @@ from hvdcomp.compressors.choice import Chooser, Plan
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
 from hvdcomp.compressors.sizes import Payload
+from hvdcomp.compressors.two_level import TwoLevel
+from hvdcomp.errors import SpecError
 
 Array = Any
 
@@ -104,6 +106,7 @@ def exchange_of(
 
     Raises:
         ValueError: if there is nothing to exchange.
+        SpecError: for two levels, which the performance model does not know.
     """
     tensors = [tensor for tensor in tensors if tensor.size]
     if not tensors:
@@ -121,6 +124,9 @@ def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool
         plan: the compressor of each of them.
         overlapped: as in `Exchange`.
         ranks: as for `exchange_of`.
+
+    Raises:
+        SpecError: as of `exchange_of`.
     """
     rounds: list[dict[tuple[str, str], float]] = []
     cut: dict[Hashable, list[tuple[TensorInfo, Compressor]]] = {}
@@ -138,6 +144,8 @@ def exchange_of_plan(tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool
             continue
         dense_bytes += tensor.size * dtype_bytes(tensor.dtype)
         compressor = plan[tensor.name]
+        if isinstance(compressor, TwoLevel):
+            raise SpecError(f"the performance model knows no nodes of several ranks, so not {compressor}; leave it out")
         family = compressor.bucket_family
         scattered = isinstance(compressor, Gathering) and compressor.scatters(ranks)
         if scattered and family is not None and tensor.dtype == "float32":
