@@ -95,6 +95,7 @@ class _Model:
 
     def candidates(self, source: str) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
+        exchange_of_plan(self.engine.tensors.values(), self._own, False, 1)  # refuses what the model does not know
         worthwhile = self._worthwhile()
         order = tuple(tensor.name for tensor in worthwhile)
         found: dict[str, Candidate] = {}

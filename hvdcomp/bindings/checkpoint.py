@@ -57,10 +57,15 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
         "size": engine.communicator.world_size,
         "residuals": residuals,
         "coordinator": None if coordinator is None else coordinator.own_state(copy),
-        "totals": dataclasses.asdict(engine.ledger.totals),
+        "totals": _totals(engine.ledger.totals),
         "steps": engine.ledger.steps,
     }
     return {"shared": shared, "own": own}
+
+
+def _totals(totals: Cost) -> dict[str, Any]:
+    """Bytes in the node only where there are any: earlier versions, which do not know them, read all else."""
+    return {name: one for name, one in dataclasses.asdict(totals).items() if one or name != "bytes_in_node"}
 
 
 def restore(
