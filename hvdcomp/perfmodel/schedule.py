@@ -142,11 +142,17 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
     latency: Array = 0.0
     transfer: Array = 0.0
     for collectives in exchange.rounds:
-        costs = [cost_of(one.kind, one.bytes * payload, dtype=one.dtype) for one in collectives]
-        latency = latency + sum(cost.latency for cost in costs)
-        latency = latency + np.maximum.reduce([np.asarray(cost.start, float) for cost in costs])
-        transfer = transfer + sum(cost.transfer for cost in costs)
+        cost = _of_round(collectives, cost_of, payload)
+        latency = latency + cost.latency + cost.start
+        transfer = transfer + cost.transfer
     return Parts(compute, encode, transfer, latency, np.False_)
+
+
+def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
+    """Time of collectives that start together, one after the other; bytes are multiplied by `payload`."""
+    costs = [cost_of(one.kind, one.bytes * payload, dtype=one.dtype) for one in collectives]
+    start = np.maximum.reduce([np.asarray(cost.start, float) for cost in costs])
+    return Seconds(sum(cost.latency for cost in costs), sum(cost.transfer for cost in costs), start)
 
 
 class Piece(NamedTuple):
@@ -209,9 +215,7 @@ def early(
     rest = rest if rest > 1e-9 else 0.0
 
     def cost(collectives: Round, share: float) -> Seconds:
-        costs = [cost_of(one.kind, one.bytes * payload * share, dtype=one.dtype) for one in collectives]
-        start = np.maximum.reduce([np.asarray(one.start, float) for one in costs])
-        return Seconds(sum(one.latency for one in costs), sum(one.transfer for one in costs), start)
+        return _of_round(collectives, cost_of, payload * share)
 
     spent, encoded, network = Seconds(0.0, 0.0), 0.0, np.zeros(np.shape(backward))
     for share, moment in buckets:
