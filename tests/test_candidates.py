@@ -151,7 +151,7 @@ def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     refused("neither a file nor a preset", "nowhere")
     refused(r"no encode time of 'powersgd:rank=3' .* powersgd:rank=2, topk:ratio=0\.01", spec="powersgd:rank=3")
     refused("no encode time of 'bf16'", spec="bf16")
-    refused("knows no nodes of several ranks", spec="two_level(topk:ratio=0.01)")
+    refused("of nodes with several ranks", spec="two_level(topk:ratio=0.01)")
     refused(r"is of another model: this training has 1 tensors of 2,000 elements.* mine \(4 tensors of 1,301,480",
             shapes={"w": (2, 1000)})  # fmt: skip
     refused("another model", dtype="float64")

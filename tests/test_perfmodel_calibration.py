@@ -42,7 +42,7 @@ MEASURED = Calibration(
             reduction_s_per_byte={"float16": 1e-9},
         ),
         CollectiveCost("ring", 1e-5, 9e8, incast=((2, 1.0), (16, 1.4))),
-        Inner(8, FAST, FAST, alltoall=replace(FAST, algorithm="direct")),
+        Inner(FAST, FAST, ranks_per_node=8, alltoall=replace(FAST, algorithm="direct")),
         alltoall=CollectiveCost("pairwise", 3e-5, 8e8, transfer=((1e3, 2e-5),)),
         reducescatter=CollectiveCost("ring", 2e-5, 1e9, reduction_s_per_byte={"float16": 1e-9}),
     ),

@@ -164,7 +164,7 @@ def test_another_bandwidth_keeps_the_ratio_of_the_kinds_measured() -> None:
 
 def test_two_stages_between_and_within_nodes() -> None:
     fast = CollectiveCost("ring", 1e-6, 1e11)
-    between, within = CollectiveCost("ring", 1e-4, 1e9), Inner(4, fast, fast)
+    between, within = CollectiveCost("ring", 1e-4, 1e9), Inner(fast, fast, ranks_per_node=4)
     network = Network(between, CollectiveCost("direct", 1e-4, 1e9), within)
     b = 1e7
     allreduce = 2 * 1e-4 * 3 + 2 * b * 3 / 4 / 1e9 + 2 * 1e-6 * 3 + 2 * b * 3 / 4 / 1e11
@@ -199,7 +199,7 @@ def test_what_is_not_known_costs_what_a_like_collective_does() -> None:
 
 def test_two_stages_of_alltoall_and_reduce_scatter() -> None:
     fast, slow = CollectiveCost("ring", 1e-6, 1e11), CollectiveCost("ring", 1e-4, 1e9)
-    network = Network(slow, slow, Inner(4, fast, fast))
+    network = Network(slow, slow, Inner(fast, fast, ranks_per_node=4))
     b = 1e7
     # What the four ranks of a node send other nodes shares the node's link.
     alltoall = 1e-4 * 3 + 4 * b * 3 / 4 / 1e9 + 1e-6 * 3 + b * 3 / 4 / 1e11

@@ -178,6 +178,7 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
     times = {"compute": parts.compute, "encode": parts.encode, "network": parts.transfer, "latency": parts.latency}
     return {
         "step_ms": 1e3 * method.step_s,
+        "at_end_ms": None if method.at_end_s is None else 1e3 * method.at_end_s,
         **{f"{name}_ms": 1e3 * float(seconds) for name, seconds in times.items()},
         "limited_by": method.limited_by,
         "speedup_over_dense": dense.step_s / method.step_s,
@@ -187,6 +188,7 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
         "overlapped": method.exchange.overlapped,
         "rounds": len(method.exchange.rounds),
         "bytes_sent": method.exchange.bytes,
+        "bytes_in_node": method.exchange.bytes_in_node,
         "compression_factor": method.exchange.compression_factor,
         "estimated": method.encode is not None and method.encode.estimated,
     }
@@ -202,10 +204,20 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
             notes.append(f"The calibration has no {kind}: it is predicted from the figures of {other}.{shared}")
     if facts.compute.forward_s is None:
         notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
+    left_out = [spec for spec in adviser.compressors if spec not in advice.methods]
+    if left_out:
+        notes.append(
+            f"Two levels need as many ranks on each node, and nodes have {adviser.ranks_per_node} here: left out are "
+            f"{', '.join(left_out)}"
+        )
     notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
+    if (better := advice.bucket_bytes) is not None:
+        notes.append(f"In buckets of {better:,} bytes a step of {advice.winner} would be faster: bucket_bytes={better}")
+    sources: dict[str, list[str]] = {}
     for spec, method in advice.methods.items():
         if method.encode is not None and method.encode.estimated:
-            notes.append(f"The encode time of {spec} is {method.encode.source}")
+            sources.setdefault(method.encode.source, []).append(spec)
+    notes += [f"The encode time of {', '.join(specs)} is {source}" for source, specs in sources.items()]
     return notes
 
 
@@ -230,14 +242,18 @@ def _title(report: dict[str, Any]) -> str:
 def _print(report: dict[str, Any]) -> None:
     console = make_console()
     wide = console.width >= 92
-    times = ("step", "compute", "encode", "network", "latency") if wide else ("step", "compute", "encode", "network")
-    numbers = [*(f"{part}\nms" for part in times), *(["times\ndense"] if wide else [])]
+    times = {part: f"{part}\nms" for part in ("step", "compute", "encode", "network")}
+    if wide:
+        times |= {"latency": "latency\nms"}
+    if any(row["at_end_ms"] is not None for row in report["methods"].values()):
+        times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
+    numbers = [*times.values(), *(["times\ndense"] if wide else [])]
     headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
     table = make_table(*headings, numbers=numbers)
     for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
         table.add_row(
             Text(spec, "bold" if spec == report["winner"] else ""),
-            *(f"{row[f'{part}_ms']:.1f}" for part in times),
+            *("" if (found := row[f"{part}_ms"]) is None else f"{found:.1f}" for part in times),
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
             "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
             row["limited_by"],

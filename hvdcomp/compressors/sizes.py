@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from hvdcomp.arrays import shapes
-from hvdcomp.compressors.protocol import AllReduce, Context, ReduceScatter, Request, run_alone
+from hvdcomp.compressors.protocol import AllReduce, Context, Group, ReduceScatter, Request, run_alone
 
 
 class Payload(NamedTuple):
@@ -17,11 +17,13 @@ class Payload(NamedTuple):
     bytes: of the tensor, indices and scales included; of the parts for all ranks together.
     group: operation and element type of the former two, such as "mean float32"; what differs in it does not share a
         collective. Empty for the latter two, which carry bytes.
+    among: whose collective it is.
     """
 
     kind: str
     bytes: float
     group: str = ""
+    among: Group = "all"
 
 
 @lru_cache(maxsize=1 << 14)  # every plan, step and prediction asks; a model has few different shapes

@@ -13,6 +13,7 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import AllGather, Context, Levels, Place, ReduceScatter, TensorInfo, across
 from hvdcomp.compressors.scatter_bucket import take_off
+from hvdcomp.compressors.sizes import Payload
 
 UNIT = 8
 """Elements, of which shards have whole numbers."""
@@ -173,9 +174,8 @@ class _Layout:
         own, ranks = node
         dealt: list[list[int]] = []
         if bucket.compressors[0].of_matrices or ranks == 1:
-            owners = deal(sizes, ranks)
-            dealt = [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-            length = _whole_units(max(sum(sizes[place] for place in places) for places in dealt))
+            dealt = _dealt(sizes, ranks)
+            length = _longest(sizes, dealt)
             starts = np.zeros(len(sizes), np.int64)
             for rank, places in enumerate(dealt):
                 mine = np.array([sizes[place] for place in places], np.int64)
@@ -211,6 +211,47 @@ class _Layout:
         segments["result"] = segments["x"]
         bucket.call("dense_decode", self.whole)
         segments["result"] = results
+
+
+def payloads_in_node(
+    tensors: Sequence[TensorInfo], states: Sequence[int] | None, ranks: int
+) -> tuple[Payload, Payload]:
+    """What one rank hands to the collectives of its node in a bucket's step: before those between nodes, and after.
+
+    Args:
+        tensors: of the bucket.
+        states: elements that the method keeps of each tensor, if tensors are dealt out whole; else None.
+        ranks: of the node, 2 or more.
+
+    Example:
+        >>> [one.bytes for one in payloads_in_node([TensorInfo("x", (10, 10))], None, 2)]  # rows of 56 elements
+        [448, 224]
+    """
+    sizes = [tensor.size for tensor in tensors]
+    if states is None:
+        length = kept = _whole_units(-(-sum(sizes) // ranks))
+    else:
+        dealt = _dealt(sizes, ranks)
+        length = _longest(sizes, dealt)
+        kept = length + max(sum(states[place] for place in places) for places in dealt)
+    before = Payload("reducescatter", 4 * ranks * length, "mean float32", "node")
+    return before, Payload("allgather", 4 * kept, among="node")
+
+
+def largest_share(sizes: Sequence[int], ranks: int) -> float:
+    """Of all elements, the part of the rank of a node that has most, where tensors are dealt out whole."""
+    return max(sum(sizes[place] for place in places) for places in _dealt(sizes, ranks)) / sum(sizes)
+
+
+def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """The places of the tensors of each rank, where they are dealt out whole."""
+    owners = deal(sizes, ranks)
+    return [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
+
+
+def _longest(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
+    """Elements of the row of each rank, where tensors are dealt out whole."""
+    return _whole_units(max(sum(sizes[place] for place in places) for places in dealt))
 
 
 def _floats(address: int, count: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,13 +13,14 @@ import numpy as np
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Parts
-from hvdcomp.perfmodel.ways import encode_time_of, in_each_way
+from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
 UNCOMPRESSED = "none"  # the spec
 STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
@@ -26,6 +28,7 @@ STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
 
 _CASTS = (UNCOMPRESSED, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
+_BUCKET_BYTES = (1_000_000, 2_500_000, 5_000_000, 10_000_000, BUCKET_BYTES, 50_000_000)
 
 Range = tuple[float | None, float | None]
 
@@ -39,6 +42,7 @@ class Method:
         exchange: what it sends.
         encode: what encoding and decoding take; None if Horovod carries it and no time is known.
         parts: of the step's time, s.
+        at_end_s: time of a step that sends all after the backward pass, s; None if this one sends nothing before.
         limited_by: the largest of the parts: "compute", "encode", "network" or "latency".
         wins: ranges of bandwidth, bytes/s, in which it is faster than dense; None for an open end.
     """
@@ -47,6 +51,7 @@ class Method:
     exchange: Exchange
     encode: EncodeTime | None
     parts: Parts
+    at_end_s: float | None
     limited_by: str
     wins: tuple[Range, ...]
 
@@ -66,9 +71,11 @@ class Advice:
     """Everything about one setting.
 
     Attributes:
-        methods: by spec, dense first.
+        methods: by spec, dense first. Two levels are left out where not all nodes have as many ranks.
         winner: the spec of the fastest; None for one rank, where there is nothing to exchange.
         runner_up: the second; None if there is only one method.
+        bucket_bytes: with which a step of the winner would be faster by more than the calibration can tell apart; None
+            if with no other.
         within_noise: whether the winner's lead over the second is less than the calibration can tell apart.
         least_factor: see `least_compression_factor`; None where no factor is enough.
     """
@@ -76,6 +83,7 @@ class Advice:
     methods: dict[str, Method] = field(default_factory=dict)
     winner: str | None = None
     runner_up: str | None = None
+    bucket_bytes: int | None = None
     within_noise: bool = False
     least_factor: float | None = None
 
@@ -87,7 +95,8 @@ class Adviser:
         calibration: what was measured.
         model: one of its models; None for the only one.
         specs: compressors to look at; None for all that the calibration has encode times for, gathered and scattered
-            where they can be. Dense and fp16 are looked at in any case.
+            where they can be, and in two levels if the calibration knows nodes of several ranks. Dense and fp16 are
+            looked at in any case.
         early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, `bucket_bytes` of
             `hvdcomp.Compression`; None if it sends all at its end, as in TensorFlow. It matters where the calibration
             says when gradients are ready.
@@ -98,7 +107,7 @@ class Adviser:
 
     Raises:
         CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
-        SpecError: for a compressor that does not exist.
+        SpecError: for a compressor that does not exist, or two levels if nodes of several ranks are not known.
     """
 
     def __init__(
@@ -116,8 +125,11 @@ class Adviser:
         wanted = list(map(parse_compressor, [*_CASTS, *(known if specs is None else specs)]))
         if specs is None:
             wanted = [way for one in wanted for way in (one, *in_each_way(one))]
+            if self.ranks_per_node is not None:
+                wanted += [both for one in wanted if (both := in_two_levels(one)) is not None]
         self.compressors: dict[str, Compressor] = {str(one): one for one in wanted}
-        self.encode = {spec: encode_time_of(one, known) for spec, one in self.compressors.items()}
+        of_nodes = (self.facts.tensors, self.ranks_per_node)
+        self.encode = {spec: encode_time_of(one, known, *of_nodes) for spec, one in self.compressors.items()}
         self._exchanges: dict[tuple[str, int], Exchange] = {}
         for spec, encode in self.encode.items():
             if encode is None and not self.exchange(spec, 1).overlapped:
@@ -131,32 +143,54 @@ class Adviser:
         """The calibrated bandwidth."""
         return self.calibration.network.allreduce.bytes_per_s
 
+    @cached_property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks share a node; None if that is not known."""
+        return self.calibration.network.ranks_per_node
+
     def exchange(self, spec: str, ranks: int) -> Exchange:
         """What a method sends."""
-        # Few methods send anything else with another number of ranks, and only they are asked again.
-        depends = any(one.payloads_sent(ranks) != 1 for one in self.compressors[spec].leaves())
-        key = spec, ranks if depends else 1
+        key = spec, self._alike(spec, ranks)
         if key not in self._exchanges:
-            self._exchanges[key] = exchange_of(self.compressors[spec], self.facts.tensors, key[1])
+            compressor, tensors = self.compressors[spec], self.facts.tensors
+            self._exchanges[key] = exchange_of(compressor, tensors, key[1], self.ranks_per_node)
         return self._exchanges[key]
 
-    def parts(self, spec: str, setting: Setting) -> Parts:
-        """The parts of a step's time with one method."""
+    def _alike(self, spec: str, ranks: int) -> int:
+        """A number of ranks with which a method sends the same: few methods send anything else with another number."""
+        leaves = list(self.compressors[spec].leaves())
+        if any(one.payloads_sent(ranks) != 1 for one in leaves):
+            return ranks
+        if not any(isinstance(one, TwoLevel) for one in leaves):
+            return 1
+        return min(ranks, 2 * (self.ranks_per_node or 1))
+
+    def possible(self, spec: str, ranks: int) -> bool:
+        """Whether a method can be used with this number of ranks: two levels need as many on each node."""
+        two_level = any(isinstance(one, TwoLevel) for one in self.compressors[spec].leaves())
+        return not two_level or ranks % min(ranks, self.ranks_per_node or 1) == 0
+
+    def parts(self, spec: str, setting: Setting, early: bool = True) -> Parts:
+        """The parts of a step's time with one method.
+
+        Args:
+            early: whether hvdcomp sends in the backward pass what it can.
+        """
         groups: dict[Exchange, list[float]] = {}
         for ranks in np.unique(setting.world_size).tolist():
             groups.setdefault(self.exchange(spec, int(ranks)), []).append(ranks)
         first, *others = groups
-        parts = self._parts_of(spec, first, setting)
+        parts = self._parts_of(spec, first, setting, early)
         for exchange in others:
             those = np.isin(setting.world_size, groups[exchange])
             world_size = np.where(those, setting.world_size, groups[exchange][0])
-            here = self._parts_of(spec, exchange, replace(setting, world_size=world_size))
+            here = self._parts_of(spec, exchange, replace(setting, world_size=world_size), early)
             parts = Parts(*(np.where(those, new, old) for new, old in zip(here, parts, strict=True)))
         return parts
 
-    def _parts_of(self, spec: str, exchange: Exchange, setting: Setting) -> Parts:
+    def _parts_of(self, spec: str, exchange: Exchange, setting: Setting, early: bool) -> Parts:
         network, facts = self.calibration.network, self.facts
-        times = (facts.bucket_bytes, setting, self.encode[spec], self._early_bytes)
+        times = (facts.bucket_bytes, setting, self.encode[spec], self._early_bytes if early else None)
         return predict(network, facts.compute, exchange, *times)
 
     def step_s(self, spec: str, setting: Setting) -> Any:
@@ -187,10 +221,13 @@ class Adviser:
         methods = {}
         ranks = int(np.asarray(setting.world_size))
         for spec in self.compressors:
-            parts = self.parts(spec, setting)
+            if not self.possible(spec, ranks):
+                continue
+            parts, at_end = self.parts(spec, setting), self.parts(spec, setting, early=False)
+            at_end_s = float(at_end.total) if at_end != parts else None
             wins = () if spec == UNCOMPRESSED else self.wins(spec, setting)
             exchange, encode = self.exchange(spec, ranks), self.encode[spec]
-            methods[spec] = Method(spec, exchange, encode, parts, str(limited_by(parts)), wins)
+            methods[spec] = Method(spec, exchange, encode, parts, at_end_s, str(limited_by(parts)), wins)
         if setting.world_size == 1:
             return Advice(methods)
         first, second = sorted(methods.values(), key=lambda method: method.step_s)[:2]
@@ -199,9 +236,24 @@ class Adviser:
             methods,
             winner=first.spec,
             runner_up=second.spec,
+            bucket_bytes=self._better_buckets(first, setting),
             within_noise=second.step_s / first.step_s - 1 < self.calibration.noise,
             least_factor=None if np.isnan(least) else least,
         )
+
+
+    def _better_buckets(self, method: Method, setting: Setting) -> int | None:
+        """See `Advice.bucket_bytes`."""
+        if method.at_end_s is None:
+            return None
+        times = {size: float(self._with(size).step_s(method.spec, setting)) for size in _BUCKET_BYTES}
+        best = min(times, key=lambda size: times[size])
+        return best if method.step_s / times[best] - 1 > self.calibration.noise else None
+
+    def _with(self, early_bytes: float) -> Adviser:
+        other = copy(self)
+        other._early_bytes = early_bytes
+        return other
 
 
 def _model_name(calibration: Calibration, model: str | None) -> str:

@@ -20,7 +20,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.fields import CalibrationError, Fields
-from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network
+from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Inner, Levels, Network
 from hvdcomp.perfmodel.shapes import MODELS, tensors_of
 
 FORMAT = "hvdcomp-calibration"
@@ -99,7 +99,18 @@ def load(source: str | Path) -> Calibration:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise CalibrationError(f"{source} is not JSON: {error}") from None
-    return from_json(data, str(source))
+    return from_json(_completed(data, str(source)), str(source))
+
+
+def _completed(data: Any, where: str) -> Any:
+    """A calibration with the fields of the preset that it names as `like`, where it has none of its own."""
+    if not isinstance(data, dict) or "like" not in data:
+        return data
+    like = data["like"]
+    if like not in presets():
+        raise CalibrationError(f"{where}: like is {like!r}, which is no preset; there are: {', '.join(presets())}")
+    base = _completed(json.loads((_PRESETS / f"{like}.json").read_text(encoding="utf-8")), like)
+    return {**base, **{name: value for name, value in data.items() if name != "like"}}
 
 
 def save(calibration: Calibration, file: Path) -> None:
@@ -159,6 +170,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
             "source": calibration.network_source,
             **_costs_as_json(network),
             **({} if inner is None else {"inner": {"ranks_per_node": inner.ranks_per_node, **_costs_as_json(inner)}}),
+            **({} if network.levels is None else {"levels": _levels_as_json(network.levels)}),
         },
         "models": {name: _model_as_json(facts) for name, facts in calibration.models.items()},
     }
@@ -169,9 +181,21 @@ def _network(fields: Fields) -> Network:
     if fields.has("inner"):
         section = fields.section("inner")
         per_node = section.whole("ranks_per_node", lowest=1)
-        inner = Inner(per_node, **_costs(section))
+        inner = Inner(ranks_per_node=per_node, **_costs(section))
         section.finish()
-    return Network(**_costs(fields), inner=inner)
+    levels = _levels(fields.section("levels")) if fields.has("levels") else None
+    return Network(**_costs(fields), inner=inner, levels=levels)
+
+
+def _levels(fields: Fields) -> Levels:
+    known = {}
+    for name in ("node", "across"):
+        section = fields.section(name)
+        known[name] = Among(**_costs(section))
+        section.finish()
+    levels = Levels(fields.whole("ranks_per_node", lowest=2), **known)
+    fields.finish()
+    return levels
 
 
 def _costs(fields: Fields) -> dict[str, Any]:
@@ -200,7 +224,12 @@ def _cost(kind: str, parent: Fields) -> CollectiveCost:
     return cost
 
 
-def _costs_as_json(costs: Network | Inner) -> dict[str, Any]:
+def _levels_as_json(levels: Levels) -> dict[str, Any]:
+    both = {"node": _costs_as_json(levels.node), "across": _costs_as_json(levels.across)}
+    return {"ranks_per_node": levels.ranks_per_node, **both}
+
+
+def _costs_as_json(costs: Network | Among) -> dict[str, Any]:
     known = {kind: getattr(costs, kind) for kind in ALGORITHMS}
     return {kind: _cost_as_json(cost) for kind, cost in known.items() if cost is not None}
 
@@ -234,6 +263,7 @@ def _model(fields: Fields) -> ModelFacts:
             backward_s=fields.number("backward_s", above=0),
             forward_s=fields.number("forward_s", lowest=0) if fields.has("forward_s") else None,
             gamma=fields.number("gamma", 1.0, lowest=1),
+            hides=fields.share("hides", 1.0),
             batch_size=fields.whole("batch_size", lowest=1) if fields.has("batch_size") else None,
             encode={_spec(encode, name): _encode(encode.section(name)) for name in encode.names()},
             optimizer_s=fields.number("optimizer_s", 0.0, lowest=0),
@@ -302,6 +332,8 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
     known = {"forward_s": compute.forward_s, "batch_size": compute.batch_size}
     optional: dict[str, Any] = {name: getattr(compute, name) for name in ("optimizer_s", "engine_s", "horovod_s")}
     optional["ready"] = [list(pair) for pair in compute.ready]
+    if compute.hides != 1:
+        optional["hides"] = compute.hides
     return {
         **({"tensors": tensors} if facts.shapes is None else {"shapes": facts.shapes}),
         "backward_s": compute.backward_s,

@@ -53,6 +53,9 @@ class Compute:
         ready: when Horovod can send what during the backward pass: pairs of the share of all bytes, up to 1, and of
             the share of the backward pass after which that share of the bytes is ready. Both rise. Empty if not known.
         gamma: by how much communication that runs at the same time slows the backward pass, 1 or more.
+        hides: of the time that hvdcomp's engine would save by sending during the backward pass if computing and sending
+            shared nothing but what gamma says, the share that it really saves; from 0 to 1. Where one processor core
+            does both it is far from 1.
         batch_size: of one rank, that the times are for; None if not known.
         encode: by spec of the compressor.
     """
@@ -66,6 +69,7 @@ class Compute:
     engine_s: float = 0.0
     horovod_s: float = 0.0
     ready: tuple[tuple[float, float], ...] = ()
+    hides: float = 1.0
 
     def share(self, batch_size: ArrayLike | None) -> Array:
         """By how much another batch size multiplies the times of the passes: taken as proportional.

@@ -69,6 +69,13 @@ class Fields:
         """A finite number, at least `lowest` or more than `above`."""
         return self._number(self._get(name, default), name, lowest, above)
 
+    def share(self, name: str, default: float) -> float:
+        """A number from 0 to 1."""
+        value = self.number(name, default, lowest=0)
+        if value > 1:
+            raise self.error(f"is {value}, and must be at most 1", name)
+        return value
+
     def whole(self, name: str, *, lowest: int) -> int:
         """A whole number, at least `lowest`."""
         value = self.number(name, lowest=lowest)

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hvdcomp.compressors.protocol import Group
+from hvdcomp.perfmodel.fields import CalibrationError
+
 Array = Any  # a number or a NumPy array of float64
 
 
@@ -208,17 +211,42 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class Inner(_Known):
+class Among(_Known):
+    """What collectives cost among some of the ranks.
+
+    Attributes:
+        allreduce, allgather, alltoall, reducescatter: costs; of the latter two None if not known.
+    """
+
+    allreduce: CollectiveCost
+    allgather: CollectiveCost
+
+
+@dataclass(frozen=True)
+class Inner(Among):
     """The fast link between the ranks of one node, for collectives in two stages.
 
     Attributes:
         ranks_per_node: how many share a node and its link to other nodes.
-        allreduce, allgather, alltoall, reducescatter: costs within a node; of the latter two None if not known.
+    """
+
+    ranks_per_node: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What the collectives of two levels cost.
+
+    Attributes:
+        ranks_per_node: how many share a node and its link to other nodes.
+        node: among the ranks of a node.
+        across: among the ranks that have the same place in each node, while those of the other places exchange as much
+            over the same links.
     """
 
     ranks_per_node: int
-    allreduce: CollectiveCost
-    allgather: CollectiveCost
+    node: Among
+    across: Among
 
 
 @dataclass(frozen=True)
@@ -230,11 +258,19 @@ class Network(_Known):
             of the latter two None if not known.
         inner: None if ranks exchange without regard to nodes (a ring through all ranks needs no more: one of its
             links leaves each node).
+        levels: None if they are not known; with an inner link they follow from that.
     """
 
     allreduce: CollectiveCost
     allgather: CollectiveCost
     inner: Inner | None = None
+    levels: Levels | None = None
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many ranks share a node; None if that is not known."""
+        known = self.levels or self.inner
+        return None if known is None else known.ranks_per_node
 
     def seconds(
         self,
@@ -244,6 +280,7 @@ class Network(_Known):
         bytes_per_s: ArrayLike | None = None,
         dtype: str = "",
         fused: ArrayLike = False,
+        among: Group = "all",
     ) -> Seconds:
         """Time of one collective.
 
@@ -255,12 +292,18 @@ class Network(_Known):
         Args:
             kind: a key of `ALGORITHMS`.
             size: bytes that each rank hands over.
-            ranks: how many there are.
+            ranks: how many there are, all together.
             bytes_per_s: the bandwidth of allreduce if another than measured; those of the other kinds change in
-                proportion.
+                proportion, but for those within a node.
             dtype, fused: as for `CollectiveCost.seconds`.
+            among: whose collective it is.
+
+        Raises:
+            CalibrationError: for a collective of the ranks of a node, or between nodes, if these are not known.
         """
         speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
+        if among != "all":
+            return self._in_levels(kind, np.asarray(size, float), np.asarray(ranks, float), speed, dtype, fused, among)
         outer = self.cost(kind)
         if self.inner is None:
             return outer.seconds(kind, size, ranks, speed, dtype, fused)
@@ -273,3 +316,19 @@ class Network(_Known):
         size = np.asarray(size, float)
         brought = size * nodes if kind == "allgather" else size
         return outer.seconds(kind, size * local, nodes, speed) + inner.seconds(kind, brought, local)
+
+    def _in_levels(
+        self, kind: str, size: Array, ranks: Array, speed: Array, dtype: str, fused: ArrayLike, among: Group
+    ) -> Seconds:
+        known = self.levels or self.inner
+        if known is None:
+            raise CalibrationError("the calibration knows no nodes of several ranks; calibrate with some on each node")
+        local, nodes = np.minimum(ranks, known.ranks_per_node), np.ceil(ranks / known.ranks_per_node)
+        if isinstance(known, Levels):
+            if among == "node":
+                return known.node.cost(kind).seconds(kind, size, local, dtype=dtype, fused=fused)
+            return known.across.cost(kind).seconds(kind, size, nodes, speed, dtype, fused)
+        if among == "node":
+            return known.cost(kind).seconds(kind, size, local, dtype=dtype, fused=fused)
+        # The node's link carries what all of its ranks send.
+        return self.cost(kind).seconds(kind, size * local, nodes, speed, dtype, fused)

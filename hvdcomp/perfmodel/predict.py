@@ -87,14 +87,13 @@ def predict(
     if exchange.overlapped:
         parts = _carried(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
         return parts._replace(encode=parts.encode + spent)
-    buckets = [] if early_bytes is None else pieces(compute.ready, early_bytes / exchange.dense_bytes)
-    if buckets:
+    parts = sequential(step, spent, exchange, cost_of, setting.payload)
+    if buckets := [] if early_bytes is None else pieces(compute.ready, early_bytes / exchange.dense_bytes):
         decode = decode_s(encode, setting, exchange)
         gamma = np.where(setting.exchanges, compute.gamma, 1.0)
         whole = (step, backward, gamma, spent - decode, decode)
-        parts = early(*whole, exchange, buckets, cost_of, setting.payload)
-    else:
-        parts = sequential(step, spent, exchange, cost_of, setting.payload)
+        hidden = early(*whole, exchange, buckets, cost_of, setting.payload)
+        parts = parts.towards(hidden, compute.hides)
     return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.engine_s, 0.0))
 
 

@@ -46,6 +46,11 @@ class Parts(NamedTuple):
         """Time of the step."""
         return self.compute + self.encode + self.transfer + self.latency
 
+    def towards(self, other: Parts, share: float) -> Parts:
+        """What lies between these and others, of steps in which nothing waits: 0 for these, 1 for the others."""
+        mine, theirs = self[:4], other[:4]
+        return Parts._make([*(one + share * (two - one) for one, two in zip(mine, theirs, strict=True)), self.waits])
+
 
 def cut(total: float, bucket_bytes: float) -> Buckets:
     """Cuts bytes into full buckets and a last one that is not empty."""
@@ -150,7 +155,7 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
 
 def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
     """Time of collectives that start together, one after the other; bytes are multiplied by `payload`."""
-    costs = [cost_of(one.kind, one.bytes * payload, dtype=one.dtype) for one in collectives]
+    costs = [cost_of(one.kind, one.bytes * payload, dtype=one.dtype, among=one.among) for one in collectives]
     start = np.maximum.reduce([np.asarray(cost.start, float) for cost in costs])
     return Seconds(sum(cost.latency for cost in costs), sum(cost.transfer for cost in costs), start)
 
@@ -198,7 +203,8 @@ def early(
     Encoding delays the pass. The network carries one collective after the other, and slows the pass by gamma - 1 of the
     time for which it is busy meanwhile. At the end of the pass the rest is encoded and sent. Further rounds begin then;
     while one bucket waits for its answers, those of the others are under way. What was sent early is decoded while the
-    rest is under way.
+    rest is under way. Where the first round only brings together what is to be encoded, all is encoded and decoded
+    after the pass, and nothing is under way meanwhile.
 
     Args:
         compute: seconds of a step without communication.
@@ -210,6 +216,7 @@ def early(
         cost_of: the network.
         payload: by how much the bytes are multiplied.
     """
+    at_once = encode if exchange.encodes_first else 0.0
     first, *others = exchange.rounds
     rest = 1.0 - sum(one.share for one in buckets)
     rest = rest if rest > 1e-9 else 0.0
@@ -219,10 +226,10 @@ def early(
 
     spent, encoded, network = Seconds(0.0, 0.0), 0.0, np.zeros(np.shape(backward))
     for share, moment in buckets:
-        encoded = encoded + share * encode
+        encoded = encoded + share * at_once
         spent = spent + (taken := cost(first, share))
         network = np.maximum(network, moment * backward + encoded) + taken.total
-    ends = backward + encode
+    ends = backward + at_once
     hidden = spent.total - np.maximum(network - ends, 0)
     slowed = (np.asarray(gamma) - 1) * hidden
     ends = ends + slowed
@@ -231,6 +238,7 @@ def early(
     if rest:
         spent = spent + (taken := cost(first, rest))
         network = network + taken.total
+    network = network + encode - at_once
     for collectives in others:
         several = [cost(collectives, share) for share in shares]
         taken = sum(several[1:], several[0])
@@ -238,6 +246,8 @@ def early(
         taken = Seconds(taken.latency, taken.transfer, several[0].start)
         spent = spent + taken
         network = network + taken.total
-    done = np.maximum(network, ends + decode * (1 - rest)) + decode * rest
+    ends = ends + encode - at_once
+    meanwhile = 1 - rest if exchange.encodes_first else 0.0
+    done = np.maximum(network, ends + decode * meanwhile) + decode * (1 - meanwhile)
     seen = spent * ((done - ends - decode) / np.where(spent.total > 0, spent.total, 1))
     return Parts(compute + slowed, encode + decode, seen.transfer, seen.latency + seen.start, np.False_)

@@ -1,12 +1,16 @@
-"""The ways in which a method's payloads can be exchanged, gathered or scattered, and the encode time of each."""
+"""The ways in which a method's payloads can be exchanged, and the encode time of each: gathered or scattered, among all
+ranks or in two levels."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.two_level import TwoLevel
+from hvdcomp.compressors.two_level_bucket import largest_share
+from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel.compute import EncodeTime
 
 WAYS = ("gather", "scatter")
@@ -25,20 +29,53 @@ def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
     return tuple(dataclasses.replace(compressor, exchange=way) for way in WAYS)
 
 
-def encode_time_of(compressor: Compressor, known: Mapping[str, EncodeTime]) -> EncodeTime | None:
+def in_two_levels(compressor: Compressor) -> Compressor | None:
+    """The method between nodes alone; None where it cannot stand there, or needs no compressor at all.
+
+    Example:
+        >>> from hvdcomp import QSGD
+        >>> str(in_two_levels(QSGD(bits=4)))
+        'two_level(qsgd:bits=4)'
+    """
+    if compressor.wire_dtype("float32") is not None:
+        return None
+    try:
+        return TwoLevel(compressor)
+    except SpecError:
+        return None
+
+
+def encode_time_of(
+    compressor: Compressor,
+    known: Mapping[str, EncodeTime],
+    tensors: Sequence[TensorInfo] = (),
+    ranks_per_node: int | None = None,
+) -> EncodeTime | None:
     """The encode time of a compressor: its own, or else an estimate from the same method exchanged in another way.
 
     Gathered and scattered payloads are taken to need the same time to encode. How many are decoded follows from the
     exchange; that counts where the known time says what decoding one of them takes (`decode_per_rank_s`). What
-    scattering takes beside, such as passes over chunks that error feedback needs, is not in the estimate.
+    scattering takes beside, such as passes over chunks that error feedback needs, is not in the estimate. In two levels
+    a rank encodes and decodes its share of the model; what is dealt out and put together again is not in the estimate.
 
     Args:
         known: by spec.
+        tensors: of the model; they matter to methods that get whole ones in two levels.
+        ranks_per_node: for two levels.
 
     Returns:
         None if neither is known.
     """
-    if (own := known.get(str(compressor))) is not None or not isinstance(compressor, Gathering):
+    own = known.get(str(compressor))
+    if own is None and isinstance(compressor, TwoLevel) and ranks_per_node is not None:
+        if (flat := encode_time_of(compressor.compressor, known)) is None:
+            return None
+        share = 1 / ranks_per_node
+        if compressor.of_matrices and tensors:
+            share = largest_share([tensor.size for tensor in tensors], ranks_per_node)
+        source = f"estimated: {share:.0%} of that of the compressor within, as a rank has so much of the model"
+        return dataclasses.replace(flat.part(share), source=source, estimated=True)
+    if own is not None or not isinstance(compressor, Gathering):
         return own
     for way in (*WAYS, "auto"):
         other = str(dataclasses.replace(compressor, exchange=way))
