@@ -156,8 +156,101 @@ def test_only_casts_are_overlapped() -> None:
     assert overlapped == {"none", "fp16"}
 
 
-def test_two_levels_are_not_known() -> None:
-    with pytest.raises(SpecError, match=r"knows no nodes of several ranks, so not two_level\(topk:ratio=0.01\)"):
+LEVELS = [
+    "two_level(topk:ratio=0.1)",
+    "two_level(qsgd:bits=4,bucket=64)",
+    "two_level(qsgd:bits=4,bucket=64,exchange=scatter)",
+    "two_level(efsignsgd)",
+    "two_level(randomk:ratio=0.1)",
+    "two_level(powersgd:rank=2)",
+    'two_level({"embed*": "topk:ratio=0.1", "numel<800": "none", "*": "powersgd:rank=2"})',
+    '{"embed*": "natural", "numel<800": "none", "*": "two_level(topk:ratio=0.1)"}',
+]
+
+
+class NodesRecorder(Recorder):
+    """The same for ranks of nodes: kinds end with "@node" or "@across"."""
+
+    def __init__(self, size: int, ranks_per_node: int, rank: int) -> None:
+        super().__init__(size)
+        self._inside, self._mine = ranks_per_node, rank
+
+    def part(self, group: str) -> LoopbackCommunicator:
+        if group == "all":
+            return self
+        made = _Part(self, group, self._inside if group == "node" else self.world_size // self._inside)
+        made.rank = self._mine if group == "node" else 0
+        return made
+
+
+class _Part(Recorder):
+    def __init__(self, whole: NodesRecorder, group: str, size: int) -> None:
+        super().__init__(size)
+        self.rounds, self._group = whole.rounds, group
+
+    def start_reducescatter(self, array: Array, op: str, name: str) -> Array:
+        self._note("reducescatter", array, name)
+        return array[: array.shape[0] // self.world_size]
+
+    def _note(self, kind: str, array: Array, name: str) -> None:
+        super()._note(f"{kind}@{self._group}", array, name)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
+@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 2), (6, 3), (2, 2), (12, 4)])
+@pytest.mark.parametrize("spec", LEVELS)
+def test_the_rounds_of_two_levels_are_those_of_the_engine(spec: str, ranks: int, per_node: int) -> None:
+    """Of each rank of a node; between nodes the model has their mean."""
+    tensors = [TensorInfo(name, shape) for name, shape in SHAPES.items()]
+    exchange = exchange_of(parse_compressor(spec), tensors, ranks, per_node, min_numel=20)
+    seen = []
+    for rank in range(per_node):
+        communicator = NodesRecorder(ranks, per_node, rank)
+        engine = Engine(communicator, tensors, parse_compressor(spec), min_numel=20)
+        engine.begin()
+        generator = np.random.default_rng(0)
+        engine.step({name: generator.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()})
+        seen.append([sorted(one) for one in communicator.rounds.values()])
+    assert {len(rounds) for rounds in seen} == {len(exchange.rounds)}
+    for number, expected in enumerate(exchange.rounds):
+        named = sorted((one.kind + ("" if one.among == "all" else f"@{one.among}"), one.bytes) for one in expected)
+        kinds = [kind for kind, _ in named]
+        assert all([kind for kind, _ in rounds[number]] == kinds for rounds in seen)
+        for place, (kind, size) in enumerate(named):
+            sizes = [rounds[number][place][1] for rounds in seen]
+            if kind.endswith("@across"):
+                # Pieces that tensors are cut into are rounded up for themselves, and a rank without a part sends a zero.
+                assert np.mean(sizes) == pytest.approx(size, rel=0.05, abs=4 * PADDING)
+            else:
+                assert len(set(sizes)) == 1
+                assert 0 <= sizes[0] - size <= PADDING + (8 if number == 0 else 0)
+
+
+def test_in_two_levels_a_rank_sends_its_share_between_nodes_and_decodes_one_of_each_node() -> None:
+    tensors = tensors_of("resnet50")
+    flat, levels = (exchange_of(parse_compressor(spec), tensors, 64, 8) for spec in ("natural", "two_level(natural)"))
+    gathered = next(one.bytes for one in flat.rounds[0] if one.kind == "allgather")
+    (between,) = levels.rounds[1]
+    assert between == ("allgather", pytest.approx(gathered / 8), "", "across")
+    assert float(flat.decoded(64)) == 64
+    assert float(levels.decoded(64)) == 8
+    scattered = exchange_of(parse_compressor("two_level(natural:exchange=scatter)"), tensors, 64, 8)
+    assert float(scattered.decoded(64)) == pytest.approx(2 - 1 / 8)
+    # What stays in the node does not count, as the slow link does not see it.
+    assert levels.compression_factor == pytest.approx(levels.dense_bytes / (levels.bytes - levels.bytes_in_node))
+    assert levels.bytes_in_node == pytest.approx(levels.dense_bytes * (1 + 1 / 8), rel=0.01)
+    one_node = exchange_of(parse_compressor("two_level(natural)"), tensors, 8, 8)
+    assert one_node.compression_factor == pytest.approx(1 / (1 + 1 / 8), rel=0.01)
+
+
+def test_with_one_rank_a_node_two_levels_are_one() -> None:
+    tensors = tensors_of("resnet50")
+    flat, levels = (exchange_of(parse_compressor(spec), tensors, 8, 1) for spec in ("natural", "two_level(natural)"))
+    assert flat == levels
+
+
+def test_two_levels_need_to_know_nodes() -> None:
+    with pytest.raises(SpecError, match=r"of nodes with several ranks, so not what two_level\(topk:ratio=0.01\) takes"):
         exchange_of(parse_compressor("two_level(topk:ratio=0.01)"), tensors_of("resnet50"), 8)
 
 
