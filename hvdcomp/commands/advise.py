@@ -197,11 +197,12 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
 def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     facts, network = adviser.facts, adviser.calibration.network
     notes = []
-    sent = {one.kind for method in advice.methods.values() for each in method.exchange.rounds for one in each}
-    for kind in sorted(sent):
-        if (other := network.stand_in(kind)) is not None:
-            shared = " Where ranks share a link it takes longer." if kind == "alltoall" else ""
-            notes.append(f"The calibration has no {kind}: it is predicted from the figures of {other}.{shared}")
+    rounds = [each for method in advice.methods.values() for each in method.exchange.rounds]
+    for kind, among in sorted({(one.kind, one.among) for each in rounds for one in each}):
+        if (other := network.costs_among(among).stand_in(kind)) is not None:
+            where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
+            shared = " Where ranks share a link it takes longer." if (kind, among) == ("alltoall", "all") else ""
+            notes.append(f"The calibration has no {kind}{where}: it is predicted from the figures of {other}.{shared}")
     if facts.compute.forward_s is None:
         notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
     left_out = [spec for spec in adviser.compressors if spec not in advice.methods]

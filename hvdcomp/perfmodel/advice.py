@@ -28,7 +28,7 @@ STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
 
 _CASTS = (UNCOMPRESSED, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
-_BUCKET_BYTES = (1_000_000, 2_500_000, 5_000_000, 10_000_000, BUCKET_BYTES, 50_000_000)
+_BUCKET_BYTES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, 1_000_000)  # the largest of equal ones
 
 Range = tuple[float | None, float | None]
 

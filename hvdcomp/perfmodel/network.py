@@ -272,6 +272,20 @@ class Network(_Known):
         known = self.levels or self.inner
         return None if known is None else known.ranks_per_node
 
+    def costs_among(self, among: Group) -> _Known:
+        """The costs that tell those of collectives among some ranks.
+
+        Raises:
+            CalibrationError: for those of a node, or of the same place in each node, if nodes are not known.
+        """
+        if among == "all":
+            return self
+        if self.levels is not None:
+            return self.levels.node if among == "node" else self.levels.across
+        if self.inner is None:
+            raise CalibrationError("the calibration knows no nodes of several ranks; calibrate with some on each node")
+        return self.inner if among == "node" else self
+
     def seconds(
         self,
         kind: str,
@@ -299,7 +313,7 @@ class Network(_Known):
             among: whose collective it is.
 
         Raises:
-            CalibrationError: for a collective of the ranks of a node, or between nodes, if these are not known.
+            CalibrationError: as of `costs_among`.
         """
         speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
         if among != "all":
@@ -320,15 +334,9 @@ class Network(_Known):
     def _in_levels(
         self, kind: str, size: Array, ranks: Array, speed: Array, dtype: str, fused: ArrayLike, among: Group
     ) -> Seconds:
-        known = self.levels or self.inner
-        if known is None:
-            raise CalibrationError("the calibration knows no nodes of several ranks; calibrate with some on each node")
-        local, nodes = np.minimum(ranks, known.ranks_per_node), np.ceil(ranks / known.ranks_per_node)
-        if isinstance(known, Levels):
-            if among == "node":
-                return known.node.cost(kind).seconds(kind, size, local, dtype=dtype, fused=fused)
-            return known.across.cost(kind).seconds(kind, size, nodes, speed, dtype, fused)
+        cost, per_node = self.costs_among(among).cost(kind), float(self.ranks_per_node or 1)
+        local, nodes = np.minimum(ranks, per_node), np.ceil(ranks / per_node)
         if among == "node":
-            return known.cost(kind).seconds(kind, size, local, dtype=dtype, fused=fused)
-        # The node's link carries what all of its ranks send.
-        return self.cost(kind).seconds(kind, size * local, nodes, speed, dtype, fused)
+            return cost.seconds(kind, size, local, dtype=dtype, fused=fused)
+        # Those of an inner link are of the node's link, which carries what all of its ranks send.
+        return cost.seconds(kind, size if self.levels is not None else size * local, nodes, speed, dtype, fused)
