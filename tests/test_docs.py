@@ -49,7 +49,7 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_that_it_names_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"(?<![\w./])((?:hvdcomp|tests|benchmarks|examples|docs)/[\w/.*-]*\w)", text))
+    named = set(re.findall(r"(?<![\w./-])((?:hvdcomp|tests|benchmarks|examples|docs)/[\w/.*-]*\w)", text))
     named |= set(re.findall(r"(?<![\w./])(\w+/[\w/*]+\.py)", text))  # also those that begin in the package's folder
     assert [one for one in sorted(named) if not any(ROOT.glob(one)) and not any((ROOT / "hvdcomp").glob(one))] == []
 
