@@ -11,7 +11,6 @@ from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
-from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -50,6 +49,7 @@ class Compression:
             `"auto"`: where that is possible, and the parameters are on the CPU), or all together at its end (`False`).
             It changes no more than last bits of sums.
         bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
+            Default: what the calibration of the policy `Auto` finds best, or else 25 MiB.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
             from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
@@ -82,7 +82,7 @@ class Compression:
         min_numel: int = 1024,
         min_ndim: int = 2,
         overlap: bool | str = "auto",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         process_set: Any = None,
         grad_scaler: Any = None,
     ) -> None:

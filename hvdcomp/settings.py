@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.errors import SpecError
@@ -30,14 +29,15 @@ class Settings:
     policy: LevelSchedule | Policy[Any] | None
     steps_per_epoch: int | None
     overlap: bool | str = "auto"
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Raises SpecError for an overlap that cannot be."""
         if self.overlap not in (True, False, "auto"):
             raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
-        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes < 1:
-            raise SpecError(f"bucket_bytes={self.bucket_bytes!r} is not possible; give a whole number from 1 on")
+        given = self.bucket_bytes
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise SpecError(f"bucket_bytes={given!r} is not possible; give a whole number from 1 on, or None")
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
                 f"overlap=True compresses gradients before all of them are there, and the memory {self.memory} scales "

@@ -12,6 +12,7 @@ from hvdcomp import DGC, Compression, ErrorFeedback, MomentumCorrection, SpecErr
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange import overlap
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import DENSE
 from tests.harness import (
@@ -262,10 +263,30 @@ def test_gradients_of_a_step_that_was_not_made_are_forgotten() -> None:
     ("options", "said"),
     [
         ({"overlap": "yes"}, 'overlap=\'yes\' is not possible; give True, False or "auto"'),
-        ({"bucket_bytes": 0}, "bucket_bytes=0 is not possible; give a whole number from 1 on"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is not possible; give a whole number from 1 on, or None"),
         ({"overlap": True, "memory": MomentumCorrection(0.9, clip=1.0)}, "scales them by a norm of all"),
     ],
 )
 def test_an_overlap_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         Compression(DGC(0.01), **options)
+
+
+@pytest.mark.parametrize(("chosen", "starts"), [(BYTES, True), (10**9, False), (2**40, False)])
+def test_rank_0_may_choose_how_much_a_bucket_holds(
+    chosen: int, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others learn it with the order, and if nothing is to start early."""
+    monkeypatch.setattr(overlap, "LEAST_BYTES", 1_000)
+
+    def choose(engine: Engine, step: int) -> None:
+        engine.overlap.from_rank_0 = True
+        if step == 0 and engine.communicator.rank == 0:
+            engine.overlap.least_bytes = chosen
+
+    found = run("topk:ratio=0.1", 10**9, before=choose)
+    assert_same(found, run("topk:ratio=0.1", BYTES if starts else None))
+    for one in found:
+        assert bool(early(one)) == starts
+        assert bool(one.engine.overlap.era) == starts
+        assert one.engine.overlap.least_bytes == min(chosen, 2**31 - 1)

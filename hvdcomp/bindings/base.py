@@ -17,6 +17,7 @@ from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
 from hvdcomp.communicators.horovod_ranks import HorovodRanks
+from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
@@ -74,7 +75,7 @@ class Binding(Training):
             min_ndim=settings.min_ndim,
             bytes_beside=self._bytes_beside,
             ledger=setup.compression.ledger,
-            overlap_bytes=settings.bucket_bytes if self.overlaps and settings.overlap else None,
+            overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
         )
         self._waste = WasteWarning(self.engine)
         self.coordinator, errors = make_coordinator(self)

@@ -29,6 +29,8 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
     errors: dict[str, str] = {}
     log: DecisionLog | None = None
     candidates: Candidates | None = None
+    if Statistic.CANDIDATES in policy.first_request.ever:
+        training.engine.overlap.from_rank_0 = setup.compression.settings.bucket_bytes is None
     if communicator.rank == 0:
         candidates = _candidates(policy, training, errors)
         try:

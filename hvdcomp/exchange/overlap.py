@@ -22,6 +22,11 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.buckets import Buckets, Group
 from hvdcomp.exchange.lockstep import Lockstep
 
+LEAST_BYTES = 1_000_000
+"""What buckets of gradients hold at least, where rank 0 chooses how much."""
+
+_MOST = np.iinfo(np.int32).max
+
 Start = Callable[[Group, Mapping[str, Array]], Lockstep | None]
 
 
@@ -36,6 +41,9 @@ class Overlap:
 
     Attributes:
         started: what is under way in this step.
+        least_bytes: as given, or as rank 0 chose.
+        from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step; the others
+            learn it with the order. The same on all ranks.
         era: the number of the order that holds, which rank 0 gives; 0 while none is known. It is a part of the names of
             what starts early: other trainings may have buckets under way at the same time.
     """
@@ -51,6 +59,8 @@ class Overlap:
     ) -> None:
         self.started: list[Lockstep] = []
         self.era = 0
+        self.from_rank_0 = False
+        self._learnt = False
         self._communicator = communicator
         self._tensors = tensors
         self._buckets = buckets
@@ -101,22 +111,26 @@ class Overlap:
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
         """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.
 
-        Waits for all ranks in that step, unless all gradients are too small for a bucket that starts by itself.
+        Waits for all ranks in that step, unless all gradients are too small for a bucket that starts by itself. Where
+        rank 0 finds so alone, all know then that there are none.
 
         Args:
             gradients: by name, in their order.
         """
-        if self.least_bytes is None or self.era:
+        if self.least_bytes is None or self._learnt:
             return
-        if sum(4 * tensor.size for tensor in self._tensors.values()) <= self.least_bytes:
+        everything = sum(4 * tensor.size for tensor in self._tensors.values())
+        if everything <= (LEAST_BYTES if self.from_rank_0 else self.least_bytes):
             return
         names = list(self._tensors)
         numbers = {name: number for number, name in enumerate(names)}
-        sends = np.full(1 + len(names), -1, np.int32)
-        sends[0] = next(self._eras)
-        sends[1 : 1 + len(gradients)] = [numbers[name] for name in gradients]
+        sends = np.full(2 + len(names), -1, np.int32)
+        sends[:2] = next(self._eras) if everything > self.least_bytes else 0, min(self.least_bytes, _MOST)
+        sends[2 : 2 + len(gradients)] = [numbers[name] for name in gradients]
         like = next(iter(gradients.values()))
         xp = arrays_for(like)
         sent = self._communicator.start_broadcast(xp.from_numpy(sends, like=like), "hvdcomp.order")
-        self.era, *order = xp.to_numpy(self._communicator.wait(sent)).tolist()
-        self._buckets.start_early([names[number] for number in order if number >= 0], self.least_bytes)
+        self.era, self.least_bytes, *order = xp.to_numpy(self._communicator.wait(sent)).tolist()
+        self._learnt = True
+        if self.era:
+            self._buckets.start_early([names[number] for number in order if number >= 0], self.least_bytes)
