@@ -55,4 +55,4 @@ for start in range(0, 800, 32):
 manager.save()
 totals = compression.ledger.totals
 if hvd.rank() == 0:
-    print(f"loss {loss:.3f}, {totals.dense_bytes / totals.bytes_sent:.1f} times fewer bytes than dense")
+    print(f"loss {loss:.3f}, {totals.compression_factor:.1f} times fewer bytes than dense")

@@ -31,6 +31,15 @@ def test_sums() -> None:
     assert ledger.totals.encode_seconds is None  # not known, which is not zero
 
 
+def test_the_compression_factor_is_of_bytes_that_may_leave_the_node() -> None:
+    assert Cost().compression_factor is None
+    assert Cost(bytes_sent=50, dense_bytes=4000).compression_factor == 80
+    two_levels = Cost(bytes_sent=5050, dense_bytes=4000, bytes_in_node=5000)
+    assert two_levels.compression_factor == 80
+    two_levels.add(Cost(bytes_sent=150, dense_bytes=4000))
+    assert two_levels.compression_factor == 40
+
+
 def test_steps_that_cost_the_same_are_added_up_whenever_somebody_asks() -> None:
     """As casts are: the same costs by tensor in many steps, between steps with others and steps with times."""
     ledger, same, other, timed = Ledger(), step(0, a=100, b=20), step(0, a=1), step(0, b=7)

@@ -373,10 +373,21 @@ def test_one_rank_sends_nothing(tmp_path):
 
 def test_bytes_within_a_node_are_told_apart(tmp_path):
     write_run(tmp_path / "flat", "topk:ratio=0.01", factor=50)
-    write_run(tmp_path / "two", "two_level(topk:ratio=0.01)", bytes_sent_per_step=5_020_000, bytes_in_node_per_step=5e6)
+    sent = {"bytes_sent_per_step": 5_020_000, "bytes_in_node_per_step": 5e6}
+    write_run(tmp_path / "two", "two_level(topk:ratio=0.01)", factor=200, **sent)
     flat, two = read_table(tmp_path)
-    assert cells(flat)[5] == "80.0 kB"
-    assert cells(two)[5] == "5.0 MB (5.0 MB in the node)"
+    assert cells(flat)[5:7] == ["80.0 kB", "50.0x"]
+    assert cells(two)[5:7] == ["5.0 MB (5.0 MB in the node)", "200x"]
+
+
+def test_without_a_summary_bytes_within_a_node_do_not_count_either(tmp_path):
+    run = write_run(tmp_path / "run", finished=False, factor=0.8)
+    (row,) = read_table(run)
+    assert (row["bytes_in_node_per_step"], row["compression_factor"]) == (None, 0.8)  # before they were written
+    lines = [json.loads(line) | {"bytes_in_node": 4_900_000} for line in (run / "steps.jsonl").read_text().splitlines()]
+    (run / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = read_table(run)
+    assert (row["bytes_in_node_per_step"], row["compression_factor"]) == (4_900_000, 40)
 
 
 def test_only_a_diverging_loss_is_cut_off(tmp_path):

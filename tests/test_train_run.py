@@ -31,6 +31,7 @@ _STEP_FIELDS = {
     "accumulation",
     "ms",
     "bytes_sent",
+    "bytes_in_node",
     "dense_bytes",
     "floats_sent",
     "encode_ms",
@@ -169,6 +170,20 @@ def test_two_ranks_compress_and_agree() -> None:
         summaries[controller] = summary
     assert summaries["gloo"]["weights_sha256"] == summaries["mpi"]["weights_sha256"]
     assert summaries["gloo"]["accuracy"] == summaries["mpi"]["accuracy"]
+
+
+@pytest.mark.thorough
+def test_bytes_within_a_node_do_not_count_in_the_compression_factor(tmp_path: Path) -> None:
+    options = ["--model", "mlp", "--samples", "320", "--epochs", "1", "--compression", "two_level(topk:ratio=0.01)"]
+    nodes = {"HVDCOMP_RANKS_PER_NODE": "2", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "COLUMNS": "160"}
+    done = run_ranks(4, "mpi", [_COMMAND, "train", *options, "--output", str(tmp_path)], nodes, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]
+    summary = _check_files(tmp_path, steps=5, epochs=1)
+    in_node = sum(line["bytes_in_node"] for line in _lines(tmp_path / "steps.jsonl"))
+    assert in_node > summary["dense_bytes"]
+    assert summary["bytes_in_node_per_step"] == in_node / 5
+    assert summary["compression_factor"] == summary["dense_bytes"] / (summary["bytes_sent"] - in_node)
+    assert f"{summary['compression_factor']:.1f} (without what stays within a node)" in done.stdout
 
 
 @pytest.mark.thorough

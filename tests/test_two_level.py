@@ -265,13 +265,31 @@ def test_between_nodes_each_rank_sends_a_share_of_the_payload(inner: str) -> Non
             assert sorted(between) == [8] * 6 + [flat] * 2
         for sent, cost in found:
             assert cost.bytes_sent == sum(sent.values())
-            assert cost.bytes_in_node == sent["node"]
+            assert cost.bytes_in_node == (sent["node"] if nodes > 1 else 0)
             assert sent["all"] <= 8  # the flag
+            counted = sent["all"] + sent["across"] if nodes > 1 else cost.bytes_sent
+            assert cost.compression_factor == dense / counted
             if inner == "efsignsgd":
                 assert sent["node"] == pytest.approx(dense * (1 + 1 / 4), rel=0.01)
                 own = cost.tensors["w"]
-                assert own.bytes_in_node == dense * (1 + 1 / 4)
-                assert own.bytes_sent - own.bytes_in_node == (flat // 4 if nodes > 1 else 0)
+                assert own.bytes_in_node == (dense * (1 + 1 / 4) if nodes > 1 else 0)
+                assert own.bytes_sent == dense * (1 + 1 / 4) + (flat // 4 if nodes > 1 else 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # in a bucket and by itself
+def test_bytes_in_a_node_are_told_apart_where_there_are_others(dtype: str) -> None:
+    def work(communicator: InProcessCommunicator) -> StepCost:
+        engine = Engine(communicator, infos({"w": (64, 64)}, dtype), parse_compressor("two_level(topk:ratio=0.1)"))
+        engine.step({"w": np.ones((64, 64), dtype)})
+        assert engine.ledger.last is not None
+        return engine.ledger.last
+
+    for nodes in (1, 2):
+        for step in run_ranks(2 * nodes, work, 2):
+            for cost in (step, step.tensors["w"]):
+                assert (cost.bytes_in_node > 64 * 64 * 4) == (nodes > 1)
+                assert cost.compression_factor is not None
+                assert (cost.compression_factor > 4) == (nodes > 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

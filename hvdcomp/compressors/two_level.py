@@ -154,7 +154,7 @@ class TwoLevel(Compressor):
         sent, _ = self.compressor.bytes_in_bucket(tensor, dataclasses.replace(context, world_size=others.size))
         crossing = sent / node.size if others.size > 1 or node.size == 1 else 0
         within = 4 * tensor.size * (1 + 1 / node.size) if node.size > 1 else 0
-        return crossing + within, within
+        return crossing + within, within if others.size > 1 else 0
 
     # A step.
 

@@ -257,6 +257,9 @@ class Engine:
         buckets = [bucket for wave in waves for bucket in wave.buckets]
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self._bytes_beside(number_of_tensors)))
+        if not sent.in_node:  # on a single node, where what goes to the node's ranks goes to all
+            for one in tensors:
+                one.cost.bytes_in_node = 0
         parts = [bucket.group.costs() for bucket in buckets]
         parts += [{one.name: one.cost} for one in tensors]
         step = self.ledger.step_cost(self.step_number, parts, sent)

@@ -58,11 +58,12 @@ class Round:
                 group = [_of_framework(xp, request, like) for request in group]
             buffer, offsets = _together(inside, group)
             handed = part_bytes(inside, buffer)
-            self.sent += Sent(handed, handed if group[0].group == "node" else 0)
             if inside is not xp:
                 buffer = xp.from_numpy(buffer, like=like)
             group_name = f"{name}.{position}.{'.'.join(kind[:-1])}"
             part = communicator.part(group[0].group)
+            has_others = part.world_size < communicator.world_size
+            self.sent += Sent(handed, handed if group[0].group == "node" and has_others else 0)
             handle = _start(part, group[0], buffer, group_name)
             self._started.append((inside, members, group, offsets, part, handle))
 

@@ -31,8 +31,8 @@ class Cost:
         encode_seconds: maths before and between the collectives; None while not known.
         communicate_seconds: waiting for collectives. For a tensor it is its share by bytes.
         decode_seconds: maths after the last collective.
-        bytes_in_node: of `bytes_sent`, those handed to collectives among the ranks of a node. All other bytes may leave
-            the node.
+        bytes_in_node: of `bytes_sent`, those handed to collectives among the ranks of a node, where there are others.
+            All other bytes may leave the node. On a single node it is 0: no link between nodes is spared anything.
     """
 
     bytes_sent: int = 0
@@ -42,6 +42,11 @@ class Cost:
     communicate_seconds: float | None = None
     decode_seconds: float | None = None
     bytes_in_node: int = 0
+
+    @property
+    def compression_factor(self) -> float | None:
+        """See `compression_factor`."""
+        return compression_factor(self.dense_bytes, self.bytes_sent, self.bytes_in_node)
 
     def add(self, other: Cost, times: int = 1) -> None:
         """Adds another cost, its bytes and floats `times` times; a time that is not known adds nothing."""
@@ -56,6 +61,20 @@ class Cost:
             self.communicate_seconds = (self.communicate_seconds or 0) + other.communicate_seconds
         if other.decode_seconds is not None:
             self.decode_seconds = (self.decode_seconds or 0) + other.decode_seconds
+
+
+def compression_factor(dense_bytes: float, bytes_sent: float, bytes_in_node: float = 0) -> float | None:
+    """Dense bytes over the bytes that may leave the node, which are what a slow link carries; None if there are none.
+
+    Args:
+        dense_bytes, bytes_sent, bytes_in_node: as in `Cost`, of a step, a tensor or a run, or means of several.
+
+    Example:
+        >>> compression_factor(4000, 5050, 5000)
+        80.0
+    """
+    leaving = bytes_sent - bytes_in_node
+    return dense_bytes / leaving if dense_bytes and leaving else None
 
 
 class Sent(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.adaptation.decision_log import DecisionLogError
+from hvdcomp.exchange import compression_factor
 from hvdcomp.report.decisions import MOST_STEPS, Decisions, load_decisions
 from hvdcomp.specs.typed import typed
 
@@ -129,17 +130,18 @@ class Run:
 
     @property
     def bytes_in_node_per_step(self) -> float | None:
-        """Of `bytes_sent_per_step`, those handed to collectives among the ranks of a node."""
-        return self.number("bytes_in_node_per_step")
+        """Of `bytes_sent_per_step`, those that stay within a node; None in files that do not tell."""
+        reported = self.number("bytes_in_node_per_step")
+        return reported if reported is not None else mean(self.steps["bytes_in_node"])
 
     @property
     def compression_factor(self) -> float | None:
-        """Dense bytes over sent bytes, of all steps together."""
+        """Dense bytes over the sent bytes that may leave the node, of all steps together."""
         reported = self.number("compression_factor")
         if reported is not None:
             return reported
-        dense, sent = mean(self.steps["dense_bytes"]), mean(self.steps["bytes_sent"])
-        return dense / sent if dense and sent else None
+        means = (mean(self.steps[key]) for key in ("dense_bytes", "bytes_sent", "bytes_in_node"))
+        return compression_factor(*(each or 0 for each in means))
 
     @property
     def shares_one_machine(self) -> bool:
@@ -253,7 +255,8 @@ def _read_run(folder: Path, name: str) -> Run:
             raise RunError(f"{path} holds {shortened(summary)}, not an object of named values; {_HINT}")
         _check_summary(path, summary)
     phases = (f"{phase}_ms" for phase in PHASES)
-    step_fields = ("step", "epoch", "loss", "learning_rate", "ms", "bytes_sent", "dense_bytes", *phases)
+    sent = ("bytes_sent", "bytes_in_node", "dense_bytes")
+    step_fields = ("step", "epoch", "loss", "learning_rate", "ms", *sent, *phases)
     epoch_fields = ("epoch", "step", "test_loss", "bytes_sent", *METRICS)
     steps = _read_columns(folder / "steps.jsonl", step_fields)
     epochs = _read_columns(folder / "epochs.jsonl", epoch_fields)

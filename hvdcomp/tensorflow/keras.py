@@ -25,9 +25,9 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     - Before training it checks what would go wrong later: a model compiled without Horovod's optimizer or with
       `jit_compile=True`, a `steps_per_epoch` of the policy that is not that of `fit`, a policy that changes the batch
       size, which `fit` cannot follow.
-    - At the end of each epoch it adds `compression_factor` (dense bytes / bytes sent in that epoch), `megabytes_sent`
-      (by this rank in that epoch) and `learning_rate` to the logs, where History, CSVLogger and the progress bar show
-      them.
+    - At the end of each epoch it adds `compression_factor` (dense bytes / sent bytes that may leave the node),
+      `megabytes_sent` (all that this rank sent, both in that epoch) and `learning_rate` to the logs, where History,
+      CSVLogger and the progress bar show them.
     - On rank 0 it writes the same, and the level of each tensor, as TensorBoard scalars: what was sent since the epoch
       began.
 
@@ -115,12 +115,11 @@ class PolicyCallback(tf_keras.callbacks.Callback):
 
     def _scalars(self) -> dict[str, float]:
         """The learning rate, and what was sent since the epoch began."""
-        totals = self._compression.ledger.totals
-        sent = totals.bytes_sent - self._epoch_began.bytes_sent
+        epoch = replace(self._compression.ledger.totals)
+        epoch.add(self._epoch_began, -1)  # bytes only: its times mean nothing now
         scalars = {"learning_rate": learning_rate_of(unwrapped(self.model.optimizer))}
-        if sent:
-            dense = totals.dense_bytes - self._epoch_began.dense_bytes
-            scalars |= {"compression_factor": dense / sent, "megabytes_sent": sent / 1e6}
+        if (factor := epoch.compression_factor) is not None:
+            scalars |= {"compression_factor": factor, "megabytes_sent": epoch.bytes_sent / 1e6}
         return scalars
 
     def _write(self, scalars: dict[str, float]) -> None:

@@ -106,7 +106,7 @@ class Reporter:
             ),
             ("sent per rank and step", _bytes(summary["bytes_sent_per_step"])),
             *_within_nodes(summary["bytes_in_node_per_step"]),
-            ("compression factor", _or_none(summary["compression_factor"], "{:.1f}")),
+            ("compression factor", _factor(summary)),
             ("weights", "the same on every rank" if summary["identical"] else "DIFFERENT between ranks"),
         ]
         if summary["note"]:
@@ -125,6 +125,12 @@ def _quality(metric: str, value: float | None) -> str:
 def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
     """The row that says how much of what is sent stays within a node, where anything does for certain."""
     return [("of that within a node", _bytes(sent))] if sent else []
+
+
+def _factor(summary: dict[str, Any]) -> str:
+    """The compression factor, which leaves out what `_within_nodes` tells."""
+    counted = " (without what stays within a node)" if summary["bytes_in_node_per_step"] else ""
+    return _or_none(summary["compression_factor"], "{:.1f}") + counted
 
 
 def _or_none(value: float | None, form: str) -> str:

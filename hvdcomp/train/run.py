@@ -298,7 +298,8 @@ class Run:
             "bytes_sent_per_step": totals.bytes_sent / self._step if self._step else None,
             "bytes_in_node_per_step": totals.bytes_in_node / self._step if self._step else None,
             "floats_sent": totals.floats_sent,
-            "compression_factor": totals.dense_bytes / totals.bytes_sent if totals.bytes_sent else None,
+            "compression_factor": totals.compression_factor,
+            "compression_factor_over": "dense bytes / sent bytes that may leave the node",
             "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),
             "weights_sha256": digests,
             "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
@@ -329,9 +330,8 @@ def _digest(parameters: Arrays) -> str:
 def _cost(compression: Compression) -> dict[str, float | None]:
     """What the ledger says of the last step; with one rank Horovod compresses nothing and it is empty."""
     last = compression.ledger.last
-    cost: dict[str, float | None] = {
-        name: 0 if last is None else getattr(last, name) for name in ("bytes_sent", "dense_bytes", "floats_sent")
-    }
+    counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
+    cost: dict[str, float | None] = {name: 0 if last is None else getattr(last, name) for name in counts}
     for phase in ("encode", "communicate", "decode"):
         seconds = None if last is None else getattr(last, f"{phase}_seconds")
         cost[f"{phase}_ms"] = None if seconds is None else 1000 * seconds

@@ -16,6 +16,7 @@ import tf_keras
 from horovod.tensorflow.keras import DistributedOptimizer
 
 import hvdcomp
+from hvdcomp.exchange.ledger import Cost
 from hvdcomp.tensorflow import CompressionState
 from hvdcomp.tensorflow.keras import PolicyCallback
 from tests.multirank.worker import thorough
@@ -77,6 +78,18 @@ def case_logs_say_what_was_sent() -> None:
     assert np.isclose(dense * 1e6, totals.dense_bytes)
     assert np.allclose(history["learning_rate"], 0.1)
     assert compression.ledger.steps == EPOCHS * STEPS
+
+
+def case_bytes_within_a_node_do_not_count() -> None:
+    model, compression = make()
+    callback = PolicyCallback(compression)
+    callback.set_model(model)
+    for rest, factor in ((100, 40.0), (50, 80.0)):
+        callback.on_epoch_begin(0)
+        compression.ledger.totals.add(Cost(5000 + rest, 4000, bytes_in_node=5000))
+        logs: dict[str, float] = {}
+        callback.on_epoch_end(0, logs)
+        assert (logs["compression_factor"], logs["megabytes_sent"]) == (factor, (5000 + rest) / 1e6)
 
 
 def case_the_callback_changes_nothing() -> None:

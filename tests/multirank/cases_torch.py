@@ -61,7 +61,10 @@ def case_two_levels_keep_weights_identical() -> None:
             train(model, distribute(model, how, 0.005), steps=6)
         assert_same_everywhere(weights(model))
         assert not torch.equal(start, weights(model)), spec
-        assert (how.ledger.totals.bytes_in_node > 0) == (hvd.size() > 2), spec
+        totals = how.ledger.totals
+        assert (totals.bytes_in_node > 0) == (hvd.size() > 2), spec
+        assert totals.compression_factor == totals.dense_bytes / (totals.bytes_sent - totals.bytes_in_node), spec
+        assert totals.compression_factor > 1.5, spec
 
 
 def case_none_equals_horovods_own() -> None:

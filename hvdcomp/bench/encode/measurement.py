@@ -204,7 +204,7 @@ def measure_here(request: Request) -> Measurement:
         decode_ms=statistics.median(decoding) if decoding else None,
         peak_mb=peak_memory / 2**20,
         bytes_sent=None if last is None else last.bytes_sent,
-        compression_factor=None if last is None else last.dense_bytes / last.bytes_sent,
+        compression_factor=None if last is None else last.compression_factor,
         operations=_counted(gradients.operations, step, gradients),
         kernel_launches=_counted(gradients.kernel_launches, step, gradients),
         device_ms=Spread.of(device_steps) if device_steps else None,
