@@ -22,7 +22,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
-            "data_dir", "memory", "policy", "output", "samples", "checkpoint_folder", "checkpoint_every"
+            "data_dir", "memory", "policy", "bucket_bytes", "output", "samples", "checkpoint_folder", "checkpoint_every"
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -36,6 +36,10 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"data": "mnist"}, "--data 'mnist' is unknown; choose one of digits"),
         ({"data": "cifar10"}, "--data cifar10 is read from a folder"),
         ({"data_dir": Path("x")}, "--data digits needs no --data-dir"),
+        ({"overlap": "yes"}, "--overlap 'yes' is unknown; choose one of auto, on, off"),
+        ({"framework": "tensorflow", "overlap": "on"}, "--overlap on: --framework tensorflow hands over all gradients"),
+        ({"bucket_bytes": 0}, "--bucket-bytes 0: at least 1 byte"),
+        ({"framework": "tensorflow", "bucket_bytes": 5}, "--bucket-bytes 5: --framework tensorflow hands over all"),
         ({"epochs": 0}, "--epochs 0"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"lr": 0.0}, "--lr 0.0"),

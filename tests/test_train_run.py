@@ -173,6 +173,30 @@ def test_two_ranks_compress_and_agree() -> None:
 
 
 @pytest.mark.thorough
+def test_a_run_may_go_on_with_another_overlap(tmp_path: Path) -> None:
+    """It changes nothing but a number of each step, by which the ranks agree before a bucket starts."""
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
+    common = ["--model", "mlp", "--samples", "320", "--compression", "topk:ratio=0.02", "--bucket-bytes", "20000"]
+    to_changed = [*common, "--output", str(changed), "--checkpoint-folder", str(tmp_path / "checkpoints")]
+    runs = [
+        [*common, "--output", str(whole), "--epochs", "2", "--overlap", "off"],
+        [*to_changed, "--epochs", "1", "--overlap", "on"],
+        [*to_changed, "--epochs", "2", "--overlap", "off", "--bucket-bytes", "30000"],
+    ]
+    done = run_ranks(2, "mpi", ["-c", _RUNS, json.dumps(runs)], {"COLUMNS": "160"}, timeout=120)
+    assert done.stdout.count("ends with 0") == 6, done.stdout[-3000:]
+    assert _summary(changed)["weights_sha256"] == _summary(whole)["weights_sha256"]
+    assert _summary(changed)["resumed_at"] == [10]
+    options = _summary(changed)["options"]
+    assert (options["overlap"], options["bucket_bytes"]) == ("off", 30000)
+    columns = ([line["bytes_sent"] for line in _lines(folder / "steps.jsonl")] for folder in (changed, whole))
+    more = [one - other for one, other in zip(*columns, strict=True)]
+    assert more[1:10] == [more[1]] * 9
+    assert more[1] > 0
+    assert more[10:] == [0] * 10
+
+
+@pytest.mark.thorough
 def test_bytes_within_a_node_do_not_count_in_the_compression_factor(tmp_path: Path) -> None:
     options = ["--model", "mlp", "--samples", "320", "--epochs", "1", "--compression", "two_level(topk:ratio=0.01)"]
     nodes = {"HVDCOMP_RANKS_PER_NODE": "2", "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "COLUMNS": "160"}
@@ -268,6 +292,10 @@ def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) ->
         f"on rank 1: --data-dir {tmp_path}/data1 holds no WikiText-2": [
             *("--model", "lstm", "--data", "wikitext2"),
             *("--data-dir", f"{tmp_path}/dataRANK"),
+        ],
+        "--bucket-bytes 0: at least 1 byte": ["--bucket-bytes", "0"],
+        "overlap=True compresses gradients before all of them are there": [
+            *("--compression", "topk:ratio=0.01", "--overlap", "on", "--memory", "momentum_correction:clip=1"),
         ],
         "the ranks differ in seed: 0 on rank 0, 1 on rank 1": ["--seed", "RANK"],
     }

@@ -10,7 +10,7 @@ import click
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
-from hvdcomp.train.options import DATA, FRAMEWORKS, MODELS, TrainingOptions
+from hvdcomp.train.options import DATA, FRAMEWORKS, MODELS, OVERLAP, TrainingOptions
 
 _DEFAULTS = TrainingOptions()
 _NEEDS = {
@@ -52,6 +52,18 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
     "How the level changes, such as warmup:levels=0.25|0.05,epochs=1.",
     metavar="SPEC",
     shown="constant",
+)
+@_option(
+    "--overlap",
+    "Whether gradients are sent while the backward pass makes others. PyTorch only; auto: if they are on the CPU.",
+    type=click.Choice(tuple(OVERLAP)),
+)
+@_option(
+    "--bucket-bytes",
+    "Of gradients, the least that is sent by itself, with overlap.",
+    type=int,
+    metavar="N",
+    shown="what the policy auto finds best, or else 25 MiB",
 )
 @_option("--epochs", "Passes over the training data.", type=int)
 @_option("--batch-size", "Samples per rank and backward pass.", type=int)

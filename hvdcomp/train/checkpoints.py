@@ -33,8 +33,8 @@ _FORMATS = (1, _FORMAT)  # the first one had no digests
 _COMPLETE = re.compile(r"step-(\d+)")
 _PART = ".part"
 _DIGESTS = "SHA256SUMS"
-# What a run may go on with changed: where things are and are shown, how long it is.
-_MAY_CHANGE = {"epochs", "overwrite", "progress", "tensorboard", "checkpoint_every"}
+# What a run may go on with changed: where things are and are shown, how long it is, when gradients are sent.
+_MAY_CHANGE = {"epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes"}
 
 Done = TypeVar("Done")
 

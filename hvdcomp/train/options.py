@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FRAMEWORKS = ("torch", "tensorflow")
+OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
 TEXT_MODELS = ("lstm",)
@@ -51,6 +52,8 @@ class TrainingOptions:
     compression: str = "none"
     memory: str | None = None
     policy: str | None = None
+    overlap: str = "auto"
+    bucket_bytes: int | None = None
     epochs: int = 10
     batch_size: int | None = None  # per rank and backward pass
     lr: float | None = None
@@ -99,6 +102,7 @@ class TrainingOptions:
             ("--framework", self.framework, FRAMEWORKS),
             ("--model", self.model, MODELS),
             ("--data", self.data, DATA),
+            ("--overlap", self.overlap, OVERLAP),
         ):
             if value not in known:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
@@ -114,7 +118,21 @@ class TrainingOptions:
         assert self.lr is not None
         assert self.weight_decay is not None
         assert self.clip_norm is not None
+        overlaps = self.framework == "torch"
+        at_once = f"--framework {self.framework} hands over all gradients of a step at once"
         checks = (
+            (
+                overlaps or self.overlap != "on",
+                f"--overlap on: {at_once}; leave it at auto, or take --framework torch",
+            ),
+            (
+                self.bucket_bytes is None or self.bucket_bytes >= 1,
+                f"--bucket-bytes {self.bucket_bytes}: at least 1 byte of gradients",
+            ),
+            (
+                overlaps or self.bucket_bytes is None,
+                f"--bucket-bytes {self.bucket_bytes}: {at_once}; leave it out, or take --framework torch",
+            ),
             (self.epochs >= 1, f"--epochs {self.epochs}: at least 1"),
             ((self.batch_size or 0) >= 1, f"--batch-size {self.batch_size}: at least 1"),
             (_is_finite(self.lr) and self.lr > 0, f"--lr {self.lr}: a positive number"),

@@ -12,7 +12,7 @@ from hvdcomp.train.data import load_data, steps_per_epoch
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.learner import Learner
-from hvdcomp.train.options import SetupError, TrainingOptions
+from hvdcomp.train.options import OVERLAP, SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.run import Run
 
@@ -96,6 +96,8 @@ def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Comp
         steps_per_epoch=steps,
         decision_log=None if options.output is None else options.output / outputs.DECISIONS,
         seed=options.seed,
+        overlap=OVERLAP[options.overlap],
+        bucket_bytes=options.bucket_bytes,
     )
 
 
