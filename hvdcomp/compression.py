@@ -96,7 +96,7 @@ class Compression:
         if policy is not None:
             if not isinstance(policy, LevelSchedule | Policy):
                 raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
-            check_policy(policy, steps_per_epoch, compressor, memory)
+            policy = check_policy(policy, steps_per_epoch, compressor, memory)
         require_bounded_residuals(compressor, memory)
         self.settings = Settings(
             compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.contraction import require_bounded_residuals
+from hvdcomp.compressors.contraction import require_bounded_residuals, require_bounded_turns
 from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.levels import Level
@@ -44,6 +46,12 @@ class Settings:
                 'them by a norm of all; give overlap="auto" or False, or a memory that does not clip'
             )
 
+    @property
+    def compressors(self) -> tuple[Compressor, ...]:
+        """All that tensors may get: the compressor, and those that the policy may choose beside it."""
+        others = self.policy.compressors if isinstance(self.policy, Policy) else ()
+        return (self.compressor, *map(parse_compressor, others))
+
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparing ranks and for messages."""
         return {
@@ -56,8 +64,12 @@ class Settings:
 
 def check_policy(
     policy: LevelSchedule | Policy[Any], steps_per_epoch: int | None, compressor: Compressor, memory: Memory | None
-) -> None:
-    """The policy's own `check`, and `require_bounded_residuals` of all levels that it may set.
+) -> LevelSchedule | Policy[Any]:
+    """The policy's own `check`, and of its compressors and of all levels that it may set, whether residuals stay
+    bounded.
+
+    Returns:
+        The policy, with the specs of its compressors as compressors print, and without that of the training.
 
     Raises:
         SpecError: if the policy cannot work with this compressor, memory or run.
@@ -67,6 +79,32 @@ def check_policy(
         for method in compressor.leaves():
             hardest = method.at_level(method.level_for(_HARDEST_FACTOR, _LARGEST_TENSOR))
             require_bounded_residuals(hardest, memory)
+    if not isinstance(policy, Policy) or not policy.compressors:
+        return policy
+    others: dict[str, Any] = {"compressors": _checked_others(policy, compressor, memory)}
+    return dataclasses.replace(policy, **others)
+
+
+def _checked_others(policy: Policy[Any], compressor: Compressor, memory: Memory | None) -> tuple[str, ...]:
+    """Specs of what a policy may choose beside the compressor."""
+    others = [parse_compressor(spec) for spec in policy.compressors]
+    specs = list(map(str, others))
+    if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
+        raise SpecError(f"{policy.name}: compressors has {', '.join(twice)} more than once; name each once")
+    if memory is not None:
+        for other in others:
+            require_bounded_residuals(other, memory)
+    else:
+        own = [leaf.default_memory for leaf in compressor.leaves() if leaf.default_memory.is_momentum]
+        for leaf in (leaf for other in others for leaf in other.leaves()):
+            if leaf.default_memory.is_momentum and leaf.default_memory not in own[:1]:
+                raise SpecError(
+                    f"{policy.name}: {leaf} is not allowed in compressors: its momentum takes the place of the "
+                    "optimizer's, and cannot come and go. Make it the training's own compressor, whose momentum then "
+                    "goes with all others too, or leave it out"
+                )
+        require_bounded_turns([compressor, *others])
+    return tuple(spec for spec in specs if spec != str(compressor))
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,46 @@ def test_a_mixture_compresses_what_saves_most_for_its_time(file: Path) -> None:
     assert any(dense.seconds == pytest.approx(seconds, rel=1e-9) for seconds in expected)
 
 
+def test_several_compressors_have_their_specs_for_names_and_the_best_two_are_mixed(file: Path) -> None:
+    known = calibration()
+    times = {"natural": {"encode_s": 0.001, "decode_per_rank_s": 1e-5}, "onebit": {"encode_s": 0.050}}
+    known["models"]["mine"]["encode"].update(times)
+    file.write_text(json.dumps(known))
+    others = ["topk:ratio=0.01", "natural:exchange=auto", "onebit", "natural", "fp16"]  # the last two are there anyway
+    told = candidates(file, ranks=8, others=others)
+    found = told.candidates
+    own, scattered = "powersgd:rank=2", "natural:exchange=scatter"
+    mixed = {f"{one} and {rest}" for one in (own, scattered) for rest in ("dense", "fp16")}
+    assert set(found) == {"dense", "fp16", own, "topk:ratio=0.01", "natural", scattered, "onebit", *mixed}
+    adviser = Adviser(load(file))
+    for name, one in found.items():
+        if name not in ("dense", "fp16", *mixed):
+            seconds = float(adviser.step_s(name, Setting(8)))
+            assert one == Candidate(seconds, 0, None if name == own else name), name
+    compressed = sorted(set(found) - {"dense", "fp16", *mixed}, key=lambda name: found[name].seconds)
+    assert set(compressed[:2]) == {own, scattered}
+    assert found[f"{scattered} and fp16"].method == scattered
+    # The fastest says which tensors come first, and what it leaves out the second may compress.
+    alone = candidates(file, own, ranks=8)
+    assert told.order == alone.order
+    assert all(found[f"{own} and {rest}"] == alone.candidates[f"compressed and {rest}"] for rest in ("dense", "fp16"))
+
+
+def test_what_only_another_compressor_compresses_comes_behind(file: Path) -> None:
+    routed = '{"other linear": "topk:ratio=0.01", "*": "powersgd:rank=2"}'
+    known = calibration()
+    known["models"]["mine"]["encode"]['{"linear": "powersgd:rank=2", "*": "none"}'] = {"encode_s": 0.0}
+    file.write_text(json.dumps(known))
+    only_one = '{"linear": "powersgd:rank=2", "*": "none"}'
+    told = candidates(file, only_one, others=["topk:ratio=0.01"])
+    assert told.order == ("linear", "conv", "narrow")
+    mixed = told.candidates["topk:ratio=0.01 and dense"]
+    assert 0 < mixed.compressed < 3
+    assert not any(name.startswith(f"{only_one} and") for name in told.candidates)  # of one tensor
+    with pytest.raises(CalibrationError, match="no encode time of"):
+        candidates(file, "topk:ratio=0.01", others=[routed])
+
+
 def test_a_ways_second_name_is_left_out(file: Path) -> None:
     assert set(candidates(file, "none").candidates) == set(candidates(file, "fp16").candidates) == {"dense", "fp16"}
     half = json.loads(file.read_text())
@@ -151,6 +191,7 @@ def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     refused("neither a file nor a preset", "nowhere")
     refused(r"no encode time of 'powersgd:rank=3' .* powersgd:rank=2, topk:ratio=0\.01", spec="powersgd:rank=3")
     refused("no encode time of 'bf16'", spec="bf16")
+    refused("no encode time of 'natural'", others=["topk:ratio=0.01", "natural"])
     refused("of nodes with several ranks", spec="two_level(topk:ratio=0.01)")
     refused(r"is of another model: this training has 1 tensors of 2,000 elements.* mine \(4 tensors of 1,301,480",
             shapes={"w": (2, 1000)})  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcomp import ByName, Compression, ErrorFeedback, NoMemory, SpecError
+from hvdcomp import Auto, ByName, Compression, ErrorFeedback, NoMemory, SpecError
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -106,6 +106,42 @@ def test_levels_that_a_policy_may_set(policy: str, allowed: bool) -> None:
     else:
         with pytest.raises(SpecError, match="residuals would grow without end"):
             check_policy(chosen, 10, compressor, ErrorFeedback())
+
+
+@pytest.mark.parametrize(
+    ("spec", "others", "memory", "words"),
+    [
+        ("topk:ratio=0.1", ["qsgd:bits=8", "powersgd:rank=4", "two_level(topk:ratio=0.1)", "int4"], None, None),
+        ("qsgd:bits=4", ["randomk:ratio=0.1,unbiased=True", "natural"], None, None),
+        ("topk:ratio=0.1", ["qsgd:bits=4"], None, "qsgd:bits=4 and topk:ratio=0.1 cannot take turns: what topk"),
+        ("qsgd:bits=4", ["natural", "topk:ratio=0.1"], None, "qsgd:bits=4 and topk:ratio=0.1 cannot take turns"),
+        ("natural", ["qsgd:bits=4", "two_level(topk:ratio=0.1)"], None, r"and two_level\(topk:ratio=0.1\) cannot take"),
+        ("topk:ratio=0.1", ["qsgd:bits=4"], "none", None),
+        ("natural", ["qsgd:bits=4"], "error_feedback", "qsgd:bits=4 does not go with memory=error_feedback"),
+        ("dgc:ratio=0.1", ["topk:ratio=0.1", "qsgd:bits=8", "dgc:ratio=0.01"], None, None),
+        ("dgc:ratio=0.1", ["qsgd:bits=4"], None, "qsgd:bits=4 and dgc:ratio=0.1 cannot take turns"),
+        ("topk:ratio=0.1", ["dgc:ratio=0.1"], None, "dgc:ratio=0.1 is not allowed in compressors: its momentum takes"),
+        ("dgc:ratio=0.1", ["dgc:ratio=0.1,momentum=0.5"], None, "momentum=0.5 is not allowed in compressors"),
+        ("topk:ratio=0.1", ["dgc:ratio=0.1"], "momentum_correction", None),
+        ("topk:ratio=0.1", ["natural", "fp8", "natural:exchange=gather"], None, "compressors has natural more than once"),
+        ("topk:ratio=0.1", ["topkk:ratio=0.1"], None, "unknown compressor 'topkk'"),
+    ],
+)
+def test_compressors_that_take_turns(spec: str, others: list[str], memory: str | None, words: str | None) -> None:
+    """What one has kept is added to what the next one sends, and kept on by it."""
+    policy = Auto(calibration="x", compressors=tuple(others))
+    if words is None:
+        assert compression(spec, policy=policy, memory=memory).settings.policy == policy
+    else:
+        with pytest.raises(SpecError, match=words):
+            compression(spec, policy=policy, memory=memory)
+
+
+def test_compressors_of_a_policy_are_written_as_they_print_and_without_the_trainings_own() -> None:
+    policy = "auto:calibration=x,compressors=( topk: ratio = 1e-1 | natural:exchange=gather|powersgd:rank=4)"
+    settings = compression("topk:ratio=0.1", policy=policy).settings
+    assert str(settings.policy) == "auto:calibration=x,compressors=(natural|powersgd:rank=4)"
+    assert [str(one) for one in settings.compressors] == ["topk:ratio=0.1", "natural", "powersgd:rank=4"]
 
 
 def test_levels_that_are_set_by_hand() -> None:

@@ -8,7 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import BF16, FP16, Compressor, ErrorFeedback, NoCompression, NoMemory, PowerSGD, RandomK, SpecError, TopK
+from hvdcomp import (
+    BF16,
+    FP16,
+    ByName,
+    Compressor,
+    ErrorFeedback,
+    Natural,
+    NoCompression,
+    NoMemory,
+    PowerSGD,
+    RandomK,
+    SpecError,
+    TopK,
+)
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -23,6 +36,7 @@ from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.schedules import WarmUp
 
+ROUTER = ByName({"a|b)": TopK(0.01), '"(': NoCompression(), "*": Natural()})  # with all that separates specs
 RATIOS = st.floats(1e-9, 1, exclude_min=True)
 COMPRESSOR = (
     st.sampled_from([NoCompression(), FP16(), BF16()])
@@ -124,6 +138,20 @@ def test_memories() -> None:
         ("gravac:min=10,max=1000,lag=0", GraVAC(lag=0)),
         ("auto:calibration=runs/cluster.json", Auto(calibration="runs/cluster.json")),
         ("auto:calibration=v100-p3.8xlarge,model=bert", Auto(calibration="v100-p3.8xlarge", model="bert")),
+        ("auto:compressors=(natural),calibration=c.json", Auto(calibration="c.json", compressors=[Natural()])),
+        ("auto:calibration=c.json,compressors=( )", Auto(calibration="c.json")),
+        (
+            "auto:calibration=c(1).json, compressors = ( topk:ratio=0.01 | two_level(qsgd:bits=8,exchange=scatter)),every=9",
+            Auto(
+                calibration="c(1).json",
+                compressors=(TopK(ratio=0.01), "two_level(qsgd:bits=8,exchange=scatter)"),
+                every=9,
+            ),
+        ),
+        (
+            'auto:calibration=c.json,compressors=({"a|b)": "topk:ratio=0.01", "\\"(": "none", "*": "natural"}|fp8)',
+            Auto(calibration="c.json", compressors=(ROUTER, "fp8")),
+        ),
     ],
 )
 def test_policies(spec: str, policy: LevelSchedule | Policy) -> None:
@@ -158,6 +186,14 @@ def test_a_name_with_a_colon_prints_with_a_comma() -> None:
         ("gravac:lag=2", ["gravac: lag=2 is not allowed; it must be 0 or 1"]),
         ("auto", ["'auto' does not set calibration; write 'auto:calibration=calibration.json', for example"]),
         ("auto:calibration=", ["auto: calibration= is not allowed; it must be a calibration file"]),
+        (
+            "auto:calibration=c.json,compressors=qsgd:bits=4,exchange=scatter",
+            ["compressors=qsgd:bits=4 in", "expected a list in parentheses", "such as (one|two)"],
+        ),
+        (
+            "auto:calibration=c.json,compressors=(topk:ratio=0.1|natural",
+            ["a parenthesis in 'calibration=c.json,compressors=(topk:ratio=0.1|natural' is never closed; add"],
+        ),
         ("acordion", ["unknown policy 'acordion' in 'acordion' (did you mean 'accordion'?)", *POLICIES]),
     ],
 )
@@ -166,6 +202,19 @@ def test_errors_of_policies(spec: str, words: list[str]) -> None:
         parse_policy(spec)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_list_of_compressors_has_to_be_one() -> None:
+    for given in ("topk:ratio=0.1", TopK(0.1), None):
+        with pytest.raises(SpecError, match=r"auto: compressors=.* is not allowed; it must be a list, such as"):
+            Auto(calibration="c.json", compressors=given)  # type: ignore[arg-type]
+
+
+@given(st.lists(COMPRESSOR, unique=True))
+def test_any_compressors_of_a_policy_are_made_again_by_its_string(compressors: list[Compressor]) -> None:
+    policy = Auto(calibration="c.json", compressors=[*compressors, ROUTER])  # type: ignore[arg-type]
+    assert parse_policy(str(policy)) == policy
+    assert [parse_compressor(spec) for spec in policy.compressors] == [*compressors, ROUTER]
 
 
 @pytest.mark.parametrize("kind", [*POLICIES.values(), *MEMORIES.values()], ids=lambda kind: kind.name)

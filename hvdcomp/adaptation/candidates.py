@@ -2,15 +2,18 @@
 
 The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
 everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
-the rest dense or in half precision. If the compressor leaves its exchange open, compressed tensors are gathered in some
-of these ways and scattered in others. Rank 0 alone reads the calibration; the other ranks receive the result.
+the rest dense or in half precision. There may be several compressors; if one leaves its exchange open, it is gathered
+in some of these ways and scattered in others. Only the two fastest of all compressed ways are mixed with others, so
+that candidates stay few. Rank 0 alone reads the calibration; the other ranks receive the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
@@ -42,11 +45,17 @@ The calibration knows the time of the whole model alone. This says how it is sha
 which mixtures are worth a trial; what they really take is measured.
 """
 
+_MIXED = 2  # compressed ways, the fastest by the model, that are mixed with others
 _CUTS = 16  # mixtures that are predicted for each way to send the rest
 
 
 def candidates_of(
-    engine: Engine, source: str, model: str | None = None, batch: int | None = None, overlaps: bool = True
+    engine: Engine,
+    source: str,
+    model: str | None = None,
+    batch: int | None = None,
+    overlaps: bool = True,
+    others: Sequence[str] = (),
 ) -> Candidates:
     """The candidates of a training, with their predicted times.
 
@@ -56,6 +65,7 @@ def candidates_of(
         model: of the calibration; None for the one whose tensors have the shapes of the training's.
         batch: size on one rank; None for the calibration's.
         overlaps: whether Horovod carries casts itself, during the backward pass.
+        others: specs of compressors beside that of the training.
 
     Raises:
         CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
@@ -64,19 +74,25 @@ def candidates_of(
     facts = model_of(calibration, engine.tensors.values(), source, model)
     try:
         setting = Setting(engine.communicator.world_size, batch_size=batch)
-        return _Model(engine, calibration, facts, setting, overlaps).candidates(source)
+        return _Model(engine, calibration, facts, setting, overlaps).candidates(source, others)
     except ValueError as error:
         if isinstance(error, CalibrationError):
             raise
         raise CalibrationError(f"{source}: {error}") from None
 
 
-class _Tensor(NamedTuple):
-    """A tensor that the training's compressor does compress."""
+class _Way(NamedTuple):
+    """One compressor for all tensors.
 
-    name: str
-    weight: float  # its share of the time to encode
-    saved: float  # bytes
+    Attributes:
+        candidate: that it is.
+        encode: time to encode all that it compresses; None if that is nothing.
+        weights: by name the share of that time of each tensor that it compresses, the most worth it first.
+    """
+
+    candidate: Candidate
+    encode: EncodeTime | None
+    weights: Mapping[str, float]
 
 
 class _Model:
@@ -91,42 +107,66 @@ class _Model:
         self._setting = setting
         self._overlaps = overlaps
         self._plans = Plans(engine, levelled_tensors(engine))
-        self._own = engine.planner.plan_for(engine.compressor)
 
-    def candidates(self, source: str) -> Candidates:
+    def candidates(self, source: str, others: Sequence[str]) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
-        exchange_of_plan(self.engine.tensors.values(), self._own, False, 1)  # refuses what the model does not know
-        worthwhile = self._worthwhile()
-        order = tuple(tensor.name for tensor in worthwhile)
         found: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
 
-        def offer(name: str, candidate: Candidate, plan: Plan) -> None:
-            if (sends := self._sends(plan)) not in sent:
-                found[name] = candidate
-                sent.append(sends)
+        def offer(name: str, candidate: Candidate, plan: Plan) -> bool:
+            if (sends := self._sends(plan)) in sent:
+                return False
+            found[name] = candidate
+            sent.append(sends)
+            return True
 
         for name, rest in _RESTS:
             plan = self._plans.with_methods({}, rest)
             offer(name, Candidate(self._seconds(plan, self.facts.compute.encode.get(rest)), 0, rest), plan)
-        for compressed, method in self._methods().items():
-            encode = self._encode(source, method) if worthwhile else None
+        ways: dict[str, _Way] = {}
+        for name, method in self._methods(others).items():
             plan = self._plans.with_methods({}, method)
-            offer(compressed, Candidate(self._seconds(plan, encode), 0, method), plan)
-            for name, rest in _RESTS:
-                if encode is not None and (mixed := self._best_mixture(worthwhile, method, rest, encode)) is not None:
+            way = self._way(source, method, plan)
+            if offer(name, way.candidate, plan) and way.encode is not None:
+                ways[name] = way
+        fastest = sorted(ways, key=lambda name: ways[name].candidate.seconds)[:_MIXED]
+        order = tuple(dict.fromkeys(tensor for name in fastest for tensor in ways[name].weights))
+        for name in (name for name in ways if name in fastest):
+            method = ways[name].candidate.rest
+            for other, rest in _RESTS:
+                if (mixed := self._best_mixture(order, ways[name], rest)) is not None:
                     plan = self._plans.with_methods(dict.fromkeys(order[: mixed.compressed], method), rest)
-                    offer(f"{compressed} and {name}", mixed, plan)
-        others = tuple(name for name in self._plans.names if name not in order)
-        return Candidates((*order, *others), found)
+                    offer(f"{name} and {other}", mixed, plan)
+        return Candidates((*order, *(name for name in self._plans.names if name not in order)), found)
 
-    def _methods(self) -> dict[str, str | None]:
-        """By name the compressors to look at: the training's own or, if it leaves the exchange open, each way."""
-        compressor = self.engine.compressor
+    def _methods(self, others: Sequence[str]) -> dict[str, str | None]:
+        """By name the compressors to look at, each that leaves its exchange open in both ways.
+
+        They have their specs for names. If the training has one compressor alone, the names say what is done with it.
+        """
+        own = self.engine.compressor
+        methods: dict[str, str | None] = {str(one): str(one) for one in self._in_each_way(own)}
+        if len(methods) == 1:
+            methods = {str(own): None}
+        if not others:
+            names = [COMPRESSED] if len(methods) == 1 else [f"{way}ed" for way in WAYS]
+            return dict(zip(names, methods.values(), strict=True))
+        for spec in others:
+            for one in self._in_each_way(parse_compressor(spec)):
+                methods.setdefault(str(one), str(one))
+        return methods
+
+    def _in_each_way(self, compressor: Compressor) -> tuple[Compressor, ...]:
         several = self.engine.communicator.world_size > 1
-        if not several or not isinstance(compressor, Gathering) or compressor.exchange != "auto":
-            return {COMPRESSED: None}
-        return {f"{way}ed": str(one) for way, one in zip(WAYS, in_each_way(compressor), strict=True)}
+        open_ = several and isinstance(compressor, Gathering) and compressor.exchange == "auto"
+        return in_each_way(compressor) if open_ else (compressor,)
+
+    def _way(self, source: str, method: str | None, plan: Plan) -> _Way:
+        """A compressor for all tensors; `plan` is what comes of it."""
+        exchange_of_plan(self.engine.tensors.values(), plan, False, 1)  # refuses what the model does not know
+        weights = self._worthwhile(plan)
+        encode = self._encode(source, method) if weights else None
+        return _Way(Candidate(self._seconds(plan, encode), 0, method), encode, weights)
 
     def _sends(self, plan: Plan) -> dict[str, object]:
         """By tensor what is sent: the element type of a cast, or the compressor."""
@@ -134,39 +174,42 @@ class _Model:
 
     def _encode(self, source: str, method: str | None) -> EncodeTime:
         known = self.facts.compute.encode
-        found = encode_time_of(self.engine.compressor if method is None else parse_compressor(method), known)
+        compressor = self.engine.compressor if method is None else parse_compressor(method)
+        found = encode_time_of(compressor, known)
         if found is None:
             raise CalibrationError(
-                f"{source} has no encode time of {str(self.engine.compressor)!r} for this model; it has: "
+                f"{source} has no encode time of {str(compressor)!r} for this model; it has: "
                 f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
             )
         return found
 
-    def _worthwhile(self) -> list[_Tensor]:
-        """The compressed tensors, those first that save most bytes for their time to encode."""
+    def _worthwhile(self, plan: Plan) -> dict[str, float]:
+        """By name the weights of the tensors that a plan compresses, those first that save most bytes for it."""
         found = []
         uncompressed = self._plans.with_methods({}, "none")
-        for name, compressor in self._own.items():
+        for name, compressor in plan.items():
             tensor = self.engine.tensors[name]
             if compressor.wire_dtype(tensor.dtype) is None:
                 dense = uncompressed[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
                 saved = dense - compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
-                found.append(_Tensor(name, tensor.size + _STARTING, saved))
-        return sorted(found, key=lambda one: (-one.saved / one.weight, one.name))
+                weight = tensor.size + _STARTING
+                found.append((-saved / weight, name, weight))
+        return {name: weight for _, name, weight in sorted(found)}
 
-    def _best_mixture(
-        self, tensors: list[_Tensor], method: str | None, rest: str, encode: EncodeTime
-    ) -> Candidate | None:
+    def _best_mixture(self, order: Sequence[str], way: _Way, rest: str) -> Candidate | None:
         """The fastest of some mixtures of compressed tensors and others; None if there are no two tensors to mix."""
-        count = len(tensors)
-        total = sum(tensor.weight for tensor in tensors)
+        assert way.encode is not None
+        places = [place for place, name in enumerate(order) if name in way.weights]
+        first, count, total = places[0], places[-1] + 1, sum(way.weights.values())
         best = None
-        for number in sorted({round(count * cut / (_CUTS + 1)) for cut in range(1, _CUTS + 1)} - {0, count}):
-            share = sum(tensor.weight for tensor in tensors[:number]) / total
-            plan = self._plans.with_methods(dict.fromkeys((tensor.name for tensor in tensors[:number]), method), rest)
-            seconds = self._seconds(plan, encode.part(share))
+        for number in sorted({round(count * cut / (_CUTS + 1)) for cut in range(1, _CUTS + 1)}):
+            if not first < number < count:
+                continue
+            share = sum(way.weights.get(name, 0) for name in order[:number]) / total
+            plan = self._plans.with_methods(dict.fromkeys(order[:number], way.candidate.rest), rest)
+            seconds = self._seconds(plan, way.encode.part(share))
             if best is None or seconds < best.seconds:
-                best = Candidate(seconds, number, rest, method)
+                best = Candidate(seconds, number, rest, way.candidate.rest)
         return best
 
     def _seconds(self, plan: Plan, encode: EncodeTime | None) -> float:

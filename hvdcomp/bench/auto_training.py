@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -22,19 +22,27 @@ class AutoTraining(Training):
 
     Args:
         compressor: spec of what the policy may choose beside dense and fp16.
+        others: specs of more such compressors.
         calibration: a file that rank 0 can read.
         log: where rank 0 writes the decisions.
         model_name, batch_size, seed: as for `Training`.
     """
 
     def __init__(
-        self, compressor: str, calibration: Path, log: Path, model_name: str, batch_size: int, seed: int
+        self,
+        compressor: str,
+        calibration: Path,
+        log: Path,
+        model_name: str,
+        batch_size: int,
+        seed: int,
+        others: Sequence[str] = (),
     ) -> None:
         from hvdcomp import Auto
 
         self._settings: dict[str, Any] = {
             "spec": compressor,
-            "policy": Auto(calibration=str(calibration), model=model_name),
+            "policy": Auto(calibration=str(calibration), model=model_name, compressors=tuple(others)),
             "decision_log": log,
         }
         self._others = ExitStack()  # the policy's clock stands still in it

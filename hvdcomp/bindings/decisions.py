@@ -58,7 +58,8 @@ def _candidates(policy: Any, training: Training, errors: dict[str, str]) -> Cand
 
     try:
         model, batch = policy.model or None, policy.batch or None
-        return candidates_of(training.engine, policy.calibration, model, batch, training.overlaps_with_policy)
+        overlaps = training.overlaps_with_policy
+        return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors)
     except CalibrationError as error:
         errors["error of the calibration"] = str(error)
         return None

@@ -12,6 +12,7 @@ import numpy
 
 from hvdcomp import kernels
 from hvdcomp.bindings.training import Training
+from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
@@ -60,8 +61,12 @@ class FirstSteps:
             if weights_due:
                 facts |= self._weights()
         require_agreement(training.communicator, facts, training.like, training.broadcast)
-        if not self._settings_agreed and training.coordinator is not None:
-            training.coordinator.start_log()
+        if not self._settings_agreed:
+            settings = training.setup.compression.settings
+            if any(isinstance(leaf, TwoLevel) for one in settings.compressors for leaf in one.leaves()):
+                training.engine.levels.find()  # now: a policy may choose them much later, and they may be impossible
+            if training.coordinator is not None:
+                training.coordinator.start_log()
         self._settings_agreed, self._weights_agreed = True, weights_due
 
     def _facts(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ they need no error feedback.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.errors import SpecError
@@ -27,10 +29,32 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
     if memory is None:
         return
     for method in methods:
-        if method.variance * memory.keeps**2 >= 1:
+        if _grows(method, memory):
             raise SpecError(
                 f"{method} does not go with memory={memory}: the method is unbiased, and its error can have "
                 f"{method.variance:.3g} times the energy of what is to be sent, so that residuals would grow without "
                 "end. Leave memory at its default (an unbiased method needs none, memory=none), raise the level until "
                 "that number is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
             )
+
+
+def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
+    """Raises SpecError if residuals would grow without end where compressors with their own memories take turns.
+
+    What one method has kept is still to be sent when another one follows, and what that one does not send of it is kept
+    as well. So error feedback, once begun, goes on whatever follows.
+    """
+    methods = [method for one in compressors for method in one.leaves()]
+    for keeper in methods:
+        for method in methods:
+            if _grows(method, keeper.default_memory):
+                raise SpecError(
+                    f"{method} and {keeper} cannot take turns: what {keeper} has not sent is sent later, also when "
+                    f"{method} follows, whose error can have {method.variance:.3g} times the energy of what is to be "
+                    "sent, so that residuals would grow without end. Leave out one of the two, or raise the level of "
+                    f"{method.name} until that number is below 1"
+                )
+
+
+def _grows(method: Compressor, memory: Memory) -> bool:
+    return method.variance * memory.keeps**2 >= 1

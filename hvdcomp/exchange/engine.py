@@ -283,10 +283,11 @@ class Engine:
     def context(self, name: str) -> Context:
         """Of a tensor in the step under way."""
         ranks = self.communicator
-        return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self._levels)
+        return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self.levels)
 
     @functools.cached_property
-    def _levels(self) -> FoundLevels:
+    def levels(self) -> FoundLevels:
+        """Where this rank is among the ranks of its node, and among nodes."""
         return FoundLevels(self.communicator, self.tensors)
 
 

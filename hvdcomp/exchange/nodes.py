@@ -24,11 +24,9 @@ class FoundLevels:
         self._places: tuple[Place, Place] | None = None
         self._owners: dict[str, int] = {}
 
-    def __call__(self, name: str) -> Levels:
-        """Where this rank is.
-
-        Args:
-            name: of a tensor; of another one the owner means nothing.
+    def find(self) -> tuple[Place, Place]:
+        """Where this rank is in its node, and among the ranks that have its place in other nodes. Waits for all ranks
+        the first time.
 
         Raises:
             ConfigurationError: as of `Communicator.part`.
@@ -38,4 +36,12 @@ class FoundLevels:
             owners = deal([tensor.size for tensor in self._tensors.values()], node.world_size)
             self._owners = dict(zip(self._tensors, owners, strict=True))
             self._places = Place(node.rank, node.world_size), Place(across.rank, across.world_size)
-        return Levels(*self._places, self._owners.get(name, 0))
+        return self._places
+
+    def __call__(self, name: str) -> Levels:
+        """Where this rank is; as of `find`.
+
+        Args:
+            name: of a tensor; of another one the owner means nothing.
+        """
+        return Levels(*self.find(), self._owners.get(name, 0))

@@ -1,4 +1,4 @@
-"""Auto: chooses between dense, fp16 and compressed by the time of steps, so that compression never costs time.
+"""Auto: chooses between dense, fp16 and some compressors by the time of steps, so that compression never costs time.
 
 The performance model names the candidates and predicts a step's time for each (`hvdcomp.adaptation.candidates`). The
 training begins with the fastest by the model, and measures it. Candidates that the model puts near the best are tried,
@@ -51,6 +51,11 @@ _LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be shor
 _SURE = 3  # standard errors that a change of the step time must exceed: else restless steps would always open all again
 
 
+def _are_texts(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+
+
+_Compressors = Annotated[tuple[str, ...], Rule(_are_texts, 'a list, such as ["topk:ratio=0.01", "qsgd:bits=8"]')]
 _Excess = Annotated[float, number(lambda one: one > 0, "above 0, such as 0.15 for 15 %")]
 
 
@@ -58,11 +63,14 @@ _Excess = Annotated[float, number(lambda one: one > 0, "above 0, such as 0.15 fo
 class Auto(Policy[AutoState]):
     """Dense, fp16 or compressed, by tensor group, whatever makes steps fastest.
 
-    The compressor that the training was given is what "compressed" means; its level is not changed. If it leaves its
-    exchange open (`exchange="auto"`), its payloads are gathered or scattered, whatever makes steps faster.
+    The compressor that the training was given, or one of others that are named here, is what "compressed" means; their
+    levels are not changed. If one leaves its exchange open (`exchange="auto"`), its payloads are gathered or scattered,
+    whatever makes steps faster.
 
     Attributes:
         calibration: file or preset of `hvdcomp.perfmodel`. Rank 0 alone reads it.
+        compressors: what may be chosen beside the training's own compressor: compressors, or specs of such. They are
+            kept as specs.
         model: of the calibration; empty for the one whose tensors have the training's shapes.
         batch: batch size of one rank, if it is not the calibration's; 0 if it is.
         window: steps that a candidate is measured for, after those that settle.
@@ -74,6 +82,7 @@ class Auto(Policy[AutoState]):
     """
 
     calibration: Annotated[str, Rule(bool, "a calibration file or the name of a preset")]
+    compressors: _Compressors = ()
     model: str = ""
     batch: Annotated[int, at_least(0)] = 0
     window: Annotated[int, at_least(3)] = 5
@@ -83,11 +92,16 @@ class Auto(Policy[AutoState]):
     drift: _Excess = 0.15
 
     name: ClassVar[str] = "auto"
-    examples: ClassVar[tuple[str, ...]] = ("auto:calibration=calibration.json",)
+    examples: ClassVar[tuple[str, ...]] = (
+        "auto:calibration=calibration.json",
+        "auto:calibration=calibration.json,compressors=(topk:ratio=0.01|qsgd:bits=8,exchange=scatter)",
+    )
     state_type: ClassVar[type] = AutoState
     state_growth: ClassVar[int] = 4096
 
     def __post_init__(self) -> None:
+        if isinstance(self.compressors, list | tuple):
+            object.__setattr__(self, "compressors", tuple(map(str, self.compressors)))  # the dataclass is frozen
         super().__post_init__()
         self.require(self.lag == 1, "lag", "1: it looks at whole steps, and one that waits for a decision is none")
 

@@ -53,6 +53,11 @@ class Policy(Described, Generic[State]):
         """What the policy asks for in a state: when it decides next, and by what."""
         raise NotImplementedError
 
+    @property
+    def compressors(self) -> tuple[str, ...]:
+        """Specs of the compressors that decisions may name beside that of the training."""
+        return ()
+
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         """Raises SpecError if the policy cannot work with this compressor or run."""
         period = self.first_request.period

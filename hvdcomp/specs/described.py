@@ -109,4 +109,8 @@ def _rules(kind: Any) -> Mapping[str, Rule]:
 
 
 def _text(value: object) -> str:
-    return "|".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    """A list of texts stands in parentheses: they may hold commas, numbers cannot."""
+    if not isinstance(value, tuple):
+        return str(value)
+    text = "|".join(map(str, value))
+    return f"({text})" if any(isinstance(one, str) for one in value) else text

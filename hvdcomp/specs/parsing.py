@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from hvdcomp.specs.suggestions import did_you_mean
 
 Kind = TypeVar("Kind", bound=Described)
 
+_QUOTED_OR_ONE = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -35,7 +37,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
     types = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for setting in rest.split(",") if rest else []:
+    for setting in split_outside(rest, ",") if rest else []:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if key not in fields or not equals:
             guess = did_you_mean(key, fields)
@@ -59,6 +61,28 @@ def _split(spec: str, names: Iterable[str]) -> tuple[str, str]:
     return name, rest
 
 
+def split_outside(text: str, separator: str) -> list[str]:
+    """The parts of a text between separators that stand neither in parentheses nor in double quotes.
+
+    Example:
+        >>> split_outside("calibration=c.json,compressors=(qsgd:bits=4,exchange=scatter|natural)", ",")
+        ['calibration=c.json', 'compressors=(qsgd:bits=4,exchange=scatter|natural)']
+
+    Raises:
+        SpecError: if a parenthesis is never closed.
+    """
+    parts, depth = [""], 0
+    for piece in _QUOTED_OR_ONE.findall(text):
+        depth = max(0, depth + (piece == "(") - (piece == ")"))
+        if piece == separator and not depth:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    if depth:
+        raise SpecError(f"a parenthesis in {text!r} is never closed; add the missing ')'")
+    return parts
+
+
 def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> str:
     if not fields:
         return f"{kind.name} has no settings: write {kind.name!r}"
@@ -80,6 +104,8 @@ def convert(text: str, kind: Any, where: str) -> Any:
     if kind is str:
         return text
     if typing.get_origin(kind) is tuple:
+        if str in typing.get_args(kind):
+            return _texts(text, where)
         return tuple(number(part, where) for part in text.split("|"))
     if kind not in (int, float):
         return number(text, where)
@@ -88,6 +114,13 @@ def convert(text: str, kind: Any, where: str) -> Any:
     except ValueError:
         expected = "a whole number" if kind is int else "a number"
         raise SpecError(f"{where}: expected {expected}") from None
+
+
+def _texts(text: str, where: str) -> tuple[str, ...]:
+    """The texts of a list in parentheses, which may hold commas themselves."""
+    if not (text.startswith("(") and text.endswith(")")):
+        raise SpecError(f"{where}: expected a list in parentheses, its parts with | between them, such as (one|two)")
+    return tuple(part.strip() for part in split_outside(text[1:-1], "|")) if text[1:-1].strip() else ()
 
 
 def number(text: str, where: str) -> float | int:
