@@ -135,6 +135,22 @@ def test_several_compressors_have_their_specs_for_names_and_the_best_two_are_mix
     assert all(found[f"{own} and {rest}"] == alone.candidates[f"compressed and {rest}"] for rest in ("dense", "fp16"))
 
 
+def test_two_levels_among_others_are_what_advise_predicts(file: Path) -> None:
+    """Their encode time follows from that of the compressor within, as do the nodes from the calibration."""
+    known, costs = calibration(), calibration()["network"]
+    fast = {kind: {**cost, "bytes_per_s": 1e10} for kind, cost in costs.items()}
+    both = {"node": {**fast, "reducescatter": fast["allreduce"]}, "across": costs}
+    known["network"]["levels"] = {"ranks_per_node": 4, **both}
+    file.write_text(json.dumps(known))
+    others = ["two_level(topk:ratio=0.01)", "two_level(powersgd:rank=2)"]
+    found = candidates(file, "topk:ratio=0.01", ranks=8, others=others).candidates
+    adviser = Adviser(load(file), specs=others)
+    for spec in others:
+        assert found[spec] == Candidate(float(adviser.step_s(spec, Setting(8))), 0, spec)
+    alone = candidates(file, others[0], ranks=8).candidates
+    assert alone["compressed"] == replace(found[others[0]], rest=None)
+
+
 def test_what_only_another_compressor_compresses_comes_behind(file: Path) -> None:
     routed = '{"other linear": "topk:ratio=0.01", "*": "powersgd:rank=2"}'
     known = calibration()
@@ -193,6 +209,7 @@ def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     refused("no encode time of 'bf16'", spec="bf16")
     refused("no encode time of 'natural'", others=["topk:ratio=0.01", "natural"])
     refused("of nodes with several ranks", spec="two_level(topk:ratio=0.01)")
+    refused("of nodes with several ranks", others=["two_level(topk:ratio=0.01)"])
     refused(r"is of another model: this training has 1 tensors of 2,000 elements.* mine \(4 tensors of 1,301,480",
             shapes={"w": (2, 1000)})  # fmt: skip
     refused("another model", dtype="float64")

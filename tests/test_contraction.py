@@ -123,7 +123,7 @@ def test_levels_that_a_policy_may_set(policy: str, allowed: bool) -> None:
         ("topk:ratio=0.1", ["dgc:ratio=0.1"], None, "dgc:ratio=0.1 is not allowed in compressors: its momentum takes"),
         ("dgc:ratio=0.1", ["dgc:ratio=0.1,momentum=0.5"], None, "momentum=0.5 is not allowed in compressors"),
         ("topk:ratio=0.1", ["dgc:ratio=0.1"], "momentum_correction", None),
-        ("topk:ratio=0.1", ["natural", "fp8", "natural:exchange=gather"], None, "compressors has natural more than once"),
+        ("topk:ratio=0.1", ["natural", "fp8", "natural:exchange=gather"], None, "compressors has natural more than"),
         ("topk:ratio=0.1", ["topkk:ratio=0.1"], None, "unknown compressor 'topkk'"),
     ],
 )

@@ -141,12 +141,8 @@ def test_memories() -> None:
         ("auto:compressors=(natural),calibration=c.json", Auto(calibration="c.json", compressors=[Natural()])),
         ("auto:calibration=c.json,compressors=( )", Auto(calibration="c.json")),
         (
-            "auto:calibration=c(1).json, compressors = ( topk:ratio=0.01 | two_level(qsgd:bits=8,exchange=scatter)),every=9",
-            Auto(
-                calibration="c(1).json",
-                compressors=(TopK(ratio=0.01), "two_level(qsgd:bits=8,exchange=scatter)"),
-                every=9,
-            ),
+            "auto:calibration=c(1).json, compressors = ( topk:ratio=0.01 | two_level(int4:exchange=scatter)),every=9",
+            Auto(calibration="c(1).json", compressors=(TopK(0.01), "two_level(int4:exchange=scatter)"), every=9),
         ),
         (
             'auto:calibration=c.json,compressors=({"a|b)": "topk:ratio=0.01", "\\"(": "none", "*": "natural"}|fp8)',
@@ -205,9 +201,9 @@ def test_errors_of_policies(spec: str, words: list[str]) -> None:
 
 
 def test_a_list_of_compressors_has_to_be_one() -> None:
-    for given in ("topk:ratio=0.1", TopK(0.1), None):
+    for one in ("topk:ratio=0.1", TopK(0.1), None):
         with pytest.raises(SpecError, match=r"auto: compressors=.* is not allowed; it must be a list, such as"):
-            Auto(calibration="c.json", compressors=given)  # type: ignore[arg-type]
+            Auto(calibration="c.json", compressors=one)  # type: ignore[arg-type]
 
 
 @given(st.lists(COMPRESSOR, unique=True))

@@ -22,6 +22,7 @@ from hvdcomp.perfmodel import (
     Calibration,
     CalibrationError,
     EncodeTime,
+    Exchange,
     ModelFacts,
     Setting,
     exchange_of_plan,
@@ -107,6 +108,7 @@ class _Model:
         self._setting = setting
         self._overlaps = overlaps
         self._plans = Plans(engine, levelled_tensors(engine))
+        self._ranks_per_node = calibration.network.ranks_per_node
 
     def candidates(self, source: str, others: Sequence[str]) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
@@ -163,7 +165,7 @@ class _Model:
 
     def _way(self, source: str, method: str | None, plan: Plan) -> _Way:
         """A compressor for all tensors; `plan` is what comes of it."""
-        exchange_of_plan(self.engine.tensors.values(), plan, False, 1)  # refuses what the model does not know
+        self._exchange(plan, overlapped=False)  # refuses what the model does not know
         weights = self._worthwhile(plan)
         encode = self._encode(source, method) if weights else None
         return _Way(Candidate(self._seconds(plan, encode), 0, method), encode, weights)
@@ -175,7 +177,7 @@ class _Model:
     def _encode(self, source: str, method: str | None) -> EncodeTime:
         known = self.facts.compute.encode
         compressor = self.engine.compressor if method is None else parse_compressor(method)
-        found = encode_time_of(compressor, known)
+        found = encode_time_of(compressor, known, list(self.engine.tensors.values()), self._ranks_per_node)
         if found is None:
             raise CalibrationError(
                 f"{source} has no encode time of {str(compressor)!r} for this model; it has: "
@@ -213,10 +215,12 @@ class _Model:
         return best
 
     def _seconds(self, plan: Plan, encode: EncodeTime | None) -> float:
-        overlapped = self._overlaps and self.engine.planner.casts(plan)
-        ranks = self.engine.communicator.world_size
-        exchange = exchange_of_plan(self.engine.tensors.values(), plan, overlapped, ranks)
+        exchange = self._exchange(plan, self._overlaps and self.engine.planner.casts(plan))
         network, compute = self._calibration.network, self.facts.compute
         early = self.engine.overlap.least_bytes
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, early)
         return float(parts.total)
+
+    def _exchange(self, plan: Plan, overlapped: bool) -> Exchange:
+        tensors, ranks = self.engine.tensors.values(), self.engine.communicator.world_size
+        return exchange_of_plan(tensors, plan, overlapped, ranks, self._ranks_per_node)

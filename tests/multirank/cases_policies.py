@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import tempfile
 import warnings
@@ -19,6 +20,7 @@ from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.report.replay import replay
 from hvdcomp.torch.binding import TorchBinding
 from tests.multirank.calibrations import made_up_calibration
+from tests.multirank.collectives import nodes_of
 from tests.multirank.training import (
     assert_same_everywhere,
     batch,
@@ -244,6 +246,59 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
             assert all(seconds > 0 for line in lines[3:] for seconds in line["statistics"]["step_times"])
 
 
+_SEVERAL = ("topk:ratio=0.1", "two_level(topk:ratio=0.1)")
+
+
+def case_auto_takes_turns_with_several_compressors_and_goes_on_after_a_restart() -> None:
+    with tempfile.TemporaryDirectory() as folder, nodes_of(max(1, hvd.size() // 2)):
+        calibration, path = Path(folder) / "cluster.json", Path(folder) / "decisions.jsonl"
+        spec = "powersgd:rank=2"
+        if hvd.rank() == 0:
+            calibration.write_text(json.dumps(_calibration(spec, _SEVERAL[:1], ranks_per_node=2)))
+        file = hvd.broadcast_object(str(calibration))
+        policy = f"auto:calibration={file},compressors=({'|'.join(_SEVERAL)}),window=3,every=5,margin=1000,budget=0.99"
+        training = Training(spec, policy, decision_log=path)
+        _steps_of_made_up_times(training, 72)
+        resumed = Training(spec, policy, training.state(), decision_log=path)
+        _steps_of_made_up_times(resumed, 54)
+        plans = [*training.plans, *resumed.plans]
+        for step, one in enumerate(zip(*hvd.allgather_object(plans), strict=True)):
+            assert len(set(one)) == 1, (step, one)
+        assert_same_everywhere(weights(training.model))
+        assert_same_everywhere(weights(resumed.model))
+        used = {method for plan in plans for method in json.loads(plan)[0].values()}
+        assert {"none", "fp16", spec, *_SEVERAL} == used, used
+        if hvd.rank() == 0:
+            assert replay(path).difference is None, replay(path)
+
+
+def _steps_of_made_up_times(training: Training, steps: int) -> None:
+    """By the policy's clock a step takes what its methods say, so that the machine does not matter to what is tried."""
+    training.step()
+    coordinator, engine = training.binding.coordinator, training.binding.engine
+    assert coordinator is not None
+    seconds = {"none": 27.0, "fp16": 20.0, _SEVERAL[1]: 9.0, "powersgd:rank=2": 3.0, _SEVERAL[0]: 1.0}
+    times = (sum(seconds[str(engine.plan[name])] for name in engine.plan if "weight" in name) for _ in itertools.count())
+    coordinator.clock._clock = itertools.accumulate(times).__next__
+    for _ in range(steps - 1):
+        training.step()
+
+
+def case_two_levels_that_cannot_be_stop_all_before_auto_first_tries_them() -> None:
+    with tempfile.TemporaryDirectory() as folder, nodes_of(0):
+        calibration = Path(folder) / "cluster.json"
+        if hvd.rank() == 0:
+            known = _calibration("powersgd:rank=2", _SEVERAL[:1], ranks_per_node=2)
+            known["models"]["small"]["encode"]["topk:ratio=0.1"]["encode_s"] = 100.0  # which would never be tried
+            calibration.write_text(json.dumps(known))
+        policy = f"auto:calibration={hvd.broadcast_object(str(calibration))},compressors=({_SEVERAL[1]})"
+        training = Training("powersgd:rank=2", policy)
+        before = weights(training.model)
+        message = raised(ConfigurationError, training.step)
+        assert "HVDCOMP_RANKS_PER_NODE='0' is not allowed" in message, message
+        assert torch.equal(weights(training.model), before)
+
+
 def case_auto_with_a_calibration_that_will_not_do_stops_all_before_the_first_exchange() -> None:
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "cluster.json"
@@ -262,9 +317,10 @@ def case_auto_with_a_calibration_that_will_not_do_stops_all_before_the_first_exc
             hvd.barrier()  # rank 0 must not write the next one yet
 
 
-def _calibration(spec: str) -> dict[str, Any]:
+def _calibration(spec: str, others: Sequence[str] = (), ranks_per_node: int | None = None) -> dict[str, Any]:
     """A made-up calibration of the small model."""
-    return made_up_calibration(spec, {name: tuple(one.shape) for name, one in small_model().named_parameters()})
+    shapes = {name: tuple(one.shape) for name, one in small_model().named_parameters()}
+    return made_up_calibration(spec, shapes, others, ranks_per_node)
 
 
 def case_logged_norms_are_those_of_rank_zeros_own_gradients() -> None:
