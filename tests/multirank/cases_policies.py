@@ -278,7 +278,8 @@ def _steps_of_made_up_times(training: Training, steps: int) -> None:
     coordinator, engine = training.binding.coordinator, training.binding.engine
     assert coordinator is not None
     seconds = {"none": 27.0, "fp16": 20.0, _SEVERAL[1]: 9.0, "powersgd:rank=2": 3.0, _SEVERAL[0]: 1.0}
-    times = (sum(seconds[str(engine.plan[name])] for name in engine.plan if "weight" in name) for _ in itertools.count())
+    matrices = [name for name in engine.plan if "weight" in name]
+    times = (sum(seconds[str(engine.plan[name])] for name in matrices) for _ in itertools.count())
     coordinator.clock._clock = itertools.accumulate(times).__next__
     for _ in range(steps - 1):
         training.step()
