@@ -16,6 +16,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import Adviser, CalibrationError, Setting, load
+from hvdcomp.perfmodel.advice import BUCKET_SIZES
 from hvdcomp.policies.request import Candidate, Candidates
 from tests.harness import infos
 
@@ -66,6 +67,32 @@ def test_the_three_ways_for_all_tensors_are_what_advise_predicts(spec: str, rank
     for name, method in {"dense": "none", "fp16": "fp16", "compressed": spec}.items():
         rest = {"compressed": None}.get(name, method)
         assert found[name] == Candidate(float(adviser.step_s(method, Setting(ranks))), 0, rest)
+
+
+@pytest.mark.parametrize(("given", "noise"), [(False, 0.0), (True, 0.0), (False, 10.0)])
+def test_the_calibration_decides_how_much_is_sent_by_itself(given: bool, noise: float, file: Path) -> None:
+    """Unless the user has said so, or it makes no difference; all is then predicted with it."""
+    known = calibration(noise={"relative": noise})
+    known["models"]["mine"]["encode"] = {"powersgd:rank=2": {"encode_s": 0.004}}
+    known["models"]["mine"]["ready"] = [[0.2, 0.1], [0.5, 0.3], [1, 1]]
+    known["network"] = {kind: cost | {"bytes_per_s": 2e5} for kind, cost in known["network"].items()}
+    file.write_text(json.dumps(known))
+
+    def work(communicator: InProcessCommunicator) -> tuple[int | None, float]:
+        engine = Engine(
+            communicator, infos(SHAPES), parse_compressor("powersgd:rank=2"), overlap_bytes=BUCKET_SIZES[0]
+        )
+        engine.overlap.from_rank_0 = not given
+        found = candidates_of(engine, str(file)).candidates["compressed"]
+        return engine.overlap.least_bytes, found.seconds
+
+    least, seconds = run_ranks(2, work)[0]
+    steps = {size: float(Adviser(load(file), early_bytes=size).step_s("powersgd:rank=2", Setting(2)))
+             for size in BUCKET_SIZES}  # fmt: skip
+    best = min(BUCKET_SIZES, key=lambda size: steps[size])
+    assert steps[best] < 0.99 * steps[BUCKET_SIZES[0]]
+    assert least == (BUCKET_SIZES[0] if given or noise else best)
+    assert seconds == pytest.approx(steps[least])
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -219,7 +219,7 @@ def test_the_rounds_of_two_levels_are_those_of_the_engine(spec: str, ranks: int,
         for place, (kind, size) in enumerate(named):
             sizes = [rounds[number][place][1] for rounds in seen]
             if kind.endswith("@across"):
-                # Pieces that tensors are cut into are rounded up for themselves, and a rank without a part sends a zero.
+                # Each piece of a tensor is rounded up for itself, and a rank without a part sends a zero.
                 assert np.mean(sizes) == pytest.approx(size, rel=0.05, abs=4 * PADDING)
             else:
                 assert len(set(sizes)) == 1

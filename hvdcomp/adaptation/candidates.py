@@ -30,6 +30,7 @@ from hvdcomp.perfmodel import (
     model_of,
 )
 from hvdcomp.perfmodel import predict as predict_step
+from hvdcomp.perfmodel.advice import BUCKET_SIZES
 from hvdcomp.perfmodel.ways import WAYS, encode_time_of, in_each_way
 from hvdcomp.policies.auto import DENSE_CANDIDATE
 from hvdcomp.policies.request import Candidate, Candidates
@@ -112,6 +113,7 @@ class _Model:
 
     def candidates(self, source: str, others: Sequence[str]) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
+        self._choose_buckets(source, others)
         found: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
 
@@ -214,11 +216,25 @@ class _Model:
                 best = Candidate(seconds, number, rest, way.candidate.rest)
         return best
 
-    def _seconds(self, plan: Plan, encode: EncodeTime | None) -> float:
+    def _choose_buckets(self, source: str, others: Sequence[str]) -> None:
+        """Chooses how much of the gradients is sent by itself, where that is left to rank 0: what is best for the
+        compressor that is fastest by the model, if that makes a difference."""
+        overlap = self.engine.overlap
+        if overlap.least_bytes is None or not overlap.from_rank_0:
+            return
+        plans = [(self._plans.with_methods({}, method), method) for method in self._methods(others).values()]
+        ways = [(self._way(source, method, plan), plan) for plan, method in plans]
+        way, plan = min(ways, key=lambda entry: entry[0].candidate.seconds)
+        times = {size: self._seconds(plan, way.encode, size) for size in BUCKET_SIZES}
+        best = min(times, key=lambda size: times[size])
+        if way.candidate.seconds / times[best] - 1 > self._calibration.noise:
+            overlap.least_bytes = best
+
+    def _seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
         exchange = self._exchange(plan, self._overlaps and self.engine.planner.casts(plan))
         network, compute = self._calibration.network, self.facts.compute
-        early = self.engine.overlap.least_bytes
-        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, early)
+        least = early or self.engine.overlap.least_bytes
+        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
         return float(parts.total)
 
     def _exchange(self, plan: Plan, overlapped: bool) -> Exchange:

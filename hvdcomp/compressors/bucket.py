@@ -26,6 +26,9 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients, the least that a bucket holds that starts in the backward pass: what PyTorch's DDP takes (Li et al.
 2020, arXiv:2006.15704, section 5.2)."""
 
+LEAST_BYTES = 1_000_000
+"""The same where rank 0 chooses how much, at least."""
+
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 

@@ -17,13 +17,11 @@ import numpy as np
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.buckets import Buckets, Group
 from hvdcomp.exchange.lockstep import Lockstep
-
-LEAST_BYTES = 1_000_000
-"""What buckets of gradients hold at least, where rank 0 chooses how much."""
 
 _MOST = np.iinfo(np.int32).max
 

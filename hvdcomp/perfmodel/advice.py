@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import BUCKET_BYTES
+from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
@@ -28,7 +28,8 @@ STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
 
 _CASTS = (UNCOMPRESSED, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
-_BUCKET_BYTES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, 1_000_000)  # the largest of equal ones
+BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
+"""What buckets that start in the backward pass may hold, in bytes of gradients: of equally fast ones, the first."""
 
 Range = tuple[float | None, float | None]
 
@@ -246,7 +247,7 @@ class Adviser:
         """See `Advice.bucket_bytes`."""
         if method.at_end_s is None:
             return None
-        times = {size: float(self._with(size).step_s(method.spec, setting)) for size in _BUCKET_BYTES}
+        times = {size: float(self._with(size).step_s(method.spec, setting)) for size in BUCKET_SIZES}
         best = min(times, key=lambda size: times[size])
         return best if method.step_s / times[best] - 1 > self.calibration.noise else None
 
