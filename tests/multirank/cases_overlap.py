@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import tempfile
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
@@ -11,6 +15,8 @@ import torch
 
 import hvdcomp
 from hvdcomp import TwoLevel
+from hvdcomp.compressors.bucket import LEAST_BYTES
+from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.collectives import nodes_of
 from tests.multirank.training import assert_same_everywhere, batch, compression, own_generator, raised, small_model
 
@@ -245,6 +251,34 @@ def case_two_trainings_may_be_under_way_at_once() -> None:
     for found, expected in zip(trained_together(True), trained_together(False), strict=True):
         assert_same_everywhere(found)
         assert torch.equal(found, expected)
+
+
+def case_rank_0s_calibration_says_how_much_is_sent_by_itself() -> None:
+    """Only rank 0 has the file. The model is so small that nothing would start early by default."""
+    torch.manual_seed(0)
+    widths = (64, 512, 512, 512, 10)
+    model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairwise(widths)))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.json"
+        if hvd.rank() == 0:
+            shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+            known = made_up_calibration("topk:ratio=0.05", shapes)
+            for cost in known["network"].values():
+                cost["bytes_per_s"] = 1e5
+            known["models"]["small"]["ready"] = [[0.5, 0.1], [1, 1]]
+            file.write_text(json.dumps(known))
+        policy = f"auto:calibration={hvd.broadcast_object(str(file))}"
+        how = compression("topk:ratio=0.05", model, policy=policy)
+        optimizer = optimizer_of(model, how)
+        generator, started = torch.Generator().manual_seed(hvd.rank()), []
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64, generator=generator)).square().mean().backward()
+            started.append(len(how._binding.engine.overlap.started))
+            optimizer.step()
+    assert how._binding.engine.overlap.least_bytes == LEAST_BYTES
+    assert started == [0, 0, 2, 2, 2, 2], started
+    assert_same_everywhere(torch.cat([one.detach().reshape(-1).double() for one in model.parameters()]))
 
 
 def case_settings_of_overlap_are_compared() -> None:
