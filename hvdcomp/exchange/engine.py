@@ -192,7 +192,7 @@ class Engine:
             with self.ledger.clock.around(bucket.spans.decoding):
                 results |= bucket.finish(counts)
         self._drop_sent_residuals(xp, buckets, tensors, found_inf)
-        self._record(xp, waves, tensors, len(names))
+        _record(self, xp, waves, tensors, len(names))
         self.step_number += 1
         self.found_inf = found_inf
         self.overlap.learn_order(gradients)
@@ -250,21 +250,6 @@ class Engine:
             self._drop_sent = drop
         else:
             drop()
-
-    def _record(
-        self, xp: ModuleType, waves: Sequence[Lockstep], tensors: Sequence[TensorStep], number_of_tensors: int
-    ) -> None:
-        buckets = [bucket for wave in waves for bucket in wave.buckets]
-        rounds = [span for wave in waves for span in wave.rounds]
-        sent = sum((wave.sent for wave in waves), Sent(self._bytes_beside(number_of_tensors)))
-        if not sent.in_node:  # on a single node, where what goes to the node's ranks goes to all
-            for one in tensors:
-                one.cost.bytes_in_node = 0
-        parts = [bucket.group.costs() for bucket in buckets]
-        parts += [{one.name: one.cost} for one in tensors]
-        step = self.ledger.step_cost(self.step_number, parts, sent)
-        spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
-        self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
     def preview(
         self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
@@ -401,3 +386,20 @@ def _bucket_step(
         bucket = kind(xp, group, context, factor, clock)
     bucket.spans.encoding.extend(spans)
     return bucket
+
+
+def _record(
+    engine: Engine, xp: ModuleType, waves: Sequence[Lockstep], tensors: Sequence[TensorStep], number_of_tensors: int
+) -> None:
+    """Enters the costs of a step that has ended."""
+    buckets = [bucket for wave in waves for bucket in wave.buckets]
+    rounds = [span for wave in waves for span in wave.rounds]
+    sent = sum((wave.sent for wave in waves), Sent(engine._bytes_beside(number_of_tensors)))
+    if not sent.in_node:  # on a single node, where what goes to the node's ranks goes to all
+        for one in tensors:
+            one.cost.bytes_in_node = 0
+    parts = [bucket.group.costs() for bucket in buckets]
+    parts += [{one.name: one.cost} for one in tensors]
+    step = engine.ledger.step_cost(engine.step_number, parts, sent)
+    spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
+    engine.ledger.record_timed(step, spans, rounds, xp.seconds_between)
