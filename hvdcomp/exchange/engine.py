@@ -31,7 +31,7 @@ from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
-from hvdcomp.exchange.tensor_step import TensorState, TensorStep
+from hvdcomp.exchange.tensor_step import TensorState, TensorStep, costs_of
 from hvdcomp.specs.levels import Level
 
 BeforeCompress = Callable[[Look], Mapping[str, Array]]
@@ -395,11 +395,8 @@ def _record(
     buckets = [bucket for wave in waves for bucket in wave.buckets]
     rounds = [span for wave in waves for span in wave.rounds]
     sent = sum((wave.sent for wave in waves), Sent(engine._bytes_beside(number_of_tensors)))
-    if not sent.in_node:  # on a single node, where what goes to the node's ranks goes to all
-        for one in tensors:
-            one.cost.bytes_in_node = 0
     parts = [bucket.group.costs() for bucket in buckets]
-    parts += [{one.name: one.cost} for one in tensors]
+    parts += costs_of(tensors, sent)
     step = engine.ledger.step_cost(engine.step_number, parts, sent)
     spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
     engine.ledger.record_timed(step, spans, rounds, xp.seconds_between)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
 from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.fusion import part_bytes, request_bytes
-from hvdcomp.exchange.ledger import Cost
+from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.residuals import FlatStorage
 
 
@@ -269,6 +269,18 @@ class TensorStep:
     def had_residual(self) -> bool:
         """Whether the memory had kept something back that this step sends."""
         return bool(self._before.memory) and not self.memory.is_momentum
+
+
+def costs_of(tensors: Sequence[TensorStep], sent: Sent) -> list[dict[str, Cost]]:
+    """What each tensor cost, given what all of the step has sent.
+
+    A tensor does not know whether there are other nodes than this one; if nothing at all was sent within a node beside
+    them, there are none.
+    """
+    if not sent.in_node:
+        for one in tensors:
+            one.cost.bytes_in_node = 0
+    return [{one.name: one.cost} for one in tensors]
 
 
 def _select(xp: ModuleType, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
