@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from click.testing import CliRunner
 from hvdcomp.bench import steps as runs
 from hvdcomp.bench.compare import choices, compare, errors, gains
 from hvdcomp.bench.compare_files import auto_summary, summary, write
+from hvdcomp.bench.places import Hosts, Place, parse_hosts, place_of
+from hvdcomp.bench.steps_worker import OVERLAPS, Times, trainings_of
 from hvdcomp.commands.bench import command
 from hvdcomp.commands.bench_steps import _steps_command
 from hvdcomp.compressors.protocol import TensorInfo
@@ -24,6 +27,7 @@ from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, 
 
 pytestmark = pytest.mark.alone
 
+SPECS = ["topk:ratio=0.01", "powersgd:rank=4"]
 MEASURED = {"none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0, "powersgd:rank=4": 50.0}
 
 
@@ -56,6 +60,120 @@ def test_rows_hold_what_was_predicted_and_measured() -> None:
     assert 0 < median < abs(worst.error)
 
 
+def with_forms(run: dict[str, Any], **forms: dict[str, Any]) -> dict[str, Any]:
+    """The same of more methods: what ranks write of trainings that send all at the end, or are asked for a size."""
+    for one in forms.values():
+        name = f"{one['method']}, {'at the end' if one['overlap_bytes'] == 0 else 'else'}"
+        run["steps"][name] = {"quartiles_ms": [40.0, 60.0], "bytes_per_step": 1.0, **one}
+    return run
+
+
+def test_compressors_without_overlap_are_rows_of_their_own() -> None:
+    spec = "topk:ratio=0.01"
+    late = {"method": spec, "overlap_bytes": 0, "median_ms": 30.0}
+    run = with_forms({**result(), "early_bytes": 1e6}, late=late)
+    run["calibration"]["models"]["m"]["ready"] = [[0.5, 0.5], [1.0, 1.0]]
+    rows = {row.method: row for row in compare(run)}
+    assert list(rows) == [*MEASURED, f"{spec}, at the end"]
+    one, other = rows[spec], rows[f"{spec}, at the end"]
+    assert (one.spec, one.overlap, other.spec, other.overlap) == (spec, True, spec, False)
+    assert one.predicted_ms < other.predicted_ms == {row.method: row for row in compare(result())}[spec].predicted_ms
+    assert all(rows[stock].overlap for stock in ("none", "hvd.fp16"))
+    (gain,) = gains(list(rows.values()))
+    assert (gain.best, gain.overlap) == (f"{spec}, at the end", False)
+    asked = with_forms({**result(), "early_bytes": 1e6}, some={**late, "overlap_bytes": 4_000_000})
+    assert [row.overlap for row in compare(asked)] == [True] * 5
+
+
+def test_a_row_says_how_most_of_it_travels() -> None:
+    run = result()
+    run["steps"]["qsgd:bits=4,exchange=scatter"] = run["steps"]["qsgd:bits=4"] = run["steps"]["powersgd:rank=4"]
+    encode = run["calibration"]["models"]["m"]["encode"]
+    encode["qsgd:bits=4"] = encode["powersgd:rank=4"]
+    assert {row.method: row.way for row in compare(run)} == {
+        "none": "allreduce", "hvd.fp16": "allreduce", "topk:ratio=0.01": "gather", "powersgd:rank=4": "allreduce",
+        "qsgd:bits=4,exchange=scatter": "scatter", "qsgd:bits=4": "gather",
+    }  # fmt: skip
+    said = summary(compare(run))
+    assert "of 3 gathered or in an allreduce, " in said
+    assert "of 1 scattered, " in said
+    assert "of 4 without overlap." in said  # nothing says that this run had any
+
+
+def test_hosts_are_written_with_their_ranks() -> None:
+    assert [parse_hosts(text) for text in ("2", "4x1", "2x16")] == [Hosts(2), Hosts(4), Hosts(2, 16)]
+    assert [str(one) for one in (Hosts(2), Hosts(2, 16))] == ["2", "2x16"]
+    for wrong in ("2x0", "x2", "2x", "-2", "2x2x2", ""):
+        with pytest.raises(ValueError, match="2x4 for 2 hosts with 4 ranks"):
+            parse_hosts(wrong)
+    several = {**result(), "ranks_per_host": 2}
+    assert place_of(several).in_words() == "m, 2 hosts of 2 ranks, 1gbit"
+    assert place_of(result()).in_words() == "m, 2 hosts, 1gbit"  # as it was kept before
+    assert [gain.cluster for gain in gains(compare(result()) + compare(several))] == [Hosts(2), Hosts(2, 2)]
+
+
+def test_two_levels_are_left_out_where_hosts_have_one_rank() -> None:
+    specs = ("topk:ratio=0.01", "two_level(topk:ratio=0.01)", "by_size(1000:topk:ratio=0.01|two_level(qsgd:bits=4))")
+    options = runs.Options(("mlp",), specs[:2], 4, 60.0)
+    assert options.compressors_on(Hosts(2)) == specs[:1]
+    assert options.compressors_on(Hosts(2, 2)) == specs[:2]
+    said = runs.left_out([Hosts(2), Hosts(4), Hosts(2, 2)], options)
+    assert said.startswith("Left out on 2 hosts and 4 hosts, where hosts have one rank each")
+    assert said.endswith(": two_level(topk:ratio=0.01).")
+    assert runs.left_out([Hosts(2, 2)], options) == ""
+    assert runs.left_out([Hosts(2)], runs.Options(("mlp",), specs[:1], 4, 60.0)) == ""
+
+
+class Started:
+    """In place of a cluster: keeps with what the ranks were started, and writes what they would write."""
+
+    def __init__(self) -> None:
+        self.command: list[str] = []
+        self.options: dict[str, Any] = {}
+
+    def run(self, command: list[str], **options: Any) -> int:
+        self.command, self.options = command, options
+        Path(command[command.index("--output") + 1]).write_text(json.dumps({"steps": {}}))
+        return 0
+
+
+@pytest.mark.parametrize(("hosts", "ranks", "sets"), [(Hosts(3), 3, None), (Hosts(3, 2), 6, "1")])
+def test_ranks_are_started_on_all_hosts_and_may_make_groups(
+    monkeypatch: pytest.MonkeyPatch, hosts: Hosts, ranks: int, sets: str | None
+) -> None:
+    cluster = Started()
+    monkeypatch.setattr(runs, "Cluster", lambda *_: nullcontext(cluster))
+    specs = ("topk:ratio=0.01", "two_level(topk:ratio=0.01)")
+    options = runs.Options(("lstm",), specs, 4, 60.0, overlap="both")
+    (found,) = runs.measure([hosts], ["1gbit"], options, lambda _: None)
+    assert found == {"hosts": 3, "ranks_per_host": hosts.ranks, "rate": "1gbit", "model": "lstm", "steps": {}}
+    assert cluster.options["ranks"] == ranks
+    assert cluster.options["env"].get("HOROVOD_DYNAMIC_PROCESS_SETS") == sets
+    words = cluster.command
+    given = tuple(words[place + 1] for place, word in enumerate(words) if word == "--compressor")
+    assert given == (specs if sets else specs[:1])
+    assert words[words.index("--overlap") + 1] == "both"
+
+
+def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(methods: list[str], overlap: str) -> list[str]:
+        return [one.times.name for one in trainings_of("mlp", methods, OVERLAPS[overlap], 4, 0)]
+
+    class Named:
+        def __init__(self, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None) -> None:
+            self.times = Times(method, overlap_bytes)
+
+    monkeypatch.setattr("hvdcomp.bench.steps_worker.Training", Named)
+    methods = ["none", "hvd.fp16", "fp16", "qsgd:bits=4"]
+    once = ["compute", *methods[:3]]
+    assert names(methods, "on") == [*once, "qsgd:bits=4"]
+    assert names(methods, "off") == [*once, "qsgd:bits=4, at the end"]
+    assert names(methods, "both") == [*once, "qsgd:bits=4", "qsgd:bits=4, at the end"]
+    assert [one.times.name for one in trainings_of("mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
+        "qsgd:bits=4, 5,000", "qsgd:bits=4, at the end"
+    ]  # fmt: skip
+
+
 def test_gains_and_files(tmp_path: Path) -> None:
     rows = compare(result()) + compare(result(4))
     assert [(gain.hosts, gain.best, gain.over_dense, gain.over_fp16, gain.predicted_best) for gain in gains(rows)] == [
@@ -63,7 +181,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
         (4, "topk:ratio=0.01", 3.0, 2.0, "powersgd:rank=4"),
     ]
     noisy = {"m, passes": {"seconds": 0.1, "spread": 0.42}}
-    details = {"command": "hvdcomp bench steps", "runs": [{**result(), "noisy": noisy}]}
+    details = {"command": "hvdcomp bench steps", "left_out": "two are", "runs": [{**result(), "noisy": noisy}]}
     files = write(tmp_path, "steps", rows, details)
     endings = (".json", ".csv", ".md", ".png", "-speed.png")
     assert [file.name for file in files] == [f"steps{ending}" for ending in endings]
@@ -72,6 +190,8 @@ def test_gains_and_files(tmp_path: Path) -> None:
         assert [float(row["measured_ms"]) for row in csv.DictReader(stream)] == [row.measured_ms for row in rows]
     text = files[2].read_text()
     assert summary(rows) in text
+    assert "faster one of dense and fp16: m 2.00 at 1gbit." in text
+    assert "two are" in text.splitlines()
     assert "| 2 | 1gbit | m | none | 120.0 |" in text
     assert "m, 2 hosts, 1gbit: m, passes (42%)" in text
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
@@ -81,7 +201,7 @@ def with_auto(turns: dict[str, list[list[float]]], best: str) -> dict[str, Any]:
     """The same of a cluster on which `auto` took turns with the best static choice, and with dense or not."""
     run = result()
     run["steps"]["auto"] = {
-        "median_ms": 42.0, "quartiles_ms": [41.0, 43.0], "bytes_per_step": 1.0, "compressor": "topk:ratio=0.01",
+        "median_ms": 42.0, "quartiles_ms": [41.0, 43.0], "bytes_per_step": 1.0, "compressors": SPECS,
         "chosen": "compressed", "predicted_ms": 45.0, "best": best, "against": turns,
     }  # fmt: skip
     return run
@@ -91,7 +211,8 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     turns = {"auto": [[41.0], [90.0, 44.0, 43.0], [42.0]], "topk:ratio=0.01": [[40.0], [44.0], [40.0]]}
     run = with_auto(turns, "topk:ratio=0.01")
     (found,) = choices([run])
-    assert (found.best, found.chosen, found.compressor) == ("topk:ratio=0.01", "compressed", "topk:ratio=0.01")
+    assert (found.best, found.chosen) == ("topk:ratio=0.01", "compressed")
+    assert found.compressors == tuple(SPECS)
     assert found.over_best == pytest.approx(41 / 40)  # the middle of 41/40, 44/44 and 42/40
     assert found.over_dense == pytest.approx(42 / 120)  # far behind: it took no turns
     assert [row.method for row in compare(run)] == list(MEASURED)  # it is no static choice itself
@@ -102,6 +223,9 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     assert "1.025 times that of the best static choice in the median" in said
     assert "1.000 times that of dense at most (m, 2 hosts, 1gbit)" in said
     assert choices([result()]) == []
+    del run["steps"]["auto"]["compressors"]
+    run["steps"]["auto"]["compressor"] = "efsignsgd"  # as it was kept when there was one
+    assert choices([run])[0].compressors == ("efsignsgd",)
 
 
 def test_turns_are_short_where_steps_are_long() -> None:
@@ -118,7 +242,10 @@ def test_turns_are_short_where_steps_are_long() -> None:
         (("--rate", "fast"), "fast"),
         (("--hosts", "two"), "two"),
         (("--hosts", "1"), "2 to"),
+        (("--hosts", "2x0"), "2x0"),
         (("--model", "mlpp"), "mlpp"),
+        (("--model", "cnn@digits,lstm@digits"), "lstm@digits"),
+        (("--overlap", "no"), "'on', 'off', 'both'"),
         (("--compressor", "topkk"), "topkk"),
     ],
 )
@@ -146,18 +273,17 @@ class Failing:
     def cluster(self, hosts: int, rate: str) -> Iterator[None]:
         yield None
 
-    def _run(self, cluster: None, place: dict[str, Any], options: Any, show: Any) -> dict[str, Any]:
-        name = f"{place['hosts']} {place['rate']}"
+    def _run(self, cluster: None, place: Place, options: Any, show: Any) -> dict[str, Any]:
+        name = f"{place.cluster} {place.rate}"
         if name == self._fails_at:
             raise runs.StepsError("a rank left")
         self.made.append(name)
-        return result() | place
+        return json.loads(json.dumps(result()).replace('"m"', f'"{place.model}"')) | asdict(place)
 
 
 def test_a_failed_run_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdcomp.commands.bench_steps.TRAINED", ("m",))
-    words = ["steps", "--hosts", "2,4", "--rate", "1gbit,10gbit", "--model", "m", "--output", str(tmp_path)]
-    first = Failing(monkeypatch, fails_at="4 1gbit")
+    words = ["steps", "--hosts", "2,2x2", "--rate", "1gbit,10gbit", "--model", "lstm", "--output", str(tmp_path)]
+    first = Failing(monkeypatch, fails_at="2x2 1gbit")
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 1
     assert "a rank left" in done.output
@@ -171,9 +297,9 @@ def test_a_failed_run_is_resumed_where_it_was(tmp_path: Path, monkeypatch: pytes
     second = Failing(monkeypatch, fails_at=None)
     done = CliRunner().invoke(command, [*words, "--resume"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert second.made == ["4 1gbit", "4 10gbit"]
-    assert [(run["hosts"], run["rate"]) for run in kept(tmp_path)] == [
-        (2, "1gbit"), (2, "10gbit"), (4, "1gbit"), (4, "10gbit")
+    assert second.made == ["2x2 1gbit", "2x2 10gbit"]
+    assert [(run["ranks_per_host"], run["rate"]) for run in kept(tmp_path)] == [
+        (1, "1gbit"), (1, "10gbit"), (2, "1gbit"), (2, "10gbit")
     ]  # fmt: skip
     again = Failing(monkeypatch, fails_at=None)
     assert CliRunner().invoke(command, words).exit_code == 0
@@ -190,7 +316,7 @@ def test_tables_and_pictures_are_made_again_without_a_cluster(tmp_path: Path, mo
     words = ["steps", "--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--output", str(tmp_path)]
     made = runs.Options(("mlp",), ("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"), 4, 60.0)
     run = json.loads(json.dumps(result()).replace('"m"', '"mlp"'))
-    details = {"command": _steps_command([2], ("1gbit",), made, tmp_path)}
+    details = {"command": _steps_command([Hosts(2)], ("1gbit",), made, tmp_path)}
     (tmp_path / "steps-measured.json").write_text(json.dumps({**details, "runs": [run]}))
     done = CliRunner().invoke(command, [*words, "--resume"], catch_exceptions=False)
     assert done.exit_code == 0, done.output

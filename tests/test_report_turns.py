@@ -66,6 +66,13 @@ def test_steps_in_turns_count_and_predictions_stand_beside_them(tmp_path: Path) 
     assert [shown[name][predicted] for name in ("dense", "tensorflow")] == ["540 / 108", "-"]
 
 
+def test_compressors_that_send_all_at_the_end_are_left_out(tmp_path: Path) -> None:
+    late = {"method": "topk:ratio=0.01", "overlap_bytes": 0, "median_ms": 50.0}
+    steps = {**{method: {"median_ms": ms} for method, ms in MS.items()}, "topk:ratio=0.01, at the end": late}
+    found = load_turns(write_turns(tmp_path / "turns.json", steps=steps))
+    assert found == load_turns(write_turns(tmp_path / "turns.json"))
+
+
 def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs")
     alone = report(tmp_path / "runs", "--output", tmp_path / "alone")

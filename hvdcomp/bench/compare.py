@@ -7,16 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvdcomp import TwoLevel
+from hvdcomp.bench.places import Place, place_of
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Setting, from_json
+from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Exchange, Setting, from_json
 from hvdcomp.policies import median_with_error
+
+TWO_LEVELS, SCATTER = "two levels", "scatter"
+_WAYS = {"alltoall": SCATTER, "allgather": "gather", "allreduce": "allreduce"}  # the first that a step has
 
 
 @dataclass(frozen=True)
-class Row:
-    """One method, model, rate and number of hosts. Times in ms, of one step.
+class Row(Place):
+    """One method in one place. Times in ms, of one step.
 
     Attributes:
+        method: the spec, or the name of one of Horovod's own, with ", at the end" where nothing is sent before the end
+            of the backward pass although it could be.
+        spec: of the compressor.
+        way: "allreduce", "gather", "scatter" or "two levels".
+        overlap: whether gradients are sent during the backward pass, as far as there are enough of them.
         measured_ms, low_ms, high_ms: median and quartiles of the steps.
         error: predicted / measured - 1.
         compute_error: the same of training without any communication, as calibrated and as measured beside: how far the
@@ -25,10 +36,10 @@ class Row:
         noise: relative distance between the quartiles of the measured steps.
     """
 
-    hosts: int
-    rate: str
-    model: str
     method: str
+    spec: str
+    way: str
+    overlap: bool
     measured_ms: float
     low_ms: float
     high_ms: float
@@ -44,24 +55,33 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Gain:
-    """The fastest compressor of one setting, and how many times as fast it is as dense and as fp16, as measured."""
+class Gain(Place):
+    """The fastest compressor of one place, and how many times as fast it is as dense and as fp16, as measured.
 
-    hosts: int
-    rate: str
-    model: str
+    Attributes:
+        best: the method.
+        way, overlap: of the fastest, as in `Row`.
+    """
+
     best: str
+    way: str
+    overlap: bool
     over_dense: float
     over_fp16: float
     predicted_best: str
 
+    @property
+    def over_stock(self) -> float:
+        """How many times as fast as the faster one of dense and fp16."""
+        return min(self.over_dense, self.over_fp16)
+
 
 @dataclass(frozen=True)
-class Choice:
-    """What `auto` did in one setting. Ratios are medians over rounds in which it took turns with the others.
+class Choice(Place):
+    """What `auto` did in one place. Ratios are medians over rounds in which it took turns with the others.
 
     Attributes:
-        compressor: that it was given: the one whose steps were fastest before.
+        compressors: that it was given.
         chosen: in the end, of its candidates.
         predicted_ms: of that candidate.
         measured_ms: median of its steps.
@@ -72,10 +92,7 @@ class Choice:
         rounds: of these turns.
     """
 
-    hosts: int
-    rate: str
-    model: str
-    compressor: str
+    compressors: tuple[str, ...]
     chosen: str
     predicted_ms: float
     measured_ms: float
@@ -91,21 +108,28 @@ def compare(run: dict[str, Any]) -> list[Row]:
     """The rows of one model on one cluster, from what its ranks wrote."""
     calibration, model = from_json(run["calibration"]), run["model"]
     measured = _static(run)
-    specs = {method: STOCK_SPECS.get(method, method) for method in measured}
-    adviser = Adviser(calibration, model, list(specs.values()), run.get("early_bytes"))
+    specs = {
+        name: str(parse_compressor(STOCK_SPECS.get(name) or one.get("method", name))) for name, one in measured.items()
+    }
+    early = {name: _early_bytes(run, one) for name, one in measured.items()}
+    advisers = {size: Adviser(calibration, model, list(specs.values()), size) for size in set(early.values())}
+    ranks = int(calibration.machine["ranks"])
     compute = calibration.models[model].compute
     alone = (compute.forward_s or 0.0) + compute.backward_s + compute.optimizer_s
     rows = []
     for method, one in measured.items():
-        parts = adviser.parts(str(parse_compressor(specs[method])), Setting(int(calibration.machine["ranks"])))
+        adviser, spec = advisers[early[method]], specs[method]
+        exchange = adviser.exchange(spec, ranks)
+        parts = adviser.parts(spec, Setting(ranks))
         low, high = one["quartiles_ms"]
         predicted = 1e3 * float(parts.total)
         rows.append(
             Row(
-                hosts=run["hosts"],
-                rate=run["rate"],
-                model=model,
+                **vars(place_of(run)),
                 method=method,
+                spec=spec,
+                way=_way(adviser.compressors[spec], exchange),
+                overlap=exchange.overlapped or early[method] is not None,
                 measured_ms=one["median_ms"],
                 low_ms=low,
                 high_ms=high,
@@ -123,9 +147,23 @@ def compare(run: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def place_of(run: dict[str, Any]) -> str:
-    """Where it was, in words."""
-    return f"{run['model']}, {run['hosts']} hosts, {run['rate']}"
+def _early_bytes(run: dict[str, Any], one: dict[str, Any]) -> float | None:
+    """What the prediction of a method is to take for the least that is sent during the backward pass."""
+    asked = one.get("overlap_bytes")
+    return run.get("early_bytes") if asked is None else asked or None
+
+
+def needs_nodes(compressor: Compressor) -> bool:
+    """Whether a method has two levels, and so is another one only where a node has several ranks."""
+    return any(isinstance(one, TwoLevel) for one in compressor.leaves())
+
+
+def _way(compressor: Compressor, exchange: Exchange) -> str:
+    """How most of it travels."""
+    if needs_nodes(compressor):
+        return TWO_LEVELS
+    kinds = {one.kind for collectives in exchange.rounds for one in collectives}
+    return next(way for kind, way in _WAYS.items() if kind in kinds)
 
 
 def _static(run: dict[str, Any]) -> dict[str, Any]:
@@ -145,10 +183,8 @@ def choices(runs: Sequence[dict[str, Any]]) -> list[Choice]:
         dense = over.get("none", (auto["median_ms"] / run["steps"]["none"]["median_ms"], 0.0))
         found.append(
             Choice(
-                hosts=run["hosts"],
-                rate=run["rate"],
-                model=run["model"],
-                compressor=auto["compressor"],
+                **vars(place_of(run)),
+                compressors=tuple(auto.get("compressors") or [auto["compressor"]]),
                 chosen=auto["chosen"],
                 predicted_ms=auto["predicted_ms"],
                 measured_ms=auto["median_ms"],
@@ -170,17 +206,25 @@ def ratio(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> t
 
 
 def gains(rows: Sequence[Row]) -> list[Gain]:
-    """For each setting in which there is a compressor, the one that was fastest."""
+    """For each place in which there is a compressor, the method that was fastest."""
     found = []
-    for place in dict.fromkeys((row.hosts, row.rate, row.model) for row in rows):
-        here = [row for row in rows if (row.hosts, row.rate, row.model) == place]
+    for place in dict.fromkeys(row.place for row in rows):
+        here = [row for row in rows if row.place == place]
         stock = {row.method: row for row in here if row.method in STOCK_SPECS}
         others = [row for row in here if row.method not in STOCK_SPECS]
         if others and len(stock) == len(STOCK_SPECS):
             best = min(others, key=lambda row: row.measured_ms)
-            over = {method: row.measured_ms / best.measured_ms for method, row in stock.items()}
-            predicted = min(others, key=lambda row: row.predicted_ms)
-            found.append(Gain(*place, best.method, over["none"], over["hvd.fp16"], predicted.method))
+            found.append(
+                Gain(
+                    **vars(place),
+                    best=best.method,
+                    way=best.way,
+                    overlap=best.overlap,
+                    over_dense=stock["none"].measured_ms / best.measured_ms,
+                    over_fp16=stock["hvd.fp16"].measured_ms / best.measured_ms,
+                    predicted_best=min(others, key=lambda row: row.predicted_ms).method,
+                )
+            )
     return found
 
 

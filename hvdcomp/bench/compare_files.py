@@ -9,9 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.bench.compare import Choice, Row, choices, errors, gains, place_of
+from hvdcomp.bench.compare import SCATTER, TWO_LEVELS, Choice, Gain, Row, choices, errors, gains
 from hvdcomp.bench.fit import NOISY
+from hvdcomp.bench.places import place_of
 from hvdcomp.files import csv_of, replace_files
+from hvdcomp.perfmodel import STOCK_SPECS
+from hvdcomp.perfmodel.rates import parse_rate
 
 
 def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
@@ -42,12 +45,42 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the rows amount to, in two sentences."""
+    """What the rows amount to: how good predictions are, of which kind, and what compression gains."""
     middle, worst = errors(rows)
+    said = (
+        f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, "
+        f"{worst.in_words()}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} ms, quartiles "
+        f"{worst.low_ms:.1f} to {worst.high_ms:.1f})."
+    )
+    own = [row for row in rows if row.spec not in STOCK_SPECS.values()]
+    kinds = {
+        "gathered or in an allreduce": [row for row in own if row.way not in (SCATTER, TWO_LEVELS)],
+        "scattered": [row for row in own if row.way == SCATTER],
+        "in two levels": [row for row in own if row.way == TWO_LEVELS],
+        "with overlap": [row for row in own if row.overlap],
+        "without overlap": [row for row in own if not row.overlap],
+    }
+    medians = [f"{errors(some)[0]:.1%} of {len(some)} {kind}" for kind, some in kinds.items() if some]
+    if medians:
+        said += f" Of compressors the median errors are {', '.join(medians)}."
+    if found := gains(rows):
+        said += f" {_gains_summary(found)}"
+    return said
+
+
+def _gains_summary(found: Sequence[Gain]) -> str:
+    """How many times as fast the best of compression is, by model and rate, over all clusters."""
+    models = []
+    for model in dict.fromkeys(gain.model for gain in found):
+        rates = []
+        for rate in sorted({gain.rate for gain in found if gain.model == model}, key=parse_rate):
+            here = sorted(gain.over_stock for gain in found if (gain.model, gain.rate) == (model, rate))
+            bounds = dict.fromkeys(f"{value:.2f}" for value in (here[0], here[-1]))
+            rates.append(f"{' to '.join(bounds)} at {rate}")
+        models.append(f"{model} {', '.join(rates)}")
     return (
-        f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, {worst.model}, "
-        f"{worst.hosts} hosts, {worst.rate}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} "
-        f"ms, quartiles {worst.low_ms:.1f} to {worst.high_ms:.1f})."
+        "The fastest compressor of each setting is so many times as fast as the faster one of dense and fp16: "
+        f"{'; '.join(models)}."
     )
 
 
@@ -61,7 +94,7 @@ def cells(row: Row) -> tuple[str, ...]:
     }
     largest = max(parts, key=lambda part: parts[part])
     return (
-        str(row.hosts),
+        str(row.cluster),
         row.rate,
         row.model,
         row.method,
@@ -79,24 +112,26 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps. The column "
-        "compute is the error of the time without any communication, between calibrating and measuring; the last one "
-        "is the largest part of the prediction, in ms.",
+        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps. 2x4 are 2 "
+        "hosts with 4 ranks on each; 2 are 2 hosts with one. The column compute is the error of the time without any "
+        "communication, between calibrating and measuring; the last one is the largest part of the prediction, in ms.",
         "",
+        *([details["left_out"], ""] if details.get("left_out") else []),
         *_markdown_table(HEADINGS, [cells(row) for row in rows]),
         "",
         "The fastest compressor of each setting, as measured, and how many times as fast it is:",
         "",
         *_markdown_table(
-            ("hosts", "rate", "model", "fastest", "over dense", "over fp16", "predicted fastest"),
+            ("hosts", "rate", "model", "fastest", "over dense", "over fp16", "over both", "predicted fastest"),
             [
                 (
-                    str(gain.hosts),
+                    str(gain.cluster),
                     gain.rate,
                     gain.model,
                     gain.best,
                     f"{gain.over_dense:.2f}",
                     f"{gain.over_fp16:.2f}",
+                    f"{gain.over_stock:.2f}",
                     gain.predicted_best,
                 )
                 for gain in gains(rows)
@@ -114,8 +149,8 @@ def auto_summary(found: Sequence[Choice]) -> str:
     slowest, slower = (max(found, key=lambda one: getattr(one, name)) for name in ("over_best", "over_dense"))
     return (
         f"A step with auto takes {statistics.median(one.over_best for one in found):.3f} times that of the best static "
-        f"choice in the median, {slowest.over_best:.3f} times at most ({place_of(vars(slowest))}); "
-        f"{slower.over_dense:.3f} times that of dense at most ({place_of(vars(slower))}). Standard errors of these "
+        f"choice in the median, {slowest.over_best:.3f} times at most ({slowest.in_words()}); "
+        f"{slower.over_dense:.3f} times that of dense at most ({slower.in_words()}). Standard errors of these "
         f"ratios are up to {max(one.over_best_error for one in found):.3f}."
     )
 
@@ -127,7 +162,7 @@ def _auto(found: Sequence[Choice]) -> list[str]:
                 "over dense")  # fmt: skip
     table = [
         (
-            str(one.hosts), one.rate, one.model, one.compressor, one.chosen, f"{one.predicted_ms:.1f}",
+            str(one.cluster), one.rate, one.model, _given(one), one.chosen, f"{one.predicted_ms:.1f}",
             f"{one.measured_ms:.1f}", one.best, f"{one.over_best:.3f} ± {one.over_best_error:.3f}",
             f"{one.over_dense:.3f}" + (f" ± {one.over_dense_error:.3f}" if one.over_dense_error else ""),
         )
@@ -136,10 +171,15 @@ def _auto(found: Sequence[Choice]) -> list[str]:
     return [auto_summary(found), "", *_markdown_table(headings, table), ""]
 
 
+def _given(one: Choice) -> str:
+    """What it had to choose from beside dense and fp16."""
+    return one.compressors[0] if len(one.compressors) == 1 else f"{len(one.compressors)} compressors"
+
+
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
     """What was too noisy to trust, by the calibrations' own account."""
     lines = [
-        f"- {place_of(run)}: "
+        f"- {place_of(run).in_words()}: "
         + "; ".join(f"{what} ({one['spread']:.0%})" for what, one in run["noisy"].items())
         for run in runs
         if run["noisy"]

@@ -4,50 +4,76 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from itertools import cycle
 
+from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, StrMethodFormatter
 
-from hvdcomp.bench.compare import Gain, Row
+from hvdcomp.bench.compare import TWO_LEVELS, Gain, Row
+from hvdcomp.perfmodel.rates import parse_rate
 
-_FP16, _BEST = "#b9b9b9", "#0072b2"
 _UNITS = {"mbit": "Mb/s", "gbit": "Gb/s"}
+_MARKERS = "o^sDvP*X<>"
+_WAYS = {"allreduce": "o", "gather": "s", "scatter": "^", TWO_LEVELS: "D"}
+_COLUMNS = 2  # of panels
 
 
 def draw_speed(gains: Sequence[Gain]) -> bytes:
-    """How many times as fast as dense fp16 and the fastest compressor are, by rate and model, with the most hosts."""
-    hosts = max(gain.hosts for gain in gains)
-    shown = [gain for gain in gains if gain.hosts == hosts]
-    rates = list(dict.fromkeys(gain.rate for gain in shown))
-    models = list(dict.fromkeys(gain.model for gain in sorted(shown, key=lambda gain: -gain.over_dense)))
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    """How many times as fast as the better one of dense and fp16 the fastest compressor is, by bandwidth.
+
+    Each model has a panel, each cluster a line; markers say how the fastest compressor sends.
+    """
+    models = list(dict.fromkeys(gain.model for gain in gains))
+    rates = sorted({gain.rate for gain in gains}, key=parse_rate)
+    colours = {hosts: f"C{number}" for number, hosts in enumerate(dict.fromkeys(gain.cluster for gain in gains))}
+    columns = min(_COLUMNS, len(models))
+    lines = -(-len(models) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.1 * lines + 0.9), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
-    for axes, rate in zip(panels, rates, strict=True):
-        here = {gain.model: gain for gain in shown if gain.rate == rate}
-        for place, model in enumerate(models):
-            if model not in here:
-                continue
-            gain = here[model]
-            for shift, value, colour in (
-                (-0.2, gain.over_dense / gain.over_fp16, _FP16), (0.2, gain.over_dense, _BEST)
-            ):
-                axes.bar(place + shift, value, 0.38, color=colour)
-                above = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-                axes.annotate(
-                    f"{value:.1f}", (place + shift, value), (0, 4), textcoords="offset points", ha="center", fontsize=9,
-                    bbox=above,
-                )  # fmt: skip
+    panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes, model in zip(panels, models, strict=False):
         axes.axhline(1, color="0.3", linewidth=1, zorder=0.5)
-        axes.set_xticks(range(len(models)), models)
-        axes.set_title(f"{hosts} hosts, {_written(rate)}", fontsize=11)
+        for hosts, colour in colours.items():
+            here = sorted(
+                (gain for gain in gains if (gain.model, gain.cluster) == (model, hosts)),
+                key=lambda gain: parse_rate(gain.rate),
+            )
+            axes.plot([parse_rate(gain.rate) for gain in here], [gain.over_stock for gain in here], color=colour)
+            for gain in here:
+                filling = colour if gain.overlap else "white"
+                axes.plot(
+                    parse_rate(gain.rate), gain.over_stock, _WAYS[gain.way], color=colour, markerfacecolor=filling
+                )
+        axes.set_title(model, fontsize=11)
+        axes.grid(alpha=0.3)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    panels[0].set_ylabel("times as fast as dense")
-    panels[0].margins(y=0.12)
-    labels = {"Horovod's fp16": _FP16, "the fastest compressor of hvdcomp": _BEST}
-    handles = [panels[0].bar(0, 0, color=colour, label=label) for label, colour in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    for axes in panels[len(models) :]:
+        axes.set_visible(False)
+    first = panels[0]  # whose scales are those of all
+    first.margins(x=0.12)
+    first.set_xscale("log")
+    first.set_xticks([parse_rate(rate) for rate in rates], [_written(rate) for rate in rates])
+    first.set_yscale("log")
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    first.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    first.minorticks_off()
+    handles = [Line2D([], [], color=colour, label=hosts.in_words()) for hosts, colour in colours.items()]
+    handles += [
+        Line2D([], [], color="0.4", linestyle="", marker=marker, label=way)
+        for way, marker in _WAYS.items()
+        if any(gain.way == way for gain in gains)
+    ]
+    if not all(gain.overlap for gain in gains):
+        handles.append(
+            Line2D([], [], color="0.4", linestyle="", marker="o", markerfacecolor="white", label="without overlap")
+        )
+    figure.supylabel("times as fast as the better one of dense and fp16", fontsize=10)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return _png(figure)
 
 
@@ -64,30 +90,40 @@ def draw_errors(rows: Sequence[Row]) -> bytes:
     figure = Figure(figsize=(7, 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    markers = dict(zip(dict.fromkeys((row.hosts, row.rate) for row in rows), "o^sDvP*X<>", strict=False))
-    methods = list(dict.fromkeys(row.method for row in rows))
-    for number, method in enumerate(methods):
-        for place, marker in markers.items():
-            here = [row for row in rows if row.method == method and (row.hosts, row.rate) == place]
-            axes.plot(
-                [row.measured_ms for row in here],
-                [row.predicted_ms for row in here],
-                marker,
-                color=f"C{number}",
-                markersize=5,
-                label=method if place == next(iter(markers)) else None,
-            )
-    for (hosts, rate), marker in markers.items():
-        axes.plot([], [], marker, color="0.5", label=f"{hosts} hosts, {rate}")
+    markers = dict(zip(dict.fromkeys(row.cluster for row in rows), cycle(_MARKERS)))
+    specs = list(dict.fromkeys(row.spec for row in rows))
+    colours = {spec: colormaps["tab20"](number % 20) for number, spec in enumerate(specs)}
+    for row in rows:
+        axes.plot(
+            row.measured_ms,
+            row.predicted_ms,
+            markers[row.cluster],
+            color=colours[row.spec],
+            markerfacecolor=colours[row.spec] if row.overlap else "white",
+            markersize=5,
+        )
+    handles: list[Artist] = [
+        Line2D([], [], linestyle="", marker="s", color=colour, label=spec) for spec, colour in colours.items()
+    ]
+    handles += [
+        Line2D([], [], linestyle="", marker=marker, color="0.4", label=hosts.in_words())
+        for hosts, marker in markers.items()
+    ]
+    if not all(row.overlap for row in rows):
+        handles.append(
+            Line2D([], [], color="0.4", linestyle="", marker="o", markerfacecolor="white", label="without overlap")
+        )
     ends = [min(row.measured_ms for row in rows) / 1.5, max(row.measured_ms for row in rows) * 1.5]
     axes.plot(ends, ends, color="0.3", linewidth=1)
-    axes.fill_between(ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="0.9", label="25%")
+    handles.append(
+        axes.fill_between(ends, [0.75 * end for end in ends], [1.25 * end for end in ends], color="0.9", label="25%")
+    )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("measured time of a step (ms)")
     axes.set_ylabel("predicted time of a step (ms)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(handles=handles, fontsize=7)
     return _png(figure)
 
 

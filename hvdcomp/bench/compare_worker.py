@@ -18,10 +18,11 @@ from typing import Any
 
 import click
 
+from hvdcomp import TwoLevel
 from hvdcomp.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.bench.compare import ratio
-from hvdcomp.bench.steps_worker import COMPUTE, STOCK, Training, Turns
-from hvdcomp.compressors import BUCKET_BYTES
+from hvdcomp.bench.steps_worker import COMPUTE, OVERLAPS, STOCK, Training, Turns, trainings_of
+from hvdcomp.compressors import BUCKET_BYTES, Compressor
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import as_json, save
 
@@ -38,6 +39,7 @@ _LONGEST = 3  # times the seconds of a calibration, after which these turns end 
 @click.option("--compressor", "specs", multiple=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
+@click.option("--overlap", type=click.Choice(list(OVERLAPS)), default="on", help="How compressors are measured.")
 @click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after them.")
 @click.option("--quiet", is_flag=True, help="No lines of progress.")
@@ -47,6 +49,7 @@ def main(
     specs: tuple[str, ...],
     batch_size: int,
     seed: int,
+    overlap: str,
     seconds: float,
     with_auto: bool,
     quiet: bool,
@@ -64,11 +67,11 @@ def main(
         if ranks.rank == 0 and not quiet:
             print(f"{PROGRESS}{what}", flush=True)
 
-    others = [Training(method, model, batch_size, seed) for method in (COMPUTE, *STOCK, *specs)]
+    others = trainings_of(model, (*STOCK, *specs), OVERLAPS[overlap], batch_size, seed)
     turns = Turns(others, lambda what: show(f"measuring, {what}"))
     made = calibrate(
         [model],
-        [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
+        [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *map(_timed, specs)))],
         name=output.stem,
         batch_size=batch_size,
         seed=seed,
@@ -76,14 +79,15 @@ def main(
         show=lambda what: show(f"calibrating, {what}"),
         beside=turns.round,
     )
-    steps = {training.times.method: training.times.as_json() for training in others}
-    best = _fastest(others, specs)
-    if best and with_auto:
+    steps = {training.times.name: training.times.as_json() for training in others}
+    if specs and with_auto:
         file = output.with_name(f"{output.stem}.calibration.json")
         if ranks.rank == 0:
             save(made.calibration, file)
-        auto = AutoTraining(best, file, output.with_suffix(".jsonl"), model, batch_size, seed)
-        steps[AUTO] = _measure_auto(auto, others, seconds, lambda what: show(f"auto, {what}"))
+        own, *rest = given = _given(specs, others)
+        auto = AutoTraining(own, file, output.with_suffix(".jsonl"), model, batch_size, seed, others=rest)
+        found = _measure_auto(auto, others, seconds, lambda what: show(f"auto, {what}"))
+        steps[AUTO] = {**found, "compressors": given}
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
         calibration = as_json(made.calibration)
@@ -98,6 +102,12 @@ def main(
         output.write_text(json.dumps(result) + "\n")
 
 
+def _timed(spec: str) -> str:
+    """The compressor whose encoding is timed for a method: what two levels take follows from that of their own."""
+    one: Compressor = parse_compressor(spec)
+    return str(one.compressor) if isinstance(one, TwoLevel) else spec
+
+
 def _measure_auto(
     auto: AutoTraining, others: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -107,17 +117,37 @@ def _measure_auto(
     best, *rest = hvd.broadcast_object(_rivals(others), name="steps.rivals")
     show("begins")
     auto.begin(_ALONE * seconds)
-    turns = Turns([auto, *(one for one in others if one.times.method in (best, *rest))], show)
+    turns = Turns([auto, *(one for one in others if one.times.name in (best, *rest))], show)
     start = time.perf_counter()
     going = True
     while going:
         turns.round()
-        against = {training.times.method: training.times.step_ms for training in turns.trainings}
+        against = {training.times.name: training.times.step_ms for training in turns.trainings}
         known = turns.rounds >= _FEWEST_ROUNDS and ratio(against[AUTO], against[best])[1] <= _SURE
         # On rank 0's word: clocks differ.
         going = hvd.broadcast_object(not known and time.perf_counter() - start < _LONGEST * seconds, name="steps.going")
     measured = auto.times.as_json()
     return measured | ({**auto.choice(), "best": best, "against": against} if hvd.rank() == 0 else {})
+
+
+def _given(specs: Sequence[str], others: Sequence[Training]) -> list[str]:
+    """What `auto` may choose from, the same on all ranks: the compressors, the fastest first, without those that cannot
+    take turns with faster ones."""
+    import horovod.torch as hvd
+
+    from hvdcomp import Auto, Compression
+    from hvdcomp.errors import SpecError
+
+    times = {spec: [one.times.as_json()["median_ms"] for one in others if one.times.method == spec] for spec in specs}
+    first, *rest = hvd.broadcast_object(sorted(specs, key=lambda spec: min(times[spec])), name="steps.given")
+    given: list[str] = []
+    for spec in rest:
+        try:
+            Compression.from_spec(first, policy=Auto(calibration="any", compressors=(*given, spec)))
+        except SpecError:
+            continue
+        given.append(spec)
+    return [first, *given]
 
 
 def _rivals(others: Sequence[Training]) -> list[str]:
@@ -127,17 +157,9 @@ def _rivals(others: Sequence[Training]) -> list[str]:
     return [best, *(["none"] if best != "none" and medians["none"] < _FAR * medians[best] else [])]
 
 
-def _fastest(others: Sequence[Training], specs: Sequence[str]) -> str | None:
-    """The compressor with the least median on rank 0, the same on all ranks; None if there are none."""
-    import horovod.torch as hvd
-
-    medians = _medians(others)
-    return hvd.broadcast_object(min(specs, key=lambda spec: medians[spec], default=None), name="steps.best")
-
-
 def _medians(others: Sequence[Training]) -> dict[str, float]:
     """The median time of a step by method, of those that exchange gradients."""
-    return {one.times.method: one.times.as_json()["median_ms"] for one in others if one.times.method != COMPUTE}
+    return {one.times.name: one.times.as_json()["median_ms"] for one in others if one.times.method != COMPUTE}
 
 
 if __name__ == "__main__":

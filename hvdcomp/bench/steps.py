@@ -1,4 +1,4 @@
-"""Runs of the emulated cluster in which calibration and steps are measured: one for each number of hosts and rate."""
+"""Runs of the emulated cluster in which calibration and steps are measured: one for each kind of cluster and rate."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdcomp.bench.cluster import Cluster, ClusterError
-from hvdcomp.bench.compare import place_of
+from hvdcomp.bench.compare import needs_nodes
+from hvdcomp.bench.places import Hosts, Place, place_of
+from hvdcomp.compressors.parsing import parse_compressor
 
 _WORKER = "hvdcomp.bench.compare_worker"
 _PROGRESS = "PROGRESS "  # the beginning of its lines of progress
@@ -30,6 +32,8 @@ class Options:
 
     Attributes:
         models, compressors: names and specs.
+        overlap: "on" for compressors as they are by themselves, "off" for none that sends before the end of the
+            backward pass, "both" for each in both ways.
         batch_size: of one rank.
         seconds: for calibrating each model, about; all else takes a multiple of it.
     """
@@ -38,9 +42,25 @@ class Options:
     compressors: tuple[str, ...]
     batch_size: int
     seconds: float
+    overlap: str = "on"
+
+    def compressors_on(self, hosts: Hosts) -> tuple[str, ...]:
+        """Those that are measured there: where hosts have one rank each, two levels would be one."""
+        several = hosts.ranks > 1
+        return tuple(spec for spec in self.compressors if several or not needs_nodes(parse_compressor(spec)))
 
 
-def check(hosts: Sequence[int], rates: Sequence[str]) -> None:
+def left_out(hosts: Sequence[Hosts], options: Options) -> str:
+    """What is not measured somewhere although it was asked for, in a sentence; empty if nothing is."""
+    where = [one for one in hosts if options.compressors_on(one) != options.compressors]
+    if not where:
+        return ""
+    found = [spec for spec in options.compressors if spec not in options.compressors_on(where[0])]
+    places = " and ".join(one.in_words() for one in where)
+    return f"Left out on {places}, where hosts have one rank each and two levels would be one: {', '.join(found)}."
+
+
+def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
     """Sees that all clusters can be made, before the first is.
 
     Raises:
@@ -48,8 +68,8 @@ def check(hosts: Sequence[int], rates: Sequence[str]) -> None:
     """
     try:
         for rate in rates:
-            for number in hosts:
-                Cluster(number, rate)
+            for one in hosts:
+                Cluster(one.number, rate)
     except ClusterError as error:
         raise StepsError(str(error)) from None
 
@@ -80,7 +100,7 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
 
 
 def measure(
-    hosts: Sequence[int],
+    hosts: Sequence[Hosts],
     rates: Sequence[str],
     options: Options,
     show: Callable[[str], None],
@@ -91,7 +111,7 @@ def measure(
     Each model is calibrated and measured in turns: machines are not equally fast all the time.
 
     Yields:
-        What the ranks wrote, with `hosts`, `rate` and `model`.
+        What the ranks wrote, with the fields of `Place`.
 
     Args:
         show: called with what comes next, in another thread.
@@ -102,34 +122,39 @@ def measure(
     """
     known = {place_of(result) for result in done}
     try:
-        for number, rate in itertools.product(hosts, rates):
-            places = [{"hosts": number, "rate": rate, "model": model} for model in options.models]
-            places = [place for place in places if place_of(place) not in known]
+        for one, rate in itertools.product(hosts, rates):
+            places = [Place(one.number, one.ranks, rate, model) for model in options.models]
+            places = [place for place in places if place not in known]
             if not places:
                 continue
-            with Cluster(number, rate) as cluster:
+            with Cluster(one.number, rate) as cluster:
                 for place in places:
-                    yield place | _run(cluster, place, options, show)
+                    yield asdict(place) | _run(cluster, place, options, show)
     except ClusterError as error:
         raise StepsError(str(error)) from None
 
 
-def _run(cluster: Cluster, place: dict[str, Any], options: Options, show: Callable[[str], None]) -> dict[str, Any]:
-    name = place_of(place)
+def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str], None]) -> dict[str, Any]:
+    name, hosts = place.in_words(), place.cluster
+    env = {"OMP_NUM_THREADS": "1"}
+    if hosts.ranks > 1:
+        env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # without which there are no two levels
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{place['hosts']} hosts, {place['rate']}.json"
-        words = ["--model", place["model"], *_arguments(options), "--output", str(file)]
+        file = Path(folder) / f"{hosts.in_words()}, {place.rate}.json"
+        words = ["--model", place.model, *_arguments(options, hosts), "--output", str(file)]
         said: list[str] = []
         take = _taker(said, lambda what: show(f"{name}: {what}"))
-        code = cluster.run([sys.executable, "-m", _WORKER, *words], output=take, env={"OMP_NUM_THREADS": "1"})
+        ranks = hosts.number * hosts.ranks
+        code = cluster.run([sys.executable, "-m", _WORKER, *words], ranks=ranks, output=take, env=env)
         if code != 0 or not file.exists():
             raise StepsError(f"the run of {name} ended with code {code}:\n{_shortened(said)}")
         return json.loads(file.read_text())
 
 
-def _arguments(options: Options) -> list[str]:
-    words = [word for spec in options.compressors for word in ("--compressor", spec)]
-    return [*words, "--batch-size", str(options.batch_size), "--seconds", str(options.seconds)]
+def _arguments(options: Options, hosts: Hosts) -> list[str]:
+    words = [word for spec in options.compressors_on(hosts) for word in ("--compressor", spec)]
+    words += ["--batch-size", str(options.batch_size), "--overlap", options.overlap]
+    return [*words, "--seconds", str(options.seconds)]
 
 
 def _taker(said: list[str], show: Callable[[str], None]) -> Callable[[str], None]:

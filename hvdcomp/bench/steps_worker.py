@@ -27,6 +27,8 @@ from hvdcomp.train.options import MODELS, SetupError
 
 STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
 COMPUTE = "compute"  # training alone: no gradient leaves the rank
+OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
+"""The `overlap_bytes` of `Times` with which compressors are compared, by what is asked for."""
 
 # After others had their turn: the engine's collectives have the same names for all methods, and a known name with
 # another size costs Horovod a negotiation.
@@ -53,6 +55,13 @@ class Times:
     encode_ms: float | None = None
     communicate_ms: float | None = None
     decode_ms: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The method, and how it overlaps if that was asked for: what tells it from all others."""
+        if self.overlap_bytes is None:
+            return self.method
+        return f"{self.method}, {f'{self.overlap_bytes:,}' if self.overlap_bytes else 'at the end'}"
 
     def as_json(self) -> dict[str, Any]:
         """The fields, with the median and the quartiles of all steps."""
@@ -208,6 +217,28 @@ class Turns:
         self.rounds += 1
 
 
+def trainings_of(
+    model: str, methods: Sequence[str], overlaps: Sequence[int | None], batch_size: int, seed: int
+) -> list[Training]:
+    """The trainings to be compared, that without any communication first.
+
+    Args:
+        overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if there are none, with
+            what hvdcomp does by itself. Training alone, and what Horovod itself carries, is there once.
+    """
+    return [
+        Training(method, model, batch_size, seed, least)
+        for method in (COMPUTE, *methods)
+        for least in (overlaps or (None,) if _may_overlap(method) else (None,))
+    ]
+
+
+def _may_overlap(method: str) -> bool:
+    if method in (COMPUTE, *STOCK):
+        return False
+    return any(one.wire_dtype("float32") is None for one in parse_compressor(method).leaves())
+
+
 def measure(
     model: str,
     methods: list[str],
@@ -230,11 +261,7 @@ def measure(
     """
     from hvdcomp.bench.workload import in_turn
 
-    trainings = [
-        Training(method, model, batch_size, seed, least)
-        for method in (COMPUTE, *methods)
-        for least in ((None,) if method in (COMPUTE, *STOCK) or not overlaps else overlaps)
-    ]
+    trainings = trainings_of(model, methods, overlaps, batch_size, seed)
     for number in range(rounds + 1):
         show(number)
         for training in in_turn(trainings, number):
@@ -331,9 +358,8 @@ def main(methods: tuple[str, ...], rate: str | None, output: Path, **options: An
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"{'compute only':40} {compute['median_ms']:9.1f} ms")
-    for one in others:
-        name = one["method"] if one["overlap_bytes"] is None else f"{one['method']}, {one['overlap_bytes']:,}"
-        console.print(f"{name:40} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
+    for training, one in zip(trainings[1:], others, strict=True):
+        console.print(f"{training.times.name:40} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
     console.print(f"written to {output}")
 
 

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import cross_entropy
 
+from hvdcomp.bench.models import IMAGES, split_model
 from hvdcomp.compressors import TensorInfo
 from hvdcomp.train.frameworks import build_model
-from hvdcomp.train.options import MODELS, TEXT_MODELS, SetupError
+from hvdcomp.train.options import TEXT_MODELS, SetupError
 
-_IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}  # channels, size, classes
 _TOKENS, _LENGTH = 100, 64  # characters of a text
 _TURN_S, _MOST_STEPS = 0.25, 8
 
@@ -82,18 +82,9 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     torch.manual_seed(seed)
     if ":" in model:
         return _own(model, batch_size)
-    name, at, data = model.partition("@")
-    if name not in MODELS:
-        raise SetupError(
-            f"the model {name!r} is not known; there are: {', '.join(MODELS)}, or write package.module:function for "
-            "one of your own"
-        )
+    name, data = split_model(model)
     text = name in TEXT_MODELS
-    if at and (text or data not in _IMAGES):
-        raise SetupError(
-            f"{model!r}: after @ stands the data whose shape an image model is timed on, one of {', '.join(_IMAGES)}"
-        )
-    channels, size, classes = _IMAGES[data or "cifar10"]
+    channels, size, classes = IMAGES[data or "cifar10"]
     network = build_model(name, channels=channels, size=size, classes=_TOKENS if text else classes)
     own = torch.Generator().manual_seed(seed + 1 + rank)
     if text:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hvdcomp.bench.models import split_model
+from hvdcomp.bench.places import Hosts, parse_hosts
 from hvdcomp.bench.steps import Options
+from hvdcomp.bench.steps_worker import OVERLAPS
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.terminal import make_console, make_table, print_table
-from hvdcomp.train.options import MODELS as TRAINED
 
 _STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called
 
@@ -21,7 +24,14 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
 
 
 @click.command()
-@click.option("--hosts", default="2,4", show_default=True, callback=_list, metavar="N,...", help="Numbers of hosts.")
+@click.option(
+    "--hosts",
+    default="2,4",
+    show_default=True,
+    callback=_list,
+    metavar="N[xRANKS],...",
+    help="Numbers of hosts, with one rank on each: 2x2 is two hosts with two.",
+)
 @click.option(
     "--rate",
     "rates",
@@ -42,6 +52,13 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     default=("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"),
     show_default=True,
     help="Beside dense and Horovod's fp16; repeat.",
+)
+@click.option(
+    "--overlap",
+    type=click.Choice(list(OVERLAPS)),
+    default="on",
+    show_default=True,
+    help="Compressors as they are by themselves, sending during the backward pass; all at its end; or both.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Of one rank.")
 @click.option(
@@ -79,23 +96,28 @@ def steps(
     On each cluster: calibrates, and in turns with that trains with dense gradients, Horovod's fp16 and each compressor.
     """
     from hvdcomp.bench import steps as runs
-    from hvdcomp.bench.compare import choices, compare, gains, place_of
+    from hvdcomp.bench.compare import choices, compare, gains
     from hvdcomp.bench.compare_files import HEADINGS, auto_summary, cells, summary, write
+    from hvdcomp.bench.places import place_of
 
     try:
         import matplotlib  # noqa: F401
 
-        compressors = tuple(str(parse_compressor(spec)) for spec in specs)
-        numbers = [int(number) for number in hosts]
+        compressors = tuple(dict.fromkeys(str(parse_compressor(spec)) for spec in specs))
+        clusters = list(dict.fromkeys(map(parse_hosts, hosts)))
+        for model in models:
+            if ":" not in model:
+                split_model(model)
         output.mkdir(parents=True, exist_ok=True)
-        unknown = [model for model in models if ":" not in model and model not in TRAINED]
-        if unknown:
-            raise click.UsageError(f"--model {unknown[0]} is not known; there are: {', '.join(TRAINED)}")
         wanted = runs.Options(models, compressors, **options)
-        details = {"command": _steps_command(numbers, rates, wanted, output), **runs.environment_facts()}
+        details = {
+            "command": _steps_command(clusters, rates, wanted, output),
+            "left_out": runs.left_out(clusters, wanted),
+            **runs.environment_facts(),
+        }
         results = runs.earlier(output / f"{_STEPS}.json", details["command"]) if resume else []
-        if len(results) < len(numbers) * len(rates) * len(models):
-            runs.check(numbers, rates)
+        if len(results) < len(clusters) * len(rates) * len(models):
+            runs.check(clusters, rates)
     except ImportError as error:
         raise click.ClickException(f"the plot needs {error.name}: pip install 'hvdcomp[plot]'") from None
     except ValueError as error:
@@ -104,21 +126,23 @@ def steps(
         raise click.ClickException(str(error)) from None
     rows = [row for result in results for row in compare(result)]
     console = make_console()
+    if details["left_out"]:
+        console.print(details["left_out"], soft_wrap=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=make_console(stderr=True)) as progress:
-        total = len(numbers) * len(rates) * len(models)
+        total = len(clusters) * len(rates) * len(models)
         task = progress.add_task("starting", total=total, completed=len(results))
 
         def show(what: str) -> None:
             progress.update(task, description=what)
 
         try:
-            for result in runs.measure(numbers, rates, wanted, show, results):
+            for result in runs.measure(clusters, rates, wanted, show, results):
                 rows += compare(result)
                 results.append(result)
                 write(output, _STEPS, rows, {**details, "runs": results})
                 progress.advance(task)
-                progress.console.print(f"{place_of(result)}: measured", highlight=False)
+                progress.console.print(f"{place_of(result).in_words()}: measured", highlight=False)
         except (runs.StepsError, OSError) as error:
             again = "\nWhat was measured before is kept: go on with --resume." if results else ""
             raise click.ClickException(f"{str(error).rstrip()}{again}") from None
@@ -133,8 +157,8 @@ def steps(
     print_table(console, table)
     for gain in gains(rows):
         console.print(
-            f"{gain.hosts} hosts, {gain.rate}, {gain.model}: {gain.best} is {gain.over_dense:.2f} times as fast as "
-            f"dense, {gain.over_fp16:.2f} times as fast as fp16",
+            f"{gain.in_words()}: {gain.best} is {gain.over_dense:.2f} times as fast as dense, {gain.over_fp16:.2f} "
+            "times as fast as fp16",
             soft_wrap=True,
         )
     console.print(summary(rows), soft_wrap=True)
@@ -142,12 +166,14 @@ def steps(
         console.print(auto_summary(found), soft_wrap=True)
     for result in results:
         if result["noisy"]:
-            console.print(f"noisy, {place_of(result)}: {', '.join(result['noisy'])}", soft_wrap=True)
+            console.print(f"noisy, {place_of(result).in_words()}: {', '.join(result['noisy'])}", soft_wrap=True)
     click.echo(f"wrote {_STEPS}.json, .csv, .md, .png and {_STEPS}-speed.png to {output}")
 
 
-def _steps_command(numbers: list[int], rates: tuple[str, ...], options: Options, output: Path) -> str:
-    words = ["hvdcomp bench steps", "--hosts", ",".join(map(str, numbers)), "--rate", ",".join(rates)]
+def _steps_command(clusters: list[Hosts], rates: tuple[str, ...], options: Options, output: Path) -> str:
+    words = ["hvdcomp bench steps", "--hosts", ",".join(map(str, clusters)), "--rate", ",".join(rates)]
     words += ["--model", ",".join(options.models), "--batch-size", str(options.batch_size)]
-    words += [word for spec in options.compressors for word in ("--compressor", spec)]
+    words += [word for spec in options.compressors for word in ("--compressor", shlex.quote(spec))]
+    if options.overlap != "on":
+        words += ["--overlap", options.overlap]
     return " ".join([*words, "--seconds", f"{options.seconds:g}", "--output", str(output)])

@@ -65,7 +65,11 @@ def load_turns(file: Path) -> Turns:
         model, at, data = name.partition("@")
         if not at:
             raise RunError(f"{file} is of {name!r}, which does not say on which data: measure it as {name}@digits")
-        methods = [method for method in content["steps"] if method not in (content["alone"], content["auto"])]
+        left = (content["alone"], content["auto"])
+        # Trainings send during the backward pass, as far as a method can.
+        methods = [
+            name for name, one in content["steps"].items() if name not in left and one.get("overlap_bytes") != 0
+        ]
         specs = {str(parse_compressor(STOCK_SPECS.get(method, method))): method for method in methods}
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
         ranks = int(calibration.machine["ranks"])

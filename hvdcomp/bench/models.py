@@ -1,0 +1,34 @@
+"""The names of models that can be timed on random data. Imports no framework."""
+
+from __future__ import annotations
+
+from hvdcomp.train.options import MODELS, TEXT_MODELS, SetupError
+
+IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
+"""Channels, size and classes of the images of a data set."""
+
+
+def split_model(model: str) -> tuple[str, str]:
+    """The name of a model and that of the data whose shape it is timed on, empty if it is left open.
+
+    Args:
+        model: such as "lstm", "resnet20" or "cnn@digits".
+
+    Raises:
+        SetupError: for a model that is not there, or data that do not suit it.
+
+    Example:
+        >>> split_model("cnn@digits")
+        ('cnn', 'digits')
+    """
+    name, at, data = model.partition("@")
+    if name not in MODELS:
+        raise SetupError(
+            f"the model {name!r} is not known; there are: {', '.join(MODELS)}, or write package.module:function for "
+            "one of your own"
+        )
+    if at and (name in TEXT_MODELS or data not in IMAGES):
+        raise SetupError(
+            f"{model!r}: after @ stands the data whose shape an image model is timed on, one of {', '.join(IMAGES)}"
+        )
+    return name, data

@@ -1,0 +1,72 @@
+"""Where steps are measured: hosts and the ranks on each, the rate of the links, and the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Hosts(NamedTuple):
+    """The hosts of a cluster, and the ranks on each.
+
+    Example:
+        >>> parse_hosts("2x4")
+        Hosts(number=2, ranks=4)
+        >>> str(Hosts(2, 4)), str(Hosts(2))
+        ('2x4', '2')
+    """
+
+    number: int
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}" if self.ranks == 1 else f"{self.number}x{self.ranks}"
+
+    def in_words(self) -> str:
+        """Such as "2 hosts of 4 ranks"; one rank on each goes without saying."""
+        return f"{self.number} hosts" if self.ranks == 1 else f"{self.number} hosts of {self.ranks} ranks"
+
+
+def parse_hosts(text: str) -> Hosts:
+    """Hosts as the user writes them: "2", or "2x4" for four ranks on each.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    match = re.fullmatch(r"(\d{1,4})(?:x([1-9]\d{0,3}))?", text)
+    if match is None:
+        raise ValueError(
+            f"--hosts {text!r}: write a number of hosts, such as 2, or 2x4 for 2 hosts with 4 ranks on each"
+        )
+    return Hosts(int(match[1]), int(match[2] or 1))
+
+
+@dataclass(frozen=True)
+class Place:
+    """One setting in which methods are compared."""
+
+    hosts: int
+    ranks_per_host: int
+    rate: str
+    model: str
+
+    @property
+    def place(self) -> Place:
+        """The setting alone, where more is known of it."""
+        return Place(self.hosts, self.ranks_per_host, self.rate, self.model)
+
+    @property
+    def cluster(self) -> Hosts:
+        """Its hosts."""
+        return Hosts(self.hosts, self.ranks_per_host)
+
+    def in_words(self) -> str:
+        """Such as "mlp, 2 hosts, 1gbit"."""
+        return f"{self.model}, {self.cluster.in_words()}, {self.rate}"
+
+
+def place_of(run: Mapping[str, Any]) -> Place:
+    """Where a run was, from what is kept of it. What was kept before hosts could have several ranks had one on each."""
+    return Place(run["hosts"], run.get("ranks_per_host", 1), run["rate"], run["model"])
