@@ -111,16 +111,16 @@ def compare(run: dict[str, Any]) -> list[Row]:
     specs = {
         name: str(parse_compressor(STOCK_SPECS.get(name) or one.get("method", name))) for name, one in measured.items()
     }
-    early = {name: _early_bytes(run, one) for name, one in measured.items()}
-    advisers = {size: Adviser(calibration, model, list(specs.values()), size) for size in set(early.values())}
+    early_bytes = run.get("early_bytes")
+    adviser = Adviser(calibration, model, list(specs.values()), early_bytes)
     ranks = int(calibration.machine["ranks"])
     compute = calibration.models[model].compute
     alone = (compute.forward_s or 0.0) + compute.backward_s + compute.optimizer_s
     rows = []
     for method, one in measured.items():
-        adviser, spec = advisers[early[method]], specs[method]
+        spec, early = specs[method], one.get("overlap_bytes") != 0
         exchange = adviser.exchange(spec, ranks)
-        parts = adviser.parts(spec, Setting(ranks))
+        parts = adviser.parts(spec, Setting(ranks), early=early)
         low, high = one["quartiles_ms"]
         predicted = 1e3 * float(parts.total)
         rows.append(
@@ -129,7 +129,7 @@ def compare(run: dict[str, Any]) -> list[Row]:
                 method=method,
                 spec=spec,
                 way=_way(adviser.compressors[spec], exchange),
-                overlap=exchange.overlapped or early[method] is not None,
+                overlap=exchange.overlapped or (early and early_bytes is not None),
                 measured_ms=one["median_ms"],
                 low_ms=low,
                 high_ms=high,
@@ -145,12 +145,6 @@ def compare(run: dict[str, Any]) -> list[Row]:
             )
         )
     return rows
-
-
-def _early_bytes(run: dict[str, Any], one: dict[str, Any]) -> float | None:
-    """What the prediction of a method is to take for the least that is sent during the backward pass."""
-    asked = one.get("overlap_bytes")
-    return run.get("early_bytes") if asked is None else asked or None
 
 
 def needs_nodes(compressor: Compressor) -> bool:
