@@ -91,6 +91,22 @@ def test_a_row_says_how_most_of_it_travels() -> None:
     assert "of 4 without overlap." in said  # nothing says that this run had any
 
 
+def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
+    run = {**result(), "ranks_per_host": 2}
+    cost = {"algorithm": "ring", "latency_s": 0.0, "bytes_per_s": 1e8}
+    among = {"allreduce": cost, "allgather": cost, "reducescatter": cost}
+    run["calibration"]["network"]["levels"] = {"ranks_per_node": 2, "node": among, "across": among}
+    run["calibration"]["machine"]["ranks"] = "4"
+    flat, both = "topk:ratio=0.01", "two_level(topk:ratio=0.01)"
+    run["steps"][both] = run["steps"][flat]
+    rows = {row.method: row for row in compare(run)}
+    assert rows[both].way == "two levels"
+    assert rows[both].encode_ms == pytest.approx(rows[flat].encode_ms / 2)
+    # A reduce-scatter and an allgather of 4 MB in the node, half of it each way, and half a payload to the other node.
+    assert rows[both].network_ms == pytest.approx(20 + 20 + rows[flat].network_ms / 3 / 2, rel=0.02)
+    assert "of 1 in two levels" in summary(list(rows.values()))
+
+
 def test_hosts_are_written_with_their_ranks() -> None:
     assert [parse_hosts(text) for text in ("2", "4x1", "2x16")] == [Hosts(2), Hosts(4), Hosts(2, 16)]
     assert [str(one) for one in (Hosts(2), Hosts(2, 16))] == ["2", "2x16"]
