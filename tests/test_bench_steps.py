@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from hvdcomp.bench import steps as runs
 from hvdcomp.bench.compare import choices, compare, errors, gains
 from hvdcomp.bench.compare_files import auto_summary, summary, write
+from hvdcomp.bench.compare_worker import able_to_take_turns
 from hvdcomp.bench.places import Hosts, Place, parse_hosts, place_of
 from hvdcomp.bench.steps_worker import OVERLAPS, Times, trainings_of
 from hvdcomp.commands.bench import command
@@ -233,6 +234,13 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     del run["steps"]["auto"]["compressors"]
     run["steps"]["auto"]["compressor"] = "efsignsgd"  # as it was kept when there was one
     assert choices([run])[0].compressors == ("efsignsgd",)
+
+
+def test_auto_is_given_what_goes_with_the_faster_ones() -> None:
+    topk, qsgd, power = "topk:ratio=0.01", "qsgd:bits=4", "two_level(powersgd:rank=4)"
+    assert able_to_take_turns([topk, qsgd, power]) == [topk, power]  # what topk keeps would grow in qsgd
+    assert able_to_take_turns([qsgd, topk, power, "natural"]) == [qsgd, "natural"]
+    assert able_to_take_turns([topk]) == [topk]
 
 
 def test_turns_are_short_where_steps_are_long() -> None:

@@ -131,15 +131,25 @@ def _measure_auto(
 
 
 def _given(specs: Sequence[str], others: Sequence[Training]) -> list[str]:
-    """What `auto` may choose from, the same on all ranks: the compressors, the fastest first, without those that cannot
-    take turns with faster ones."""
+    """What `auto` may choose from, the same on all ranks: of the compressors those that go with faster ones."""
     import horovod.torch as hvd
 
+    times = {spec: [one.times.as_json()["median_ms"] for one in others if one.times.method == spec] for spec in specs}
+    fastest_first = sorted(specs, key=lambda spec: min(times[spec]))
+    return hvd.broadcast_object(able_to_take_turns(fastest_first), name="steps.given")
+
+
+def able_to_take_turns(specs: Sequence[str]) -> list[str]:
+    """Compressors among which one policy may choose: the first, and each other that goes with those before it.
+
+    Example:
+        >>> able_to_take_turns(["topk:ratio=0.01", "qsgd:bits=4", "powersgd:rank=4"])
+        ['topk:ratio=0.01', 'powersgd:rank=4']
+    """
     from hvdcomp import Auto, Compression
     from hvdcomp.errors import SpecError
 
-    times = {spec: [one.times.as_json()["median_ms"] for one in others if one.times.method == spec] for spec in specs}
-    first, *rest = hvd.broadcast_object(sorted(specs, key=lambda spec: min(times[spec])), name="steps.given")
+    first, *rest = specs
     given: list[str] = []
     for spec in rest:
         try:
