@@ -379,7 +379,7 @@ def test_a_small_setting_from_end_to_end(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "steps-measured.json").read_text())
     assert [row["method"] for row in found["rows"]] == ["none", "hvd.fp16", "topk:ratio=0.01"]
     (auto,) = found["auto"]
-    assert (auto["compressor"], auto["best"]) == ("topk:ratio=0.01", "topk:ratio=0.01")
+    assert (auto["compressors"], auto["best"]) == (["topk:ratio=0.01"], "topk:ratio=0.01")
     assert "compressed" in auto["chosen"]
     assert 0 < auto["over_dense"] < 1
     assert 0 < auto["over_best"] < 2
