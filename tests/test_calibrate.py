@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,17 +27,24 @@ from hvdcomp.bench.fit import (
     reading,
 )
 from hvdcomp.commands.advise import command as advise
-from hvdcomp.commands.calibrate import _checked
-from hvdcomp.errors import SpecError
+from hvdcomp.commands.calibrate import TWO_LEVELS, _checked
+from hvdcomp.communicators.nodes import UnevenNodesError
+from hvdcomp.compressors import TensorInfo
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import Group
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel import (
     ALGORITHMS,
     Collective,
     CollectiveCost,
     Compute,
+    EncodeTime,
     Exchange,
     Network,
     Parts,
     Setting,
+    exchange_of,
     load,
     predict,
 )
@@ -115,10 +126,10 @@ def test_a_size_whose_passes_differ_is_measured_again() -> None:
     left = {place: iter(values) for place, values in times.items()}
 
     class Scripted(_Measuring):
-        def _sample(self, kind: str, size: int) -> tuple[list[float], float]:
+        def _sample(self, kind: str, size: int, among: Group) -> tuple[list[float], float]:
             return [next(left[kind, size])] * 3, 1e-6
 
-    found = Scripted(1.0, lambda what: None).by_size(("float32", "fused"), [4096, 16384])
+    found = Scripted(Mock(), 1.0, 1.0, lambda what: None).by_size(("float32", "fused"), [4096, 16384])
     assert found == {"float32": {4096: 1e-3, 16384: 1e-2}, "fused": {4096: 2e-3, 16384: 2e-2}}
     assert not any(list(each) for each in left.values())
 
@@ -233,6 +244,147 @@ def test_the_engine_waits_for_the_cycle_once_a_round_and_float16_is_added_up_slo
     assert total == pytest.approx(0.13 + 2 * CYCLE + 2 * reduced + gathered)
 
 
+# Two levels.
+
+
+@pytest.mark.parametrize(
+    ("node", "across", "inside", "why_not"),
+    [(2, 3, 2, ""), (1, 4, None, "each node has one rank"), (4, 1, None, "all ranks are on one node")],
+)
+def test_levels_are_several_nodes_of_several_ranks(
+    node: int, across: int, inside: int | None, why_not: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench import levels
+
+    sizes = {"node": node, "across": across}
+    ranks = SimpleNamespace(part=lambda group: SimpleNamespace(world_size=sizes[group]))
+    monkeypatch.setattr(levels, "HorovodTorchCommunicator", lambda: ranks)
+    found = levels.find_levels()
+    assert (found.ranks_per_node, found.why_not) == (inside, why_not)
+
+
+def test_uneven_nodes_have_no_levels_and_what_the_user_set_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench import levels
+
+    ranks = Mock()
+    monkeypatch.setattr(levels, "HorovodTorchCommunicator", lambda: ranks)
+    ranks.part.side_effect = UnevenNodesError("uneven")
+    found = levels.find_levels()
+    assert (found.ranks_per_node, found.why_not) == (None, "the nodes have different numbers of ranks")
+    ranks.part.side_effect = ConfigurationError("not allowed")
+    with pytest.raises(ConfigurationError, match="not allowed"):
+        levels.find_levels()
+
+
+def test_the_largest_collectives_of_both_levels_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench import calibrate
+
+    monkeypatch.setattr(calibrate.hvd, "size", lambda: 4)
+    monkeypatch.setattr(calibrate.hvd, "rank", lambda: 0)
+    try:
+        compressors = [parse_compressor("qsgd:bits=8")]
+        flat, both = (calibrate._largest(["mlp"], compressors, inside, 2, 0) for inside in (None, 2))
+    finally:
+        torch.set_flush_denormal(False)
+    elements = 820_874
+    assert set(flat) == {(kind, "all") for kind in ALGORITHMS}
+    assert {kind: both[kind] for kind in flat} == flat
+    assert both["reducescatter", "node"] == pytest.approx(4 * elements, rel=0.01)
+    assert both["allgather", "node"] == pytest.approx(2 * elements, rel=0.01)
+    for kind in ("allgather", "alltoall"):
+        assert both[kind, "across"] == pytest.approx(elements / 2, rel=0.02)
+
+
+class Tiny:
+    """Ranks of two nodes of two that are told of collectives, and carry out none."""
+
+    def __init__(self, rank: int, size: int, sent: list[int]) -> None:
+        self.rank, self.world_size, self.sent = rank, size, sent
+
+    def part(self, group: str) -> Tiny:
+        return Tiny({"node": self.rank % 2, "across": self.rank // 2}[group], 2, self.sent)
+
+    def wait(self, handle: None) -> None:
+        pass
+
+    def _start(self, array: Any, *_: str) -> None:
+        self.sent.append(array.numel() * array.element_size())
+
+    start_allreduce = start_allgather = start_alltoall = start_reducescatter = _start
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(
+    "spec", ["two_level(topk:ratio=0.01)", "two_level(powersgd:rank=1)", "two_level(efsignsgd:exchange=scatter)"]
+)
+def test_steps_without_payload_in_two_levels_go_on_for_long(spec: str, rank: int) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench.no_payload import NoPayload
+
+    sent: list[int] = []
+    communicator: Any = NoPayload("own", Tiny(rank, 4, sent))  # type: ignore[arg-type]
+    tensors = [TensorInfo("a", (64, 40)), TensorInfo("b", (50, 30))]
+    engine = Engine(communicator, tensors, parse_compressor(spec))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        engine.begin()
+        found = engine.step({one.name: torch.randn(one.shape, generator=generator) for one in tensors})
+        assert all(bool(torch.isfinite(one).all()) for one in found.values())
+    assert max(sent) <= 32  # eight bytes to each rank
+
+
+# Overlap.
+
+
+@pytest.mark.parametrize(
+    ("at_end", "early", "spread", "hides"),
+    [(1.0, 0.5, 0.0, 0.5), (1.0, 0.75, 0.0, 0.25), (1.0, -0.5, 0.0, 1.0), (1.0, 1.2, 0.0, 0.0), (1.0, 0.5, 0.9, None)],
+)
+def test_hides_is_the_share_of_what_could_be_saved(
+    at_end: float, early: float, spread: float, hides: float | None
+) -> None:
+    """at_end, early: measured, in units of what could be saved beyond the predicted early step."""
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench.fit import Reading
+    from hvdcomp.bench.probe_overlap import trial_of
+
+    tensors = [TensorInfo(name, (1000, 1000)) for name in "abcd"]
+    specs = [parse_compressor(one) for one in ("fp16", "topk:ratio=0.01", "qsgd:bits=4", "two_level(qsgd:bits=8)")]
+    trial = trial_of(specs, tensors, 2)
+    assert trial is not None
+    assert (str(trial.compressor), trial.early_bytes) == ("qsgd:bits=4", 16_000_000 // 3)
+    ready = ((0.25, 0.1), (0.5, 0.2), (0.75, 0.4), (1.0, 1.0))
+    # What stands in `hides` already is not of this measurement.
+    compute = Compute(0.1, 0.05, encode={"qsgd:bits=4": EncodeTime(0.01)}, ready=ready, hides=0.3)
+    full = Compute(0.1, 0.05, encode=compute.encode, ready=ready)
+    exchange = exchange_of(trial.compressor, tensors, 2)
+    asked = (NETWORK, full, exchange, 1e9, Setting(2), EncodeTime(0.01))
+    late, soon = (float(predict(*asked, one).total) for one in (None, trial.early_bytes))
+    could = late - soon
+    assert could > 0.02 * late
+    readings = [Reading(soon + could * one, spread) for one in (at_end, early)]
+    found, source = trial.hidden_share(NETWORK, compute, tensors, 1e9, *readings)
+    assert found == (None if hides is None else pytest.approx(hides))
+    assert ("cannot be told" in source) == (hides is None)
+    slow = Compute(1e3, 0.05, encode=compute.encode, ready=ready)
+    found, source = trial.hidden_share(NETWORK, slow, tensors, 1e9, *readings)
+    assert found is None
+    assert "could save" in source
+
+
+def test_without_a_compressor_that_can_be_sent_early_nothing_is_trained_for_it() -> None:
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench.probe_overlap import trial_of
+
+    specs = [parse_compressor(one) for one in ("fp16", "two_level(qsgd:bits=8)")]
+    assert trial_of(specs, [TensorInfo("a", (1000, 1000))], 2) is None
+
+
 # The command.
 
 
@@ -257,14 +409,18 @@ def test_one_rank_is_told_how_to_start() -> None:
         ("os.path:join", "fp16", "x.json", ("os.path:join(batch_size) has to return", "TypeError")),
         ("builtins:divmod_", "fp16", "x.json", ("builtins:divmod_", "cannot be imported")),
         ("builtins:range", "fp16", "x.json", ("has to return (torch.nn.Module", "not range")),
+        ("mlp", "two_level(qsgd:bits=4)", "x.json", ("two_level(qsgd:bits=4)", "each node has one rank")),
     ],
 )
 def test_what_cannot_work_is_refused(
     model: str, spec: str, file: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("horovod.torch")
+    from hvdcomp.bench.levels import Levels
+
+    flat = Levels(Mock(), why_not="each node has one rank")
     with pytest.raises((SetupError, SpecError)) as refused:
-        _checked((model,), (spec,), {"batch_size": 2, "seed": 0}, tmp_path / file, rank=0)
+        _checked((model,), (spec,), {"batch_size": 2, "seed": 0}, tmp_path / file, rank=0, levels=flat)
     assert all(word in str(refused.value) for word in words), refused.value
     assert not list(tmp_path.iterdir())
 
@@ -288,6 +444,11 @@ def small(batch_size):
 """
 
 
+def beside(folder: Path) -> dict[str, str]:
+    """The environment in which modules of a folder are found too."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+
+
 def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")
     (tmp_path / "own_model.py").write_text(OWN)
@@ -296,7 +457,7 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     specs = [word for spec in ("fp16", "topk:ratio=0.01", scattered) for word in ("--compressor", spec)]
     models = ["--model", "mlp", "--model", "own_model:small"]
     arguments = [_COMMAND, "calibrate", *models, *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
-    done = run_ranks(2, "gloo", arguments, {"PYTHONPATH": str(tmp_path)}, timeout=120)
+    done = run_ranks(2, "gloo", arguments, beside(tmp_path), timeout=120)
     assert done.returncode == 0, done.stdout
     calibration = load(file)
     assert set(calibration.models) == {"mlp", "own_model:small"}
@@ -323,3 +484,34 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     # A step takes at least what computing takes, and no step of so small a model takes a second.
     least = 1e3 * ((facts.compute.forward_s or 0) + facts.compute.backward_s)
     assert all(least <= one["step_ms"] < 1000 for one in methods.values())
+
+
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.thorough)])
+def test_four_ranks_on_two_nodes_calibrate_both_links(controller: str, tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch")
+    (tmp_path / "own_model.py").write_text(OWN)
+    file = tmp_path / "four.json"
+    two_levels = {"two_level(qsgd:bits=4)", "two_level(powersgd:rank=2)"}
+    specs = [word for spec in ("qsgd:bits=4", *sorted(two_levels)) for word in ("--compressor", spec)]
+    if controller == "mpi":  # those of the command itself
+        specs, two_levels = [], set(TWO_LEVELS)
+    arguments = [_COMMAND, "calibrate", "--model", "own_model:small", *specs, "--seconds", "1", "--batch-size", "4"]
+    environment = {**beside(tmp_path), "HVDCOMP_RANKS_PER_NODE": "2"}
+    done = run_ranks(4, controller, [*arguments, "--output", str(file)], environment, timeout=240)
+    assert done.returncode == 0, done.stdout
+    calibration = load(file)
+    levels = calibration.network.levels
+    assert levels is not None
+    assert levels.ranks_per_node == 2
+    measured = [{kind for kind in ALGORITHMS if one.stand_in(kind) is None} for one in (levels.node, levels.across)]
+    assert measured == [{"allreduce", "allgather", "reducescatter"}, {"allreduce", "allgather", "alltoall"}]
+    compute = calibration.models["own_model:small"].compute
+    found = {spec for spec in compute.encode if spec.startswith("two_level")}
+    assert found == two_levels
+    assert all(compute.encode[spec].encode_s + compute.encode[spec].decode_per_rank_s > 0 for spec in found)
+    for words in ("nodes of 2 ranks", "reducescatter within nodes", "alltoall between nodes", "overlap could hide"):
+        assert words in done.stdout
+    asked = ["--calibration", str(file), "--model", "own_model:small", "--world-size", "4", "--json"]
+    answer = CliRunner().invoke(advise, asked)
+    assert answer.exit_code == 0, answer.output
+    assert two_levels <= set(json.loads(answer.output)["methods"])

@@ -13,14 +13,15 @@ import horovod.torch as hvd
 import numpy as np
 
 from hvdcomp.bench.fit import NOISY, Reading
+from hvdcomp.bench.levels import find_levels
 from hvdcomp.bench.probe_model import probe_model
-from hvdcomp.bench.probe_network import cycle_seconds, probe_network
+from hvdcomp.bench.probe_network import IN_LEVELS, Kind, cycle_seconds, probe_network
 from hvdcomp.bench.workload import build
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.perfmodel.calibration import Calibration
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
-from hvdcomp.perfmodel.ways import in_each_way
+from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
 from hvdcomp.train import environment
 
 NETWORK_SHARE = 0.3  # of the time of a calibration
@@ -58,9 +59,16 @@ def calibrate(
         show: called with what comes next.
         beside: called on every rank after each round of the kinds of steps: what is compared with the calibration is
             measured there, as machines are not equally fast all the time. What it takes is not among the seconds.
+
+    Raises:
+        SpecError: for a compressor in two levels, where there are none.
+        ConfigurationError: as of `find_levels`.
     """
-    largest = _largest(models, compressors, batch_size, seed)
-    network = probe_network(largest, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
+    levels = find_levels()
+    for one in compressors:
+        levels.check(one)
+    largest = _largest(models, compressors, levels.ranks_per_node, batch_size, seed)
+    network = probe_network(largest, levels, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
     readings = {f"network, {what}": one for what, one in network.readings.items()}
     facts = {}
     for model in models:
@@ -68,6 +76,7 @@ def calibrate(
             model,
             compressors,
             network.network,
+            levels,
             batch_size=batch_size,
             seed=seed,
             seconds=(1 - NETWORK_SHARE) * seconds / len(models),
@@ -116,15 +125,21 @@ def machine_facts() -> dict[str, str]:
     }
 
 
-def _largest(models: Sequence[str], compressors: Sequence[Compressor], batch_size: int, seed: int) -> dict[str, int]:
-    """By kind of collective the bytes of the largest in a step of any model, of one rank; every way to exchange counts,
-    because `advise` shows them all."""
-    found = dict.fromkeys(ALGORITHMS, 0.0)
-    ways = [way for one in compressors for way in in_each_way(one)]
+def _largest(
+    models: Sequence[str], compressors: Sequence[Compressor], ranks_per_node: int | None, batch_size: int, seed: int
+) -> dict[Kind, int]:
+    """By kind of collective, and among whom, the bytes of the largest in a step of any model, of one rank; every way to
+    exchange counts, because `advise` shows them all."""
+    found: dict[Kind, float] = {(kind, "all"): 0.0 for kind in ALGORITHMS}
+    ways: list[Compressor] = [NoCompression(), *(way for one in compressors for way in in_each_way(one))]
+    if ranks_per_node is not None:
+        found |= dict.fromkeys(IN_LEVELS, 0.0)
+        ways += [both for one in ways if (both := in_two_levels(one)) is not None]
     for model in models:
         tensors = build(model, batch_size, seed, hvd.rank()).tensors()
-        for compressor in (NoCompression(), *ways):
-            for collectives in exchange_of(compressor, tensors, hvd.size()).rounds:
+        for compressor in ways:
+            for collectives in exchange_of(compressor, tensors, hvd.size(), ranks_per_node).rounds:
                 for one in collectives:
-                    found[one.kind] = max(found[one.kind], one.bytes)
+                    if (kind := (one.kind, one.among)) in found:
+                        found[kind] = max(found[kind], one.bytes)
     return {kind: int(size) for kind, size in found.items()}

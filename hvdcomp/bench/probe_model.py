@@ -2,8 +2,8 @@
 
 The model is trained in several ways that take turns: alone; with stock Horovod, whose allreduce overlaps with the
 backward pass, of dense gradients and of each cast; with a stand-in that sends one number for each tensor; and with that
-and each compressor, whose collectives have no payload: all that a real step does but to move bytes. The parts of the
-step are timed in each.
+and each compressor, whose collectives have no payload: all that a real step does but to move bytes; and with one
+compressor really, with and without overlap. The parts of the step are timed in each.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ import numpy as np
 import torch
 
 from hvdcomp.bench.fit import Reading, halves
+from hvdcomp.bench.levels import Levels
+from hvdcomp.bench.no_payload import NoPayload
 from hvdcomp.bench.probe_network import Show, fusion_threshold
+from hvdcomp.bench.probe_overlap import AT_END, EARLY, OverlapTrial, trial_of
 from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
@@ -40,37 +44,6 @@ _DECODES = 3
 _SOURCE = "hvdcomp calibrate"
 
 Ways = dict[str, "Training"]
-
-
-class _NoPayload(LoopbackCommunicator):
-    """Carries out every collective on all ranks, but sends eight bytes in it, to each rank if these differ; the answers
-    are those of a loopback."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__(hvd.size())
-        self._method = method
-
-    def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Any:
-        handle = hvd.allreduce_async_(torch.zeros(2), name=f"{self._method}.{name}", op=hvd.Sum)
-        return handle, super().start_allreduce(array, op, name)
-
-    def start_allgather(self, array: torch.Tensor, name: str) -> Any:
-        handle = hvd.allgather_async(torch.zeros(8, dtype=torch.uint8), name=f"{self._method}.{name}")
-        return handle, super().start_allgather(array, name)
-
-    def start_alltoall(self, array: torch.Tensor, name: str) -> Any:
-        there = torch.zeros(8 * self.world_size, dtype=torch.uint8)
-        handle = hvd.alltoall_async(there, name=f"{self._method}.{name}")
-        return handle, super().start_alltoall(array, name)
-
-    def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
-        there = torch.zeros(2 * self.world_size)
-        handle = hvd.reducescatter_async(there, name=f"{self._method}.{name}", op=hvd.Sum)
-        return handle, super().start_reducescatter(array, op, name)
-
-    def wait(self, handle: Any) -> torch.Tensor:
-        hvd.synchronize(handle[0])
-        return handle[1]
 
 
 @dataclass(frozen=True)
@@ -147,6 +120,7 @@ def probe_model(
     model: str,
     specs: Sequence[Compressor],
     network: Network,
+    levels: Levels,
     *,
     batch_size: int,
     seed: int,
@@ -154,7 +128,7 @@ def probe_model(
     show: Show,
     beside: Callable[[], None] = lambda: None,
 ) -> ModelProbe:
-    """Measures the passes, the optimizer, gamma, what Horovod and hvdcomp take beside, and encode times.
+    """Measures the passes, the optimizer, gamma, what Horovod and hvdcomp take beside, encode times and overlap.
 
     To be called on every rank, with the same arguments.
 
@@ -162,6 +136,7 @@ def probe_model(
         model: as for `hvdcomp.bench.workload.build`.
         specs: compressors whose encoding and decoding to time.
         network: what collectives cost here.
+        levels: of the ranks.
         batch_size: of one rank.
         seed: of weights and data.
         seconds: about how long to take; a minimum of steps is made in any case.
@@ -169,7 +144,7 @@ def probe_model(
         beside: called after each round of turns.
     """
     show("building")
-    ways, plain = _ways(model, specs, batch_size, seed)
+    ways, plain, trial = _ways(model, specs, levels, batch_size, seed)
     tensors = plain.tensors()
     times = _take_turns(ways, seconds, show, beside)
     show("when gradients are ready")
@@ -214,7 +189,7 @@ def probe_model(
         spec = str(one)
         if spec not in times:
             continue
-        exchange = exchange_of(one, tensors, hvd.size())
+        exchange = exchange_of(one, tensors, hvd.size(), levels.ranks_per_node)
         if exchange.overlapped:
             readings[f"step of {spec}"] = step = halves(_slowest(times[spec]))
             encode[spec] = EncodeTime(beyond(one, step.seconds), source=_SOURCE)
@@ -224,19 +199,35 @@ def probe_model(
         # What the ranks wait for each other between the rounds is in it.
         beyond_it = step.seconds - whole - engine - _latency_s(exchange, network)
         encode[spec] = _encode_time(one, plain, exchange, beyond_it)
-    facts = ModelFacts(tuple(tensors), replace(compute, encode=encode), bucket_bytes)
+    compute = replace(compute, encode=encode)
+    hides, source = None, "taken as 1: nothing was measured that can be sent in the backward pass"
+    if trial is not None:
+        at_end, early = (halves(_slowest(times[name])) for name in (AT_END, EARLY))
+        readings |= {f"step of {trial.compressor} {name}": one for name, one in ((AT_END, at_end), (EARLY, early))}
+        hides, source = trial.hidden_share(network, compute, tensors, bucket_bytes, at_end, early)
+    facts = ModelFacts(
+        tuple(tensors),
+        replace(compute, hides=1.0 if hides is None else hides),
+        bucket_bytes,
+        sources={"hides": source},
+        estimated=("hides",) if hides is None else (),
+    )
     return ModelProbe(facts, readings)
 
 
-def _ways(model: str, specs: Sequence[Compressor], batch_size: int, seed: int) -> tuple[Ways, Workload]:
+def _ways(
+    model: str, specs: Sequence[Compressor], levels: Levels, batch_size: int, seed: int
+) -> tuple[Ways, Workload, OverlapTrial | None]:
     def fresh() -> tuple[Workload, Any]:
         workload = build(model, batch_size, seed, hvd.rank())
         return workload, torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
 
-    def with_horovod(name: str, compression: Any) -> tuple[Workload, Any]:
+    def with_horovod(name: str, compression: Any, trial: OverlapTrial | None = None) -> tuple[Workload, Any]:
         workload, optimizer = fresh()
         # Names of their own: a known name with another shape costs Horovod a negotiation.
         named = [(f"{name}.{key}", value) for key, value in workload.model.named_parameters()]
+        if trial is not None:
+            compression = trial.compression(name, named, seed)
         return workload, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
 
     plain, optimizer = fresh()
@@ -248,13 +239,18 @@ def _ways(model: str, specs: Sequence[Compressor], batch_size: int, seed: int) -
         "numbers": Training(numbers, numbers_optimizer, numbers_optimizer.synchronize),
     }
     for one in specs:
-        engine = Engine(_NoPayload(str(one)), numbers.tensors(), one)
+        engine = Engine(NoPayload(str(one), levels.ranks), numbers.tensors(), one)
         if not engine.passthrough:
             ways[str(one)] = Training(numbers, numbers_optimizer, _through(engine, numbers, numbers_optimizer))
         elif not all(kind.lossless for kind in engine.plan.values()):
             cast, cast_optimizer = with_horovod(str(one), _Cast(one))
             ways[str(one)] = Training(cast, cast_optimizer, cast_optimizer.synchronize)
-    return ways, plain
+    trial = trial_of(specs, plain.tensors(), hvd.size())
+    if trial is not None:
+        for name in (AT_END, EARLY):
+            real, real_optimizer = with_horovod(name, None, trial)
+            ways[name] = Training(real, real_optimizer, real_optimizer.synchronize)
+    return ways, plain, trial
 
 
 def _through(engine: Engine, workload: Workload, optimizer: Any) -> Callable[[], None]:
@@ -356,21 +352,35 @@ def _encode_time(compressor: Compressor, workload: Workload, exchange: Exchange,
     It is no less than what encoding and decoding alone take. What decoding a payload takes is measured with gathered
     ones, whose number grows with that of the ranks; scattered ones are decoded by the same code.
     """
-    ranks = hvd.size()
-    encode, decode = _alone(compressor, workload, ranks)
-    measured = max(measured, encode + decode)
+    ranks, inside = hvd.size(), exchange.ranks_per_node
+    first, then = _alone(compressor, workload, ranks, inside)
+    measured = max(measured, first + then)
     each, decoded = 0.0, float(exchange.decoded(ranks))
-    if any(one.kind == "allgather" for collectives in exchange.rounds for one in collectives):
-        gathering = in_each_way(compressor)[0]
-        fewer = decode if gathering == compressor else _alone(gathering, workload, ranks)[1]
-        _, more = _alone(gathering, workload, 2 * ranks)
-        each = min(max(0.0, (more - fewer) / ranks), measured / decoded)
+    if any(one.kind == "allgather" and one.among != "node" for collectives in exchange.rounds for one in collectives):
+        gathering = _gathered(compressor)
+        fewer, more = (_decoding(gathering, workload, size, inside) for size in (ranks, 2 * ranks))
+        senders = ranks // inside if isinstance(compressor, TwoLevel) else ranks
+        each = min(max(0.0, (more - fewer) / senders), measured / decoded)
     return EncodeTime(measured - each * decoded, decode_per_rank_s=each, source=_SOURCE)
 
 
-def _alone(compressor: Compressor, workload: Workload, ranks: int) -> tuple[float, float]:
+def _gathered(compressor: Compressor) -> Compressor:
+    """The same method, gathered if it can be."""
+    if isinstance(compressor, TwoLevel):
+        return TwoLevel(_gathered(compressor.compressor))
+    return in_each_way(compressor)[0]
+
+
+def _decoding(compressor: Compressor, workload: Workload, ranks: int, ranks_per_node: int) -> float:
+    """Seconds that grow with the number of payloads decoded, and others that do not."""
+    first, then = _alone(compressor, workload, ranks, ranks_per_node)
+    # In two levels what other nodes sent is decoded before the last collective, which is within the node.
+    return first + then if isinstance(compressor, TwoLevel) else then
+
+
+def _alone(compressor: Compressor, workload: Workload, ranks: int, ranks_per_node: int) -> tuple[float, float]:
     """Seconds before and after the last collective of a step with the payloads of `ranks`, the mean of all ranks."""
-    engine = Engine(LoopbackCommunicator(ranks), workload.tensors(), compressor)
+    engine = Engine(LoopbackCommunicator(ranks, ranks_per_node), workload.tensors(), compressor)
     given = _gradients(workload)
     gradients = {name: gradient.clone() for name, gradient in given.items()}
     taken = []

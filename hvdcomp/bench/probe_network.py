@@ -1,5 +1,7 @@
 """What collectives cost here, measured through Horovod itself, by all ranks at once. PyTorch's binding, on the CPU.
 
+Where there are two levels, the groups of each exchange at the same time, and share links as they do in training.
+
 Each size is measured in two passes over all sizes, so that a disturbance shows as a difference between the passes.
 Where it does, there are two more, and the median sees little of it.
 """
@@ -16,9 +18,19 @@ import horovod.torch as hvd
 import torch
 
 from hvdcomp.bench.fit import Reading, extra_per_byte, fit_collective, reading
-from hvdcomp.perfmodel.network import ALGORITHMS, Network, reduction_of_scatter
+from hvdcomp.bench.levels import Levels
+from hvdcomp.compressors.protocol import Group
+from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Network, reduction_of_scatter
+from hvdcomp.perfmodel.network import Levels as LevelCosts
 
 Show = Callable[[str], None]
+Kind = tuple[str, Group]  # of a collective, and among whom
+
+IN_LEVELS: tuple[Kind, ...] = (
+    *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
+    *((kind, "across") for kind in ("allreduce", "allgather", "alltoall")),
+)
+"""What is measured of two levels; others are predicted from these."""
 
 _PASSES = 2
 _TINY = 64  # bytes
@@ -27,9 +39,12 @@ _LEAST = 1 << 18  # bytes up to which every calibration goes
 _GROWTH = 4
 _COMPARED = 2  # number of the largest sizes at which element types and fusion are compared
 _FUSED_PARTS = 16
+_SMALL_SHARE = 0.5  # of sizes, that are too small to take any time
+_IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
 _FEWEST, _MOST = 3, 20  # samples of a size in a pass
-_LONGEST_S = 1.5  # a size that would take longer is left to the bandwidth
+_LONGEST_S = 1.5  # a size that would take longer is left to the bandwidth, also where there is time for it
+_RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)  # of the largest size, that all sizes of a kind take at least
 
 
 @dataclass(frozen=True)
@@ -55,66 +70,100 @@ def fusion_threshold() -> int:
     return int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 128 * 1024 * 1024) or 1
 
 
-def probe_network(largest: Mapping[str, int], seconds: float, show: Show) -> NetworkProbe:
+def probe_network(largest: Mapping[Kind, int], levels: Levels, seconds: float, show: Show) -> NetworkProbe:
     """Measures each kind of collective by size, the adding up of float16, and Horovod's fusion.
 
     To be called on every rank, with the same arguments.
 
     Args:
         largest: by kind, in the order in which they are to be measured, the bytes that a rank hands to the largest one
-            that matters.
+            that matters: each kind among all ranks, and `IN_LEVELS` where there are two levels.
+        levels: of the ranks.
         seconds: about how long to take.
         show: called with what comes next.
     """
-    ranks = hvd.size()
-    measuring = _Measuring(seconds, show)
-    costs: dict[str, Any] = {}
-    for kind, most in largest.items():
-        sizes = [_TINY, _SMALLEST]
-        while sizes[-1] < max(most, _LEAST):
-            sizes.append(sizes[-1] * _GROWTH)
-        times = measuring.by_size((kind,), sizes)[kind]
-        if kind == "allreduce":
+    sizes = {kind: _sizes(most) for kind, most in largest.items()}
+    alike = ("float32", "float16", "fused")
+    number = sum(map(len, sizes.values())) + len(alike) * _COMPARED
+    longest = min(_LONGEST_S, seconds / (len(sizes) + len(alike)) / _RUNS)
+    measuring = _Measuring(levels, seconds / number, longest, show)
+    costs: dict[Kind, CollectiveCost] = {}
+    for (kind, among), wanted in sizes.items():
+        times = measuring.by_size((kind,), wanted, among)[kind]
+        if (kind, among) == ("allreduce", "all"):
             compared = [size for size in times if size >= _LEAST][-_COMPARED:]
-        handed = [_handed(kind, size) for size in times]
-        costs[kind] = fit_collective(kind, _FITTED[kind], ranks, handed, list(times.values()), cycle_seconds())
+        ranks = levels.ranks.part(among).world_size
+        handed = [_handed(kind, size, ranks) for size in times]
+        cost = fit_collective(kind, _FITTED[kind], ranks, handed, list(times.values()), cycle_seconds())
+        costs[kind, among] = cost
     # In turns, as it is their differences that count.
-    plain, half, fused = (
-        list(times.values()) for times in measuring.by_size(("float32", "float16", "fused"), compared).values()
-    )
-    traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(ranks)).bytes) for size in compared]
+    plain, half, fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
+    traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(hvd.size())).bytes) for size in compared]
     float16 = extra_per_byte(traffic, half, plain)
-    costs["allreduce"] = replace(
-        costs["allreduce"],
+    reduced, scattered = costs["allreduce", "all"], costs["reducescatter", "all"]
+    costs["allreduce", "all"] = reduced = replace(
+        reduced,
         fusion_s_per_byte=extra_per_byte(compared, fused, plain),
         reduction_s_per_byte={"float16": float16} if float16 else {},
     )
-    added = reduction_of_scatter(costs["allreduce"].reduction_s_per_byte)
-    costs["reducescatter"] = replace(costs["reducescatter"], reduction_s_per_byte=added)
-    return NetworkProbe(Network(**costs), measuring.readings)
+    added = reduction_of_scatter(reduced.reduction_s_per_byte)
+    costs["reducescatter", "all"] = replace(scattered, reduction_s_per_byte=added)
+    return NetworkProbe(_network(costs, levels.ranks_per_node), measuring.readings)
+
+
+def _sizes(most: int) -> list[int]:
+    """Those to measure of a kind of collective, up to about `most` bytes."""
+    sizes = [_TINY, _SMALLEST]
+    while sizes[-1] < max(most, _LEAST):
+        sizes.append(sizes[-1] * _GROWTH)
+    return sizes
+
+
+def _network(costs: Mapping[Kind, CollectiveCost], ranks_per_node: int | None) -> Network:
+    def known(of: Group) -> dict[str, Any]:
+        return {kind: cost for (kind, among), cost in costs.items() if among == of}
+
+    if ranks_per_node is None:
+        return Network(**known("all"))
+    levels = LevelCosts(ranks_per_node, Among(**known("node")), Among(**known("across")))
+    return Network(**known("all"), levels=levels)
 
 
 class _Measuring:
-    """Times collectives, by kind and size, and keeps what was measured."""
+    """Times collectives, by kind and size, and keeps what was measured.
 
-    def __init__(self, seconds: float, show: Show) -> None:
-        # Some thirty sizes and kinds, of which half are too small to take any time.
-        self._per_size = seconds / 18 / _PASSES
+    Args:
+        levels: of the ranks.
+        seconds: for each kind and size, in the mean.
+        longest: seconds of a collective; sizes that would take longer are left out, but for the first few.
+        show: called with what comes next.
+    """
+
+    def __init__(self, levels: Levels, seconds: float, longest: float, show: Show) -> None:
+        self._longest = longest
+        self._per_size = seconds / _SMALL_SHARE / _PASSES
+        self._ranks = levels.ranks
         self._show = show
         self.readings: dict[str, Reading] = {}
 
-    def by_size(self, kinds: Sequence[str], sizes: list[int]) -> dict[str, dict[int, float]]:
+    def by_size(
+        self, kinds: Sequence[str], sizes: list[int], among: Group = "all"
+    ) -> dict[str, dict[int, float]]:
         """Seconds by bytes, of each kind; after a size that takes long, the larger ones are left out."""
+
+        def words(kind: str, size: int) -> str:
+            return f"{kind} of {_in_words(size)}{_IN_WORDS[among]}"
+
         samples: dict[tuple[str, int], list[list[float]]] = {}
         kept = list(sizes)
         for number in range(_PASSES):
             for size in list(kept):
                 slow = False
                 for kind in kinds:
-                    self._show(f"{kind} of {_in_words(size)}, pass {number + 1} of {_PASSES}")
-                    taken, first = self._sample(kind, size)
+                    self._show(f"{words(kind, size)}, pass {number + 1} of {_PASSES}")
+                    taken, first = self._sample(kind, size, among)
                     samples.setdefault((kind, size), []).append(taken)
-                    slow = slow or first * _GROWTH > _LONGEST_S
+                    slow = slow or (size >= _LEAST and first * _GROWTH > self._longest)
                 if slow:
                     kept = kept[: kept.index(size) + 1]
                     break
@@ -122,51 +171,57 @@ class _Measuring:
         for _ in range(_PASSES):
             for size in disturbed:
                 for kind in kinds:
-                    self._show(f"{kind} of {_in_words(size)}, once more")
-                    samples[kind, size].append(self._sample(kind, size)[0])
+                    self._show(f"{words(kind, size)}, once more")
+                    samples[kind, size].append(self._sample(kind, size, among)[0])
         times: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
         for (kind, size), passes in samples.items():
             if size in kept:
-                self.readings[f"{kind} of {_in_words(size)}"] = one = reading(passes)
+                self.readings[words(kind, size)] = one = reading(passes)
                 times[kind][size] = one.seconds
         return times
 
-    def _sample(self, kind: str, size: int) -> tuple[list[float], float]:
+    def _sample(self, kind: str, size: int, among: Group) -> tuple[list[float], float]:
         """Seconds of several collectives, each the mean of all ranks, and of one before them."""
-        start = _starter(kind, size)
-        hvd.synchronize(start())  # Horovod negotiates a new name
-        first = _agreed([_timed(start)])[0]
+        carry_out = _collective(self._ranks.part(among), kind, size)
+        carry_out()  # Horovod negotiates a new name
+        first = _agreed([_timed(carry_out)])[0]
         count = int(min(_MOST, max(_FEWEST, self._per_size / max(first, 1e-6))))
-        return _agreed([_timed(start) for _ in range(count)]), first
+        return _agreed([_timed(carry_out) for _ in range(count)]), first
 
 
-def _starter(kind: str, size: int) -> Callable[[], Any]:
-    """A function that starts one collective under a name of its own; all are averages, as gradients are."""
+def _collective(ranks: Any, kind: str, size: int) -> Callable[[], Any]:
+    """A function that carries out one collective under a name of its own; all are means, as gradients are.
+
+    Args:
+        ranks: the communicator.
+        kind: one of `ALGORITHMS`; or an allreduce of "float32", of "float16", or of several tensors, "fused".
+        size: bytes that a rank hands over, about.
+    """
     name = f"hvdcomp.calibrate.{kind}.{size}"
-    if kind in ("allgather", "alltoall"):
-        sent = torch.zeros(_handed(kind, size), dtype=torch.uint8)
-        function = getattr(hvd, f"{kind}_async")
-        return lambda: function(sent, name=name)
+    handed = _handed(kind, size, ranks.world_size)
     if kind == "fused":
         parts = [torch.zeros(size // 4 // _FUSED_PARTS) for _ in range(_FUSED_PARTS)]
-        return lambda: hvd.grouped_allreduce_async_(parts, name=name, op=hvd.Average)
+        return lambda: hvd.synchronize(hvd.grouped_allreduce_async_(parts, name=name, op=hvd.Average))
+    if kind in ("allgather", "alltoall"):
+        sent = torch.zeros(handed, dtype=torch.uint8)
+        start = getattr(ranks, f"start_{kind}")
+        return lambda: ranks.wait(start(sent, name))
     dtype, width = (torch.float16, 2) if kind == "float16" else (torch.float32, 4)
-    reduced = torch.zeros(_handed(kind, size) // width, dtype=dtype)
-    if kind == "reducescatter":
-        return lambda: hvd.reducescatter_async(reduced, name=name, op=hvd.Average)
-    return lambda: hvd.allreduce_async_(reduced, name=name, op=hvd.Average)
+    reduced = torch.zeros(handed // width, dtype=dtype)
+    start = ranks.start_reducescatter if kind == "reducescatter" else ranks.start_allreduce
+    return lambda: ranks.wait(start(reduced, "mean", name))
 
 
-def _handed(kind: str, size: int) -> int:
+def _handed(kind: str, size: int, ranks: int) -> int:
     """The bytes that a rank really hands over: an alltoall and a reduce-scatter need as many for each rank, of whole
     float32."""
-    rows = 4 * hvd.size() if kind in ("alltoall", "reducescatter") else 1
+    rows = 4 * ranks if kind in ("alltoall", "reducescatter") else 1
     return max(1, size // rows) * rows
 
 
-def _timed(start: Callable[[], Any]) -> float:
+def _timed(carry_out: Callable[[], Any]) -> float:
     begin = time.perf_counter()
-    hvd.synchronize(start())
+    carry_out()
     return time.perf_counter() - begin
 
 

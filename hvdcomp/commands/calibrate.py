@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from hvdcomp.communicators.horovod_ranks import allow_process_sets
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import environment
 from hvdcomp.train.options import MODELS, SetupError
 
 if TYPE_CHECKING:
     from hvdcomp.bench.calibrate import Calibrated
+    from hvdcomp.bench.levels import Levels
     from hvdcomp.perfmodel import Calibration
+    from hvdcomp.perfmodel.network import Network
 
 COMPRESSORS = (
     "fp16",
@@ -35,6 +41,7 @@ COMPRESSORS = (
     "int8",
     "powersgd:rank=4",
 )
+TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
 _START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
 
 
@@ -51,7 +58,13 @@ _START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
     "(torch.nn.Module, function without arguments that returns the loss of a batch).",
 )
 @click.option(
-    "--compressor", "specs", multiple=True, metavar="SPEC", default=COMPRESSORS, show_default=True, help="Repeat."
+    "--compressor",
+    "specs",
+    multiple=True,
+    metavar="SPEC",
+    default=COMPRESSORS,
+    show_default=f"{', '.join(COMPRESSORS)}; with several ranks on each of several hosts also {', '.join(TWO_LEVELS)}",
+    help="Repeat.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Of one rank.")
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="About how long.")
@@ -76,12 +89,16 @@ def command(
     """Measure network, passes and compressors for `hvdcomp advise`.
 
     Measures through Horovod, on all ranks at once: what collectives cost by their size, the passes of a model alone and
-    while gradients travel, and what encoding and decoding with each compressor takes. PyTorch, on the CPU.
+    while gradients travel, what encoding and decoding with each compressor takes, and how much of the exchange hides
+    behind the backward pass. With several ranks on each of several hosts, collectives within hosts and between them
+    too. PyTorch, on the CPU.
     """
     environment.prepare_mpi()
+    allow_process_sets()
     try:
         import horovod.torch as hvd
 
+        from hvdcomp.bench.levels import find_levels
         from hvdcomp.train.ranks import Ranks, RunRefused
     except ImportError as error:
         raise click.ClickException(
@@ -94,9 +111,12 @@ def command(
         if ranks.size < 2:
             raise SetupError(f"with one rank there is no network to measure; start several: {_START}")
         environment.use_threads(ranks.local_size)
-        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank))
+        levels = find_levels()
+        if levels.ranks_per_node is not None and not _given(context, "specs"):
+            specs += TWO_LEVELS
+        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels))
         ranks.check_same({"options": (models, specs, sorted(options.items()))})
-    except (RunRefused, SetupError) as refused:
+    except (RunRefused, SetupError, ConfigurationError) as refused:
         if hvd.rank() == 0:
             click.UsageError(str(refused), context).show()
         if hvd.size() > 1:
@@ -119,6 +139,8 @@ def command(
         )
     if ranks.rank == 0:
         print_summary(made, make_console())
+        if levels.why_not:
+            click.echo(f"Without two levels: {levels.why_not}.")
         try:
             save(made.calibration, output)
         except OSError as error:
@@ -127,7 +149,12 @@ def command(
 
 
 def _checked(
-    models: tuple[str, ...], specs: tuple[str, ...], options: dict[str, Any], output: Path, rank: int
+    models: tuple[str, ...],
+    specs: tuple[str, ...],
+    options: dict[str, Any],
+    output: Path,
+    rank: int,
+    levels: Levels,
 ) -> list[Any]:
     """The compressors, after everything that could fail later was tried.
 
@@ -138,13 +165,19 @@ def _checked(
     from hvdcomp.perfmodel import exchange_of
 
     compressors = {str(one): one for one in map(parse_compressor, specs)}
+    for compressor in compressors.values():
+        levels.check(compressor)
     for model in models:
         tensors = build(model, options["batch_size"], options["seed"], rank).tensors()
         for compressor in compressors.values():
-            exchange_of(compressor, tensors, 2)
+            exchange_of(compressor, tensors, 2 * (levels.ranks_per_node or 1), levels.ranks_per_node)
     if rank == 0:
         check_writable(output)
     return list(compressors.values())
+
+
+def _given(context: click.Context, option: str) -> bool:
+    return context.get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def check_writable(file: Path) -> None:
@@ -162,23 +195,34 @@ def check_writable(file: Path) -> None:
 
 def print_summary(made: Calibrated, console: Console) -> None:
     """What was found, and what is not to be trusted."""
-    from hvdcomp.perfmodel import ALGORITHMS
-
     calibration = made.calibration
     console.print(Text.assemble((calibration.name, "bold"), f", {calibration.machine['ranks']} ranks"))
-    for kind in ALGORITHMS:
-        cost = calibration.network.cost(kind)
-        console.print(
-            f"{kind}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
-            f"{1e6 * cost.latency_s:.0f} us a message",
-            soft_wrap=True,
-        )
+    for line in _links(calibration.network):
+        console.print(line, soft_wrap=True)
     print_table(console, _models_table(calibration), "One step")
     if made.noisy:
         advice = " repeat on a quieter machine, or with more --seconds"
         console.print(Text.assemble(("Too noisy to trust:", "yellow"), advice), soft_wrap=True)
         for what, one in made.noisy.items():
             console.print(f"  {what}: {1e3 * one.seconds:.2f} ms, repeated medians differ by {one.spread:.0%}")
+
+
+def _links(network: Network) -> Iterator[str]:
+    """A line for each kind of collective that was measured, of each link."""
+    from hvdcomp.perfmodel import ALGORITHMS
+
+    links = {"": network}
+    if (levels := network.levels) is not None:
+        links |= {" within nodes": levels.node, " between nodes": levels.across}
+        yield f"nodes of {levels.ranks_per_node} ranks"
+    for where, costs in links.items():
+        for kind in ALGORITHMS:
+            if costs.stand_in(kind) is None:
+                cost = costs.cost(kind)
+                yield (
+                    f"{kind}{where}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
+                    f"{1e6 * cost.latency_s:.0f} us a message"
+                )
 
 
 def _models_table(calibration: Calibration) -> Table:
@@ -194,13 +238,15 @@ def _models_table(calibration: Calibration) -> Table:
             "engine without payload": compute.engine_s,
             "Horovod handing back": compute.horovod_s,
         }
-        ranks = int(calibration.machine["ranks"])
+        ranks, inside = int(calibration.machine["ranks"]), calibration.network.ranks_per_node
         for spec, one in compute.encode.items():
-            decoded = exchange_of(parse_compressor(spec), facts.tensors, ranks).decoded(ranks)
+            decoded = exchange_of(parse_compressor(spec), facts.tensors, ranks, inside).decoded(ranks)
             rows[f"encode, decode: {spec}"] = float(one.seconds(decoded))
         for part, seconds in rows.items():
             table.add_row(name, part, f"{1e3 * seconds:.2f}")
         table.add_row(name, "gamma", f"x {compute.gamma:.2f}")
+        hides = "not known" if "hides" in facts.estimated else f"{compute.hides:.0%}"
+        table.add_row(name, "hidden of what overlap could hide", hides)
     return table
 
 

@@ -10,13 +10,18 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.communicators import Communicator, LoopbackCommunicator
-from hvdcomp.communicators.nodes import Nodes
+from hvdcomp.communicators.nodes import Nodes, UnevenNodesError
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 
 RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
 """In the environment: how many ranks, one after the other, count as a node, whatever Horovod says."""
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+def allow_process_sets() -> None:
+    """Lets Horovod make process sets, unless the user has said otherwise; before it is initialized."""
+    os.environ.setdefault(_DYNAMIC, "1")
 
 
 class HorovodRanks(Communicator):
@@ -91,7 +96,7 @@ class HorovodRanks(Communicator):
         if given[0]:
             return [rank // given[0] for rank in range(self.world_size)]
         if len(set(sizes)) > 1:  # where Horovod's numbers of nodes say nothing
-            raise ConfigurationError(
+            raise UnevenNodesError(
                 "two levels need the same number of ranks on every node, and there are nodes with "
                 f"{' and '.join(map(str, sorted(set(sizes))))}; start as many on each, or leave out two_level"
             )

@@ -7,6 +7,10 @@ from collections.abc import Hashable, Sequence
 from hvdcomp.errors import ConfigurationError
 
 
+class UnevenNodesError(ConfigurationError):
+    """Nodes with different numbers of ranks, which two levels cannot use."""
+
+
 class Nodes:
     """The ranks of each node, as many in each.
 
@@ -19,7 +23,7 @@ class Nodes:
         ranks_per_node: how many ranks each has.
 
     Raises:
-        ConfigurationError: if nodes have different numbers of ranks.
+        UnevenNodesError: if nodes have different numbers of ranks.
 
     Example:
         >>> nodes = Nodes(["a", "a", "b", "b"])
@@ -37,7 +41,7 @@ class Nodes:
         self.ranks_per_node = len(self._nodes[0])
         if any(len(ranks) != self.ranks_per_node for ranks in self._nodes):
             numbers = ", ".join(str(len(ranks)) for ranks in self._nodes)
-            raise ConfigurationError(
+            raise UnevenNodesError(
                 f"two levels need the same number of ranks on every node, and there are {numbers}; start as many on "
                 "each, or leave out two_level"
             )

@@ -1,0 +1,75 @@
+"""A communicator for steps that do all that real ones do but to move bytes. PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvdcomp.communicators import Communicator, LoopbackCommunicator
+from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+
+
+class NoPayload(Communicator):
+    """Carries out every collective on all ranks, but sends eight bytes in it, to each rank if these differ; the answers
+    are those of a loopback.
+
+    Args:
+        method: stands before the names of its collectives.
+        ranks: that carry them out.
+    """
+
+    def __init__(self, method: str, ranks: HorovodTorchCommunicator) -> None:
+        self.rank, self.world_size = 0, ranks.world_size
+        self._method = method
+        self._ranks = ranks
+        self._answers = LoopbackCommunicator(ranks.world_size)
+
+    def part(self, group: str) -> Communicator:
+        if group == "all":
+            return self
+        part: Any = self._ranks.part(group)
+        return part if part.world_size == 1 else (_Node if group == "node" else NoPayload)(self._method, part)
+
+    def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Any:
+        handle = self._ranks.start_allreduce(torch.zeros(2), "sum", f"{self._method}.{name}")
+        return handle, self._answers.start_allreduce(array, op, name)
+
+    def start_allgather(self, array: torch.Tensor, name: str) -> Any:
+        handle = self._ranks.start_allgather(torch.zeros(8, dtype=torch.uint8), f"{self._method}.{name}")
+        return handle, self._answers.start_allgather(array, name)
+
+    def start_alltoall(self, array: torch.Tensor, name: str) -> Any:
+        there = torch.zeros(8 * self.world_size, dtype=torch.uint8)
+        handle = self._ranks.start_alltoall(there, f"{self._method}.{name}")
+        return handle, self._answers.start_alltoall(array, name)
+
+    def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
+        there = torch.zeros(2 * self.world_size)
+        handle = self._ranks.start_reducescatter(there, "sum", f"{self._method}.{name}")
+        return handle, self._answers.start_reducescatter(array, op, name)
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        self._ranks.wait(handle[0])
+        return handle[1]
+
+
+class _Node(NoPayload):
+    """The ranks of a node, each with its own place, as if the others added zeros.
+
+    In two levels a rank keeps what is lost as often as the node has ranks, as the mean divides it by as many. With the
+    sums of a loopback residuals would grow without end.
+    """
+
+    def __init__(self, method: str, ranks: HorovodTorchCommunicator) -> None:
+        super().__init__(method, ranks)
+        self.rank = ranks.rank
+
+    def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Any:
+        handle, _ = super().start_allreduce(array, "mean", name)
+        return handle, array / self.world_size if op == "mean" else array
+
+    def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
+        handle, _ = super().start_reducescatter(array, "mean", name)
+        mine = array.view(self.world_size, -1)[self.rank]
+        return handle, mine / self.world_size if op == "mean" else mine.clone()
