@@ -13,5 +13,9 @@ class ConfigurationError(RuntimeError):
     ag_pass_through = True  # while TensorFlow traces a step, it stays this error instead of becoming one of AutoGraph's
 
 
+class UnevenNodesError(ConfigurationError):
+    """Nodes with different numbers of ranks, where two levels need as many on each."""
+
+
 class RankMismatchError(RuntimeError):
     """The ranks were configured differently; raised on every rank in the same step."""

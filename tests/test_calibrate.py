@@ -28,11 +28,10 @@ from hvdcomp.bench.fit import (
 )
 from hvdcomp.commands.advise import command as advise
 from hvdcomp.commands.calibrate import TWO_LEVELS, _checked
-from hvdcomp.communicators.nodes import UnevenNodesError
 from hvdcomp.compressors import TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Group
-from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.errors import ConfigurationError, SpecError, UnevenNodesError
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel import (
     ALGORITHMS,
@@ -259,7 +258,7 @@ def test_levels_are_several_nodes_of_several_ranks(
 
     sizes = {"node": node, "across": across}
     ranks = SimpleNamespace(part=lambda group: SimpleNamespace(world_size=sizes[group]))
-    monkeypatch.setattr(levels, "HorovodTorchCommunicator", lambda: ranks)
+    monkeypatch.setattr(levels, "all_ranks", lambda: ranks)
     found = levels.find_levels()
     assert (found.ranks_per_node, found.why_not) == (inside, why_not)
 
@@ -269,7 +268,7 @@ def test_uneven_nodes_have_no_levels_and_what_the_user_set_wrong_is_told(monkeyp
     from hvdcomp.bench import levels
 
     ranks = Mock()
-    monkeypatch.setattr(levels, "HorovodTorchCommunicator", lambda: ranks)
+    monkeypatch.setattr(levels, "all_ranks", lambda: ranks)
     ranks.part.side_effect = UnevenNodesError("uneven")
     found = levels.find_levels()
     assert (found.ranks_per_node, found.why_not) == (None, "the nodes have different numbers of ranks")

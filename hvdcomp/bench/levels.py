@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
-from hvdcomp.communicators.nodes import UnevenNodesError
+from hvdcomp import TwoLevel
+from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.two_level import TwoLevel
-from hvdcomp.errors import SpecError
+from hvdcomp.errors import SpecError, UnevenNodesError
+from hvdcomp.torch import all_ranks
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Levels:
         why_not: the reason why there are none; empty where there are.
     """
 
-    ranks: HorovodTorchCommunicator
+    ranks: Communicator
     ranks_per_node: int | None = None
     why_not: str = ""
 
@@ -45,7 +45,7 @@ def find_levels() -> Levels:
         ConfigurationError: on every rank, if Horovod lets nobody make process sets, or the environments of the ranks
             differ.
     """
-    ranks = HorovodTorchCommunicator()
+    ranks = all_ranks()
     try:
         inside, nodes = (ranks.part(group).world_size for group in ("node", "across"))
     except UnevenNodesError:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hvdcomp.communicators import Communicator, LoopbackCommunicator
-from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
 
 
 class NoPayload(Communicator):
@@ -19,7 +18,7 @@ class NoPayload(Communicator):
         ranks: that carry them out.
     """
 
-    def __init__(self, method: str, ranks: HorovodTorchCommunicator) -> None:
+    def __init__(self, method: str, ranks: Communicator) -> None:
         self.rank, self.world_size = 0, ranks.world_size
         self._method = method
         self._ranks = ranks
@@ -28,7 +27,7 @@ class NoPayload(Communicator):
     def part(self, group: str) -> Communicator:
         if group == "all":
             return self
-        part: Any = self._ranks.part(group)
+        part = self._ranks.part(group)
         return part if part.world_size == 1 else (_Node if group == "node" else NoPayload)(self._method, part)
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Any:
@@ -49,6 +48,10 @@ class NoPayload(Communicator):
         handle = self._ranks.start_reducescatter(there, "sum", f"{self._method}.{name}")
         return handle, self._answers.start_reducescatter(array, op, name)
 
+    def start_broadcast(self, array: torch.Tensor, name: str) -> Any:
+        handle = self._ranks.start_broadcast(torch.zeros(8, dtype=torch.uint8), f"{self._method}.{name}")
+        return handle, self._answers.start_broadcast(array, name)
+
     def wait(self, handle: Any) -> torch.Tensor:
         self._ranks.wait(handle[0])
         return handle[1]
@@ -61,7 +64,7 @@ class _Node(NoPayload):
     sums of a loopback residuals would grow without end.
     """
 
-    def __init__(self, method: str, ranks: HorovodTorchCommunicator) -> None:
+    def __init__(self, method: str, ranks: Communicator) -> None:
         super().__init__(method, ranks)
         self.rank = ranks.rank
 

@@ -18,6 +18,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from hvdcomp import TwoLevel
 from hvdcomp.bench.fit import Reading, halves
 from hvdcomp.bench.levels import Levels
 from hvdcomp.bench.no_payload import NoPayload
@@ -26,7 +27,6 @@ from hvdcomp.bench.probe_overlap import AT_END, EARLY, OverlapTrial, trial_of
 from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors import Compressor, NoCompression
-from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime

@@ -19,12 +19,12 @@ import torch
 
 from hvdcomp.bench.fit import Reading, extra_per_byte, fit_collective, reading
 from hvdcomp.bench.levels import Levels
-from hvdcomp.compressors.protocol import Group
+from hvdcomp.communicators import Communicator
 from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Network, reduction_of_scatter
 from hvdcomp.perfmodel.network import Levels as LevelCosts
 
 Show = Callable[[str], None]
-Kind = tuple[str, Group]  # of a collective, and among whom
+Kind = tuple[str, str]  # of a collective, and among whom
 
 IN_LEVELS: tuple[Kind, ...] = (
     *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
@@ -43,7 +43,7 @@ _SMALL_SHARE = 0.5  # of sizes, that are too small to take any time
 _IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
 _FEWEST, _MOST = 3, 20  # samples of a size in a pass
-_LONGEST_S = 1.5  # a size that would take longer is left to the bandwidth, also where there is time for it
+_SHORTEST_S, _LONGEST_S = 0.05, 1.5  # the least and the most that a size may take; larger ones are left to the bandwidth
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)  # of the largest size, that all sizes of a kind take at least
 
 
@@ -85,7 +85,7 @@ def probe_network(largest: Mapping[Kind, int], levels: Levels, seconds: float, s
     sizes = {kind: _sizes(most) for kind, most in largest.items()}
     alike = ("float32", "float16", "fused")
     number = sum(map(len, sizes.values())) + len(alike) * _COMPARED
-    longest = min(_LONGEST_S, seconds / (len(sizes) + len(alike)) / _RUNS)
+    longest = min(_LONGEST_S, max(_SHORTEST_S, seconds / (len(sizes) + len(alike)) / _RUNS))
     measuring = _Measuring(levels, seconds / number, longest, show)
     costs: dict[Kind, CollectiveCost] = {}
     for (kind, among), wanted in sizes.items():
@@ -120,7 +120,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def _network(costs: Mapping[Kind, CollectiveCost], ranks_per_node: int | None) -> Network:
-    def known(of: Group) -> dict[str, Any]:
+    def known(of: str) -> dict[str, Any]:
         return {kind: cost for (kind, among), cost in costs.items() if among == of}
 
     if ranks_per_node is None:
@@ -147,7 +147,7 @@ class _Measuring:
         self.readings: dict[str, Reading] = {}
 
     def by_size(
-        self, kinds: Sequence[str], sizes: list[int], among: Group = "all"
+        self, kinds: Sequence[str], sizes: list[int], among: str = "all"
     ) -> dict[str, dict[int, float]]:
         """Seconds by bytes, of each kind; after a size that takes long, the larger ones are left out."""
 
@@ -180,7 +180,7 @@ class _Measuring:
                 times[kind][size] = one.seconds
         return times
 
-    def _sample(self, kind: str, size: int, among: Group) -> tuple[list[float], float]:
+    def _sample(self, kind: str, size: int, among: str) -> tuple[list[float], float]:
         """Seconds of several collectives, each the mean of all ranks, and of one before them."""
         carry_out = _collective(self._ranks.part(among), kind, size)
         carry_out()  # Horovod negotiates a new name
@@ -189,7 +189,7 @@ class _Measuring:
         return _agreed([_timed(carry_out) for _ in range(count)]), first
 
 
-def _collective(ranks: Any, kind: str, size: int) -> Callable[[], Any]:
+def _collective(ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
     """A function that carries out one collective under a name of its own; all are means, as gradients are.
 
     Args:

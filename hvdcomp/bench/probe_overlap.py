@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvdcomp import TwoLevel
 from hvdcomp.bench.fit import Reading
 from hvdcomp.compression import Compression
 from hvdcomp.compressors import BUCKET_BYTES, Compressor, TensorInfo
-from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.perfmodel.compute import Compute
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import Network

@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.communicators.horovod_ranks import allow_process_sets
+from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.terminal import make_console, make_table, print_table
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hvdcomp.bench.calibrate import Calibrated
     from hvdcomp.bench.levels import Levels
     from hvdcomp.perfmodel import Calibration
-    from hvdcomp.perfmodel.network import Network
+    from hvdcomp.perfmodel.network import Among, Network
 
 COMPRESSORS = (
     "fp16",
@@ -211,7 +211,7 @@ def _links(network: Network) -> Iterator[str]:
     """A line for each kind of collective that was measured, of each link."""
     from hvdcomp.perfmodel import ALGORITHMS
 
-    links = {"": network}
+    links: dict[str, Network | Among] = {"": network}
     if (levels := network.levels) is not None:
         links |= {" within nodes": levels.node, " between nodes": levels.across}
         yield f"nodes of {levels.ranks_per_node} ranks"

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.communicators.nodes import allow_process_sets
 
-__all__ = ["Communicator", "LoopbackCommunicator"]
+__all__ = ["Communicator", "LoopbackCommunicator", "allow_process_sets"]
 
 
 class Communicator(Protocol):

@@ -10,18 +10,11 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.communicators import Communicator, LoopbackCommunicator
-from hvdcomp.communicators.nodes import Nodes, UnevenNodesError
-from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.communicators.nodes import DYNAMIC, Nodes
+from hvdcomp.errors import ConfigurationError, RankMismatchError, UnevenNodesError
 
 RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
 """In the environment: how many ranks, one after the other, count as a node, whatever Horovod says."""
-
-_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
-
-
-def allow_process_sets() -> None:
-    """Lets Horovod make process sets, unless the user has said otherwise; before it is initialized."""
-    os.environ.setdefault(_DYNAMIC, "1")
 
 
 class HorovodRanks(Communicator):
@@ -85,7 +78,7 @@ class HorovodRanks(Communicator):
         facts = np.array([hvd.cross_rank(), hvd.local_size(), *_from_environment()], np.int32)
         gathered = np.asarray(self.gather_bytes(facts.view(np.uint8), "hvdcomp.nodes"))
         nodes, sizes, given, may_group = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
-        for name, values in ((RANKS_PER_NODE, given), (_DYNAMIC, may_group)):
+        for name, values in ((RANKS_PER_NODE, given), (DYNAMIC, may_group)):
             if len(set(values)) > 1:
                 raise ConfigurationError(f"the ranks' environments differ in {name}; set it alike on all ranks")
         if given[0] < 0:
@@ -149,7 +142,7 @@ def _from_environment() -> tuple[int, int]:
     if text is not None:
         given = int(text) if text.isdecimal() and len(text) < 10 else 0
         given = given or -1
-    return given, int(os.environ.get(_DYNAMIC, "0") not in ("", "0"))
+    return given, int(os.environ.get(DYNAMIC, "0") not in ("", "0"))
 
 
 def _process_set(hvd: Any, ranks: list[int]) -> Any:
@@ -169,5 +162,5 @@ def _process_set(hvd: Any, ranks: list[int]) -> Any:
     except ValueError as error:
         raise ConfigurationError(
             "two levels need process sets of Horovod, which it lets nobody make now: set "
-            f"{_DYNAMIC}=1 in the environment of all ranks, or start with hvd.init(process_sets='dynamic') ({error})"
+            f"{DYNAMIC}=1 in the environment of all ranks, or start with hvd.init(process_sets='dynamic') ({error})"
         ) from error

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Sequence
 
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import UnevenNodesError
+
+DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
-class UnevenNodesError(ConfigurationError):
-    """Nodes with different numbers of ranks, which two levels cannot use."""
+def allow_process_sets() -> None:
+    """Lets Horovod make process sets for groups of ranks, unless the user has said otherwise; before `hvd.init`."""
+    os.environ.setdefault(DYNAMIC, "1")
 
 
 class Nodes:
