@@ -485,7 +485,7 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     assert all(least <= one["step_ms"] < 1000 for one in methods.values())
 
 
-@pytest.mark.parametrize("controller", ["gloo", pytest.param("mpi", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
 def test_four_ranks_on_two_nodes_calibrate_both_links(controller: str, tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch")
     (tmp_path / "own_model.py").write_text(OWN)

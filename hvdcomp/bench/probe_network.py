@@ -43,7 +43,7 @@ _SMALL_SHARE = 0.5  # of sizes, that are too small to take any time
 _IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
 _FEWEST, _MOST = 3, 20  # samples of a size in a pass
-_SHORTEST_S, _LONGEST_S = 0.05, 1.5  # the least and the most that a size may take; larger ones are left to the bandwidth
+_SHORTEST_S, _LONGEST_S = 0.05, 1.5  # bounds of what a size may take; the bandwidth says the rest
 _RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)  # of the largest size, that all sizes of a kind take at least
 
 
