@@ -77,14 +77,16 @@ class Exchange:
 
     @property
     def bytes_in_node(self) -> float:
-        """Of the collectives of a node's ranks."""
-        return sum(one.bytes for each in self.rounds for one in each if one.among == "node")
+        """Of the collectives of a node's ranks, where there are other nodes."""
+        every = [one for each in self.rounds for one in each]
+        if not any(one.among == "across" for one in every):
+            return 0.0
+        return sum(one.bytes for one in every if one.among == "node")
 
     @property
     def compression_factor(self) -> float:
-        """Dense bytes / bytes handed to the collectives; those within a node count if nothing goes between nodes."""
-        between = any(one.among == "across" for each in self.rounds for one in each)
-        return self.dense_bytes / (self.bytes - self.bytes_in_node if between else self.bytes)
+        """Dense bytes / bytes handed to the collectives that may leave the node."""
+        return self.dense_bytes / (self.bytes - self.bytes_in_node)
 
     @property
     def encodes_first(self) -> bool:
