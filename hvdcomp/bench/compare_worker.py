@@ -18,11 +18,10 @@ from typing import Any
 
 import click
 
-from hvdcomp import TwoLevel
 from hvdcomp.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.bench.compare import ratio
 from hvdcomp.bench.steps_worker import COMPUTE, OVERLAPS, STOCK, Training, Turns, trainings_of
-from hvdcomp.compressors import BUCKET_BYTES, Compressor
+from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import as_json, save
 
@@ -71,7 +70,7 @@ def main(
     turns = Turns(others, lambda what: show(f"measuring, {what}"))
     made = calibrate(
         [model],
-        [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *map(_timed, specs)))],
+        [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
         name=output.stem,
         batch_size=batch_size,
         seed=seed,
@@ -100,12 +99,6 @@ def main(
             "early_bytes": BUCKET_BYTES,
         }
         output.write_text(json.dumps(result) + "\n")
-
-
-def _timed(spec: str) -> str:
-    """The compressor whose encoding is timed for a method: what two levels take follows from that of their own."""
-    one: Compressor = parse_compressor(spec)
-    return str(one.compressor) if isinstance(one, TwoLevel) else spec
 
 
 def _measure_auto(
