@@ -90,7 +90,8 @@ def test_levels_are_written_and_read_again(tmp_path: Path) -> None:
     whole = calibration(replace(NETWORK, levels=replace(NETWORK.levels, node=Among(FAST, FAST, reducescatter=SLOW))))
     save(whole, tmp_path / "file.json")
     assert load(tmp_path / "file.json") == whole
-    assert from_json(as_json(calibration(hides=0.25))).models["m"].compute.hides == 0.25
+    for hides in (0.0, 0.25):
+        assert from_json(as_json(calibration(hides=hides))).models["m"].compute.hides == hides
     assert "hides" not in as_json(calibration())["models"]["m"]
 
 

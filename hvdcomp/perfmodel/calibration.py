@@ -332,14 +332,13 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
     known = {"forward_s": compute.forward_s, "batch_size": compute.batch_size}
     optional: dict[str, Any] = {name: getattr(compute, name) for name in ("optimizer_s", "engine_s", "horovod_s")}
     optional["ready"] = [list(pair) for pair in compute.ready]
-    if compute.hides != 1:
-        optional["hides"] = compute.hides
     return {
         **({"tensors": tensors} if facts.shapes is None else {"shapes": facts.shapes}),
         "backward_s": compute.backward_s,
         **{name: value for name, value in known.items() if value is not None},
         "gamma": compute.gamma,
         **{name: value for name, value in optional.items() if value},
+        **({} if compute.hides == 1 else {"hides": compute.hides}),
         "bucket_bytes": facts.bucket_bytes,
         "sources": dict(facts.sources),
         "estimated": list(facts.estimated),
