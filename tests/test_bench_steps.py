@@ -71,6 +71,8 @@ def test_compressors_without_overlap_are_rows_of_their_own() -> None:
     assert list(rows) == [*MEASURED, f"{spec}, at the end"]
     one, other = rows[spec], rows[f"{spec}, at the end"]
     assert (one.spec, one.overlap, other.spec, other.overlap) == (spec, True, spec, False)
+    small = {row.method: row for row in compare({**run, "early_bytes": 4e6})}  # as much as all gradients
+    assert not small[spec].overlap
     assert one.predicted_ms < other.predicted_ms == {row.method: row for row in compare(result())}[spec].predicted_ms
     assert all(rows[stock].overlap for stock in ("none", "hvd.fp16"))
     (gain,) = gains(list(rows.values()))
@@ -168,7 +170,9 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
         return [one.times.name for one in trainings_of("mlp", methods, OVERLAPS[overlap], 4, 0)]
 
     class Named:
-        def __init__(self, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None) -> None:
+        numel = 10**7
+
+        def __init__(self, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None) -> None:
             self.times = Times(method, overlap_bytes)
 
     monkeypatch.setattr("hvdcomp.bench.steps_worker.Training", Named)
@@ -180,6 +184,8 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
     assert [one.times.name for one in trainings_of("mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
         "qsgd:bits=4, 5,000", "qsgd:bits=4, at the end"
     ]  # fmt: skip
+    Named.numel = 10**6  # of which nothing is sent early
+    assert names(methods, "both") == [*once, "qsgd:bits=4"]
 
 
 def test_gains_and_files(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Row(Place):
             of the backward pass although it could be.
         spec: of the compressor.
         way: "allreduce", "gather", "scatter" or "two levels".
-        overlap: whether gradients are sent during the backward pass, as far as there are enough of them.
+        overlap: whether gradients are sent during the backward pass.
         measured_ms, low_ms, high_ms: median and quartiles of the steps.
         error: predicted / measured - 1.
         compute_error: the same of training without any communication, as calibrated and as measured beside: how far the
@@ -129,7 +129,7 @@ def compare(run: dict[str, Any]) -> list[Row]:
                 method=method,
                 spec=spec,
                 way=_way(adviser.compressors[spec], exchange),
-                overlap=exchange.overlapped or (early and early_bytes is not None),
+                overlap=exchange.overlapped or (early and 0 < (early_bytes or 0) < exchange.dense_bytes),
                 measured_ms=one["median_ms"],
                 low_ms=low,
                 high_ms=high,

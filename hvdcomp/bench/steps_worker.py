@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.train.options import MODELS, SetupError
@@ -224,17 +225,24 @@ def trainings_of(
 
     Args:
         overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if there are none, with
-            what hvdcomp does by itself. Training alone, and what Horovod itself carries, is there once.
+            what hvdcomp does by itself. Training alone, and what Horovod itself carries, is there once; so are all
+            compressors of a model that is too small for hvdcomp to send anything of it early by itself.
     """
+    compute = Training(COMPUTE, model, batch_size, seed)
+    if None in overlaps and 4 * compute.numel <= BUCKET_BYTES:
+        overlaps = (None,)
     return [
-        Training(method, model, batch_size, seed, least)
-        for method in (COMPUTE, *methods)
-        for least in (overlaps or (None,) if _may_overlap(method) else (None,))
+        compute,
+        *(
+            Training(method, model, batch_size, seed, least)
+            for method in methods
+            for least in (overlaps or (None,) if _may_overlap(method) else (None,))
+        ),
     ]
 
 
 def _may_overlap(method: str) -> bool:
-    if method in (COMPUTE, *STOCK):
+    if method in STOCK:
         return False
     return any(one.wire_dtype("float32") is None for one in parse_compressor(method).leaves())
 
