@@ -159,6 +159,7 @@ def test_ranks_are_started_on_all_hosts_and_may_make_groups(
     assert found == {"hosts": 3, "ranks_per_host": hosts.ranks, "rate": "1gbit", "model": "lstm", "steps": {}}
     assert cluster.options["ranks"] == ranks
     assert cluster.options["env"].get("HOROVOD_DYNAMIC_PROCESS_SETS") == sets
+    assert int(cluster.options["env"]["HOROVOD_CACHE_CAPACITY"]) > 20 * 200  # methods, and tensors of each
     words = cluster.command
     given = tuple(words[place + 1] for place, word in enumerate(words) if word == "--compressor")
     assert given == (specs if sets else specs[:1])

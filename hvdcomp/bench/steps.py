@@ -136,7 +136,9 @@ def measure(
 
 def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str], None]) -> dict[str, Any]:
     name, hosts = place.in_words(), place.cluster
-    env = {"OMP_NUM_THREADS": "1"}
+    # All methods' names of all tensors are to stay known to Horovod: it forgets the oldest of more than 1,024, and then
+    # negotiates them again in every turn.
+    env = {"OMP_NUM_THREADS": "1", "HOROVOD_CACHE_CAPACITY": "16384"}
     if hosts.ranks > 1:
         env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # without which there are no two levels
     with tempfile.TemporaryDirectory() as folder:
