@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcomp import TwoLevel
 from hvdcomp.bench.places import Place, place_of
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Exchange, Setting, from_json
 from hvdcomp.policies import median_with_error
@@ -145,11 +144,6 @@ def compare(run: dict[str, Any]) -> list[Row]:
             )
         )
     return rows
-
-
-def needs_nodes(compressor: Compressor) -> bool:
-    """Whether a method has two levels, and so is another one only where a node has several ranks."""
-    return any(isinstance(one, TwoLevel) for one in compressor.leaves())
 
 
 def _way(compressor: Compressor, exchange: Exchange) -> str:

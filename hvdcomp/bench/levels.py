@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdcomp import TwoLevel
 from hvdcomp.communicators import Communicator
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.errors import SpecError, UnevenNodesError
 from hvdcomp.torch import all_ranks
 
@@ -31,7 +30,7 @@ class Levels:
         Raises:
             SpecError: for two levels where there are none.
         """
-        if self.ranks_per_node is None and any(isinstance(one, TwoLevel) for one in compressor.leaves()):
+        if self.ranks_per_node is None and needs_nodes(compressor):
             raise SpecError(
                 f"{compressor} cannot be measured here: {self.why_not}; start the same number of ranks, two or more, "
                 "on each of several nodes, or leave it out"

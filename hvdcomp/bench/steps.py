@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.bench.cluster import Cluster, ClusterError
-from hvdcomp.bench.compare import needs_nodes
 from hvdcomp.bench.places import Hosts, Place, place_of
+from hvdcomp.compressors import needs_nodes
 from hvdcomp.compressors.parsing import parse_compressor
 
 _WORKER = "hvdcomp.bench.compare_worker"

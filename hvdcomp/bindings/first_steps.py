@@ -12,7 +12,7 @@ import numpy
 
 from hvdcomp import kernels
 from hvdcomp.bindings.training import Training
-from hvdcomp.compressors.two_level import TwoLevel
+from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
@@ -63,7 +63,7 @@ class FirstSteps:
         require_agreement(training.communicator, facts, training.like, training.broadcast)
         if not self._settings_agreed:
             settings = training.setup.compression.settings
-            if any(isinstance(leaf, TwoLevel) for one in settings.compressors for leaf in one.leaves()):
+            if any(map(needs_nodes, settings.compressors)):
                 training.engine.levels.find()  # now: a policy may choose them much later, and they may be impossible
             if training.coordinator is not None:
                 training.coordinator.start_log()

@@ -9,7 +9,7 @@ from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router
-from hvdcomp.compressors.two_level import TwoLevel
+from hvdcomp.compressors.two_level import TwoLevel, needs_nodes
 from hvdcomp.specs.registry import classes_by_name
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
@@ -28,4 +28,13 @@ MEMORIES.update(classes_by_name(__name__, Memory))
 # Specs of all of them, in each of their forms.
 EXAMPLES: tuple[str, ...] = tuple(spec for kind in COMPRESSORS.values() for spec in kind.examples)
 
-__all__ = ["BUCKET_BYTES", "COMPRESSORS", "EXAMPLES", "MEMORIES", "Compressor", "NoCompression", "TensorInfo"]
+__all__ = [
+    "BUCKET_BYTES",
+    "COMPRESSORS",
+    "EXAMPLES",
+    "MEMORIES",
+    "Compressor",
+    "NoCompression",
+    "TensorInfo",
+    "needs_nodes",
+]

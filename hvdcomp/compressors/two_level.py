@@ -230,6 +230,11 @@ class TwoLevel(Compressor):
         return self.compressor.preview(xp, x, state, dataclasses.replace(context, rank=0, world_size=1, levels=None))
 
 
+def needs_nodes(compressor: Compressor) -> bool:
+    """Whether a method has two levels, and so is another one only where a node has several ranks."""
+    return any(isinstance(leaf, TwoLevel) for leaf in compressor.leaves())
+
+
 def _levels(context: Context) -> Levels:
     """Where this rank is; without levels every rank is a node."""
     if context.levels is None:

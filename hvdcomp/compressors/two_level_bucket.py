@@ -233,14 +233,14 @@ def payloads_in_node(
     else:
         dealt = _dealt(sizes, ranks)
         length = _longest(sizes, dealt)
-        kept = length + max(sum(states[place] for place in places) for places in dealt)
+        kept = length + _most(states, dealt)
     before = Payload("reducescatter", 4 * ranks * length, "mean float32", "node")
     return before, Payload("allgather", 4 * kept, among="node")
 
 
 def largest_share(sizes: Sequence[int], ranks: int) -> float:
     """Of all elements, the part of the rank of a node that has most, where tensors are dealt out whole."""
-    return max(sum(sizes[place] for place in places) for places in _dealt(sizes, ranks)) / sum(sizes)
+    return _most(sizes, _dealt(sizes, ranks)) / sum(sizes)
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -251,7 +251,12 @@ def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 def _longest(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
     """Elements of the row of each rank, where tensors are dealt out whole."""
-    return _whole_units(max(sum(sizes[place] for place in places) for places in dealt))
+    return _whole_units(_most(sizes, dealt))
+
+
+def _most(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
+    """What the rank has that has most."""
+    return max(sum(sizes[place] for place in places) for places in dealt)
 
 
 def _floats(address: int, count: int) -> np.ndarray:

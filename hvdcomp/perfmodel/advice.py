@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
@@ -159,17 +158,16 @@ class Adviser:
 
     def _alike(self, spec: str, ranks: int) -> int:
         """A number of ranks with which a method sends the same: few methods send anything else with another number."""
-        leaves = list(self.compressors[spec].leaves())
-        if any(one.payloads_sent(ranks) != 1 for one in leaves):
+        compressor = self.compressors[spec]
+        if any(one.payloads_sent(ranks) != 1 for one in compressor.leaves()):
             return ranks
-        if not any(isinstance(one, TwoLevel) for one in leaves):
+        if not needs_nodes(compressor):
             return 1
         return min(ranks, 2 * (self.ranks_per_node or 1))
 
     def possible(self, spec: str, ranks: int) -> bool:
         """Whether a method can be used with this number of ranks: two levels need as many on each node."""
-        two_level = any(isinstance(one, TwoLevel) for one in self.compressors[spec].leaves())
-        return not two_level or ranks % min(ranks, self.ranks_per_node or 1) == 0
+        return not needs_nodes(self.compressors[spec]) or ranks % min(ranks, self.ranks_per_node or 1) == 0
 
     def parts(self, spec: str, setting: Setting, early: bool = True) -> Parts:
         """The parts of a step's time with one method.
