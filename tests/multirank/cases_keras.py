@@ -122,6 +122,7 @@ def case_every_optimizer() -> None:
         assert model.ours.ledger.steps == 4, optimizer
 
 
+@thorough
 def case_run_eagerly_and_several_steps_per_execution() -> None:
     plain = weights(fitted("topk:ratio=0.05", steps=8).trainable_variables)
     for options in ({"run_eagerly": True}, {"steps_per_execution": 4}):

@@ -93,6 +93,7 @@ def case_op_sum() -> None:
         np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-3, atol=1e-5)
 
 
+@thorough
 def case_groups() -> None:
     reference = TapeTraining("topk:ratio=0.05").run(8).weights
     model = Network()

@@ -93,6 +93,7 @@ def case_a_sum_in_float16() -> None:
         assert np.array_equal(training.weights, host.weights), dtype
 
 
+@thorough
 def case_a_checkpoint_goes_from_device_to_host_and_back() -> None:
     straight = _train("topk:ratio=0.05", steps=5)
     model = Network()
@@ -115,6 +116,7 @@ def case_a_checkpoint_goes_from_device_to_host_and_back() -> None:
     assert np.array_equal(third.weights, straight.weights)
 
 
+@thorough
 def case_a_result_may_be_kept() -> None:
     """What a step has returned stays as it is while later steps run."""
     with on_device():

@@ -11,6 +11,7 @@ import numpy as np
 from hvdcomp.errors import ConfigurationError
 from tests.multirank.cases_keras import fitted
 from tests.multirank.training_tensorflow import TapeTraining, gathered, raised, weights
+from tests.multirank.worker import thorough
 
 LAST = hvd.size() - 1
 INSIDE = hvd.add_process_set(list(range(LAST)))
@@ -30,6 +31,7 @@ def assert_trained_apart(ours: np.ndarray, theirs: np.ndarray) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@thorough
 def case_a_tape() -> None:
     for spec, graph in (("topk:ratio=1.0", True), ("topk:ratio=1.0", False), ("none", True)):
         options: dict[str, Any] = {"graph": graph, "tape": {"process_set": INSIDE}}
@@ -41,6 +43,7 @@ def case_a_tape() -> None:
             assert np.array_equal(ours.weights, alone(TapeTraining(spec, graph=graph)).run(5).weights)
 
 
+@thorough
 def case_keras_fit() -> None:
     options: dict[str, Any] = {"steps": 4, "epochs": 2, "process_set": INSIDE}
     ours = fitted("topk:ratio=1.0", options={"process_set": INSIDE}, **options)
@@ -48,6 +51,7 @@ def case_keras_fit() -> None:
     assert_trained_apart(weights(ours.trainable_variables), weights(theirs.trainable_variables))
 
 
+@thorough
 def case_a_policy_and_its_state() -> None:
     options: dict[str, Any] = {"tape": {"process_set": INSIDE}, "process_set": INSIDE, "steps_per_epoch": 2}
     options |= {"policy": "accordion:low=0.5,high=0.02,interval=1", "tell_optimizer": True}
@@ -59,6 +63,7 @@ def case_a_policy_and_its_state() -> None:
     assert all(np.array_equal(everyone[0], row) for row in everyone[1:LAST])
 
 
+@thorough
 def case_another_process_set_is_refused_on_every_rank() -> None:
     other = hvd.add_process_set(list(range(1, hvd.size())))
     training = TapeTraining("topk:ratio=0.1", process_set=INSIDE, tape={"process_set": other})
