@@ -61,18 +61,6 @@ def case_every_method_keeps_weights_identical() -> None:
         assert not np.array_equal(start, training.weights), spec
 
 
-def case_two_levels_keep_weights_identical() -> None:
-    """With two nodes of half the ranks each."""
-    for spec in TwoLevel.examples:
-        training = TapeTraining(spec, optimizer=sgd(0.005))
-        start = training.weights
-        with nodes_of(max(1, hvd.size() // 2)):
-            training.run(4)
-        assert_same_everywhere(training.weights)
-        assert not np.array_equal(start, training.weights), spec
-        assert (training.compression.ledger.totals.bytes_in_node > 0) == (hvd.size() > 2), spec
-
-
 def case_casts_equal_horovods_own() -> None:
     for spec in ("none", "fp16"):
         ours = TapeTraining(spec).run(20).weights
@@ -206,6 +194,18 @@ def case_process_sets() -> None:
         assert training.compression.ledger.steps == (6 if mine.size() > 1 else 0)
     for process_set in sets:
         hvd.remove_process_set(process_set)
+
+
+def case_two_levels_keep_weights_identical() -> None:
+    """With two nodes of half the ranks each. Their process sets stay: `case_process_sets` is before this one."""
+    for spec in TwoLevel.examples:
+        training = TapeTraining(spec, optimizer=sgd(0.005))
+        start = training.weights
+        with nodes_of(max(1, hvd.size() // 2)):
+            training.run(4)
+        assert_same_everywhere(training.weights)
+        assert not np.array_equal(start, training.weights), spec
+        assert (training.compression.ledger.totals.bytes_in_node > 0) == (hvd.size() > 2), spec
 
 
 def case_steps_in_a_loop_inside_of_a_graph() -> None:
