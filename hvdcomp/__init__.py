@@ -1,14 +1,17 @@
-"""Adaptive gradient compression for Horovod.
+"""Adaptive gradient compression for Horovod, and for PyTorch's DistributedDataParallel and FSDP.
 
-`hvdcomp.Compression` goes into the `compression=` argument of `hvd.DistributedOptimizer`. The compressors
-and memories named here are frozen descriptions: method and parameters, no tensors. Importing this package
-imports no framework; PyTorch is imported when its first gradient arrives.
+`hvdcomp.Compression` goes into the `compression=` argument of `hvd.DistributedOptimizer`, or into
+`hvdcomp.ddp.register` or `hvdcomp.fsdp.register`. The compressors and memories named here are frozen descriptions:
+method and parameters, no tensors. Importing this package imports no framework; PyTorch is imported when its first
+gradient arrives.
 """
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from hvdcomp.bindings import frameworks as _frameworks
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors import Compressor as Compressor
@@ -65,3 +68,8 @@ except PackageNotFoundError:  # a checkout that nobody has installed
 # line here.
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
 __all__ = ["__version__", *sorted(name for name, value in globals().items() if isinstance(value, type))]
+
+
+def __getattr__(name: str) -> Any:
+    """`hvdcomp.ddp` and `hvdcomp.fsdp`, which need PyTorch."""
+    return _frameworks.public_module(name)

@@ -210,16 +210,17 @@ class Compression:
         Raises:
             ConfigurationError: if the state is of another model, compressor or policy, or if a step was made already.
         """
-        if self._binding is not None:
+        if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("load_state_dict has to be called before the first step")
         self._restored = dict(state) or None
         if self._restored is None:
             return
         if self._framework is None and optimizer is not None:
             self._framework = frameworks.of_optimizer(optimizer)
-        known = self._framework and frameworks.framework_named(self._framework).can_bind(self._parameters, optimizer)
-        if known:
-            self._binding = self._bind(self._optimizer if optimizer is None else optimizer)
+        if self._binding is not None:
+            self._binding.load_state_dict(self._restored)
+        elif self._framework and frameworks.framework_named(self._framework).can_bind(self._parameters, optimizer):
+            self.serve(frameworks.maker(self._framework), self._optimizer if optimizer is None else optimizer)
         elif changes_batch_size(self.settings.policy):
             raise ConfigurationError(
                 f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
@@ -250,7 +251,7 @@ class Compression:
         """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
         if self._binding is None:
             self._framework = frameworks.of_gradient(tensor, self._framework)
-            self._binding = self._bind(self._optimizer, tensor)
+            self.serve(frameworks.maker(self._framework, tensor), self._optimizer)
         return self._binding.compress(tensor)
 
     @HorovodMethod
@@ -259,13 +260,18 @@ class Compression:
         """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
-    def _bind(self, optimizer: Any, tensor: Any = None) -> Any:
-        setup = Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer)
-        assert self._framework is not None
-        binding = frameworks.framework_named(self._framework).make_binding(setup, tensor)
+    def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
+        """Ties this to one training, for good; returns its binding.
+
+        Raises:
+            ConfigurationError: if it serves a training already.
+        """
+        if self._binding is not None:
+            raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
+        binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
         if self._restored is not None:
             binding.load_state_dict(self._restored)
         if self._level is not None:
             binding.engine.set_level(self._level)
+        self._binding = binding
         return binding
-

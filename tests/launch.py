@@ -1,4 +1,4 @@
-"""Starts real ranks: a command under `horovodrun` (Gloo) or `mpirun` (MPI), with the tests' own interpreter."""
+"""Starts real ranks: a command under `horovodrun` (Gloo), `mpirun` (MPI) or `torchrun`, with this interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ launch.run_commandline()
 
 def available(controller: str) -> bool:
     """Whether ranks can be started with this controller here."""
-    return shutil.which("horovodrun" if controller == "gloo" else "mpirun", path=_search_path()) is not None
+    program = {"gloo": "horovodrun", "mpi": "mpirun", "torchrun": "torchrun"}[controller]
+    return shutil.which(program, path=_search_path()) is not None
 
 
 def run_ranks(
@@ -36,7 +37,7 @@ def run_ranks(
     """Runs `python arguments...` on `count` ranks of this machine and waits.
 
     Args:
-        controller: "gloo" or "mpi".
+        controller: "gloo" or "mpi", of Horovod; "torchrun" without Horovod.
         timeout: seconds, after which all ranks are killed and TimeoutExpired is raised.
         horovodrun: the program that starts ranks with Gloo.
 
@@ -47,6 +48,8 @@ def run_ranks(
         pytest.skip(f"no launcher for {controller} ranks is installed")
     if controller == "gloo":
         launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
+    elif controller == "torchrun":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     else:
         launcher = ["mpirun", "-np", str(count), "--oversubscribe", "--bind-to", "none"]
     variables = os.environ | {
@@ -64,7 +67,7 @@ def run_ranks(
         **(environment or {}),
     }
     process = subprocess.Popen(
-        [*launcher, sys.executable, *arguments],
+        [*launcher, *([] if controller == "torchrun" else [sys.executable]), *arguments],
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

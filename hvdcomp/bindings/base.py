@@ -16,7 +16,7 @@ from hvdcomp.bindings.decisions import BatchInForce, make_coordinator
 from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
-from hvdcomp.communicators.horovod_ranks import HorovodRanks
+from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
@@ -51,7 +51,7 @@ class Binding(Training):
         self,
         setup: Setup,
         tensors: Iterable[TensorInfo],
-        communicator: HorovodRanks,
+        communicator: Ranks,
         like: Array,
     ) -> None:
         self.setup = setup
@@ -73,7 +73,7 @@ class Binding(Training):
             seed=settings.seed,
             min_numel=settings.min_numel,
             min_ndim=settings.min_ndim,
-            bytes_beside=self._bytes_beside,
+            bytes_beside=self.presence_bytes,
             ledger=setup.compression.ledger,
             overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
         )
@@ -152,9 +152,9 @@ class Binding(Training):
         if self.coordinator is None or not self.coordinator.decides_before_exchange:
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
-    def _bytes_beside(self, tensors: int) -> int:
-        numbers = tensors if self.presence_per_tensor else 1
-        return PRESENCE_BYTES * (numbers + bool(self.engine.overlap.era))
+    def presence_bytes(self, tensors: int) -> int:
+        """What a rank sends in a step of so many tensors to say that it takes part."""
+        return PRESENCE_BYTES
 
     def _sums(self) -> Sums | None:
         return None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
@@ -181,6 +181,11 @@ class Binding(Training):
     def agreed(self) -> bool:
         """Whether the ranks have nothing more to compare."""
         return self._first_steps.agreed
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step was begun."""
+        return self._first_steps.begun
 
     def refuse(self) -> None:
         """Raises ConfigurationError if this rank cannot make the step that has begun."""

@@ -33,6 +33,11 @@ class FirstSteps:
         self._first: int | None = None  # the number of the first step
 
     @property
+    def begun(self) -> bool:
+        """Whether there was a first step."""
+        return self._first is not None
+
+    @property
     def agreed(self) -> bool:
         """Whether the ranks have nothing more to compare."""
         return self._settings_agreed and self._weights_agreed

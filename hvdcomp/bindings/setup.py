@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.settings import Settings
 from hvdcomp.specs.levels import Level
@@ -24,6 +25,8 @@ class UsedCompression(Protocol):
     def levels(self) -> dict[str, Level]: ...
 
     def paused(self) -> AbstractContextManager[None]: ...
+
+    def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -47,3 +50,12 @@ class Setup:
     process_set: Any
     grad_scaler: Any
     optimizer: Any
+
+
+def require_compression(given: Any, function: str) -> None:
+    """Raises ConfigurationError if a user gave a function anything but a `hvdcomp.Compression`."""
+    if not hasattr(given, "serve"):
+        raise ConfigurationError(
+            f"{function} was given {given!r} as compression; give it hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), or "
+            "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
+        )

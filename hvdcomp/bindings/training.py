@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.setup import Setup
-from hvdcomp.communicators.horovod_ranks import HorovodRanks
+from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.decisions import BatchSize
 
@@ -26,19 +26,17 @@ class Training(ABC):
 
     Class attributes:
         overlaps_with_policy: whether Horovod carries gradients that are only cast also in a training with a policy.
-        presence_per_tensor: whether a rank says that it takes part once for each tensor, and not once in each step.
         results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
         overlaps: whether buckets may start before all gradients are there.
         broadcast: what a user writes to give all ranks the weights of rank 0.
     """
 
     overlaps_with_policy: ClassVar[bool]
-    presence_per_tensor: ClassVar[bool] = False
     results_in_place: ClassVar[bool]
     overlaps: bool = False
     broadcast: ClassVar[str]
     setup: Setup
-    communicator: HorovodRanks
+    communicator: Ranks
     like: Array
     engine: Engine
     coordinator: Coordinator | None

@@ -45,7 +45,8 @@ class Buckets:
 
     Attributes:
         now: the buckets of the latest step, first those that need not wait for all gradients, by their numbers.
-        order: names, in the order in which gradients become ready; empty while it is not known.
+        order: names, in the order in which gradients become ready: one batch after the other, those of a batch at once.
+            Empty while it is not known.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Buckets:
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
         self.now: list[Group] = []
-        self.order: Sequence[str] = ()
+        self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._grouped: list[str] = []
@@ -128,11 +129,11 @@ class Buckets:
         group.residuals.drop(group.numbers)
         self._made_for = None
 
-    def start_early(self, order: Sequence[str], least_bytes: int) -> None:
+    def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
 
         Args:
-            order: names, in the order in which gradients become ready; none for no such buckets.
+            order: as the attribute; empty for no such buckets.
             least_bytes: of the gradients of such a bucket.
         """
         self.order, self._least_bytes = order, least_bytes
@@ -191,13 +192,15 @@ class Buckets:
         """
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
-        for name in self.order:
-            kind = self._kind(name, plan[name])
-            piece, size = filling.pop(kind, ([], 0))
-            piece.append(name)
-            filling[kind] = piece, size + 4 * self._tensors[name].size
-            if kind is not None and filling[kind][1] >= self._least_bytes:
-                pieces.append(filling.pop(kind)[0])
+        for batch in self.order:
+            kinds = [self._kind(name, plan[name]) for name in batch]
+            for name, kind in zip(batch, kinds, strict=True):
+                piece, size = filling.pop(kind, ([], 0))
+                piece.append(name)
+                filling[kind] = piece, size + 4 * self._tensors[name].size
+            for kind in dict.fromkeys(kinds):
+                if kind is not None and filling[kind][1] >= self._least_bytes:
+                    pieces.append(filling.pop(kind)[0])
         return list(itertools.takewhile(set(names).issuperset, pieces))
 
 

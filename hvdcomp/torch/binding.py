@@ -12,29 +12,28 @@ once all were compressed. A step takes one of two ways, the same on all ranks:
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from hvdcomp.bindings.base import Binding
+from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
-from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames
 from hvdcomp.torch.everyone import Everyone
-from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
+from hvdcomp.torch.training import TorchTraining, on_host
 
 
-class TorchBinding(Binding):
+class TorchBinding(TorchTraining):
     """Ties one `Compression` to one Horovod optimizer.
 
     Args:
@@ -43,26 +42,20 @@ class TorchBinding(Binding):
     """
 
     overlaps_with_policy = True
-    presence_per_tensor = True
-    results_in_place = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
+    optimizer_from = "hvd.DistributedOptimizer(..., compression=compression)"
 
     def __init__(self, setup: Setup) -> None:
-        self._grad_scaler = setup.grad_scaler
-        self._optimizer = _checked_optimizer(setup)
-        communicator = HorovodTorchCommunicator(setup.process_set or getattr(self._optimizer, "process_set", None))
+        optimizer = _checked_optimizer(setup)
+        communicator = HorovodTorchCommunicator(setup.process_set or getattr(optimizer, "process_set", None))
         self._everyone = Everyone(communicator)
-        like = torch.empty(0)
-        with refused_on_every_rank(communicator, like):
-            self._parameters = by_name(setup.parameters, self._optimizer)
-            self._horovods = HorovodOptimizer(self._optimizer, self._parameters)
-            tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
+        with refused_on_every_rank(communicator, torch.empty(0)):
+            parameters = by_name(setup.parameters, optimizer)
+            self._horovods = HorovodOptimizer(optimizer, parameters)
             # Nobody has seen it on a device yet: there, whoever wants it asks for it.
-            on_host = all(parameter.device.type == "cpu" for parameter in self._parameters.values())
-            self.overlaps = on_host or setup.compression.settings.overlap is True
-            super().__init__(setup, tensors, communicator, like)
-        self._passes = getattr(self._optimizer, "backward_passes_per_step", 1)  # at the start
-        self._scaled: ScaledSteps | None = None
+            self.overlaps = on_host(parameters) or setup.compression.settings.overlap is True
+            super().__init__(setup, parameters, communicator, optimizer)
+        self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
         self._casting = False
         self._pending: dict[str, torch.Tensor] = {}
         self._results: dict[str, torch.Tensor] = {}
@@ -141,53 +134,21 @@ class TorchBinding(Binding):
 
     # What `Binding` asks of the framework.
 
+    def presence_bytes(self, tensors: int) -> int:
+        return PRESENCE_BYTES * (tensors + bool(self.engine.overlap.era))
+
     def facts(self) -> dict[str, Any]:
         return self._horovods.facts()
 
     def trained(self) -> Set[str]:
         return self._horovods.own
 
-    def checksums(self, names: Sequence[str]) -> list[int]:
-        return [_checksum(self._parameters[name]) for name in names]
-
     def reason_to_refuse(self) -> str | None:
         return self._horovods.reason_to_refuse()
 
-    def learning_rates(self) -> tuple[float, ...]:
-        if self._scaled is not None:
-            return self._scaled.rates
-        return rates_of(self._known_optimizer())
-
     def follow_batch_size(self, batch_size: BatchSize) -> None:
-        if self._scaled is None:
-            self._scaled = ScaledSteps(self._known_optimizer())
-        self._known_optimizer().set_backward_passes_per_step(self._passes * batch_size.accumulation)
-        self._scaled.factor = batch_size.learning_rate_factor
-
-    def loss_scale(self) -> float | None:
-        return None if self._grad_scaler is None else float(self._grad_scaler.get_scale())
-
-    def momentum_of_optimizer(self) -> str | None:
-        for group in getattr(self._optimizer, "param_groups", ()):
-            if group.get("momentum"):
-                return f"momentum={group['momentum']}"
-            if "betas" in group and group["betas"][0]:
-                return f"betas={tuple(group['betas'])}"
-        return None
-
-    def copy(self, array: torch.Tensor) -> torch.Tensor:
-        return array.detach().clone()
-
-    def place(self, array: torch.Tensor, name: str) -> torch.Tensor:
-        return array.detach().to(self._parameters[name].device, copy=True)
-
-    def _known_optimizer(self) -> Any:
-        if self._optimizer is None:
-            raise ConfigurationError(
-                f"the policy {self.setup.compression.settings.policy} needs the optimizer that Horovod made: use "
-                "hvd.DistributedOptimizer(..., compression=compression)"
-            )
-        return self._optimizer
+        super().follow_batch_size(batch_size)
+        self._optimizer.set_backward_passes_per_step(self._passes * batch_size.accumulation)
 
 
 def _checked_optimizer(setup: Setup) -> Any:
@@ -206,17 +167,3 @@ def _checked_optimizer(setup: Setup) -> Any:
             f"hvdcomp.Compression was given process set {setup.process_set}, the optimizer {theirs}; give both the same"
         )
     return optimizer
-
-
-def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
-    if not parameter.dtype.is_floating_point:
-        raise ConfigurationError(
-            f"parameter {name!r} has type {parameter.dtype}; gradient compression takes floating-point parameters"
-        )
-    return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-
-
-def _checksum(parameter: torch.Tensor) -> int:
-    """The sum of the elements' bit patterns, taken as whole numbers."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return int(parameter.detach().view(bits).sum(dtype=torch.int64)) & 2**64 - 1

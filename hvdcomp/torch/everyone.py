@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+from hvdcomp.communicators import Communicator
+
+
+class PolledCommunicator(Communicator, Protocol):
+    """A communicator that says whether a collective has ended."""
+
+    def is_done(self, started: Any) -> bool:
+        """Whether `wait` would not have to."""
 
 
 class Everyone:
@@ -16,11 +23,11 @@ class Everyone:
     met before anything of the step is under way. What it means is said at the step's end, by `Binding.check_presence`.
     """
 
-    def __init__(self, communicator: HorovodTorchCommunicator) -> None:
+    def __init__(self, communicator: PolledCommunicator) -> None:
         self._communicator = communicator
         self._asked: Any = None
         self._presence = 0
-        self._agree = False
+        self._total = 0
 
     def ask(self, presence: int, name: str) -> None:
         """Asks; to be called on all ranks.
@@ -30,16 +37,17 @@ class Everyone:
             name: of the collective.
         """
         self._asked = self._communicator.start_allreduce(torch.full((1,), presence), "sum", name)
-        self._presence, self._agree = presence, False
+        self._presence, self._total = presence, 0
 
     def agrees(self) -> bool:
         """Whether it is known by now that all ranks make the step, at the same levels."""
         if self._asked is not None and self._communicator.is_done(self._asked):
             self.end()
-        return self._agree
+        return 0 < self._total == self._presence * self._communicator.world_size
 
-    def end(self) -> None:
-        """Waits for the answer, if there is none yet. All ranks must have been asked."""
+    def end(self) -> int:
+        """The sum of the ranks' presences; waits for it, if it is not there yet. All ranks must have been asked."""
         if self._asked is not None:
             asked, self._asked = self._asked, None
-            self._agree = int(self._communicator.wait(asked)) == self._presence * self._communicator.world_size
+            self._total = int(self._communicator.wait(asked))
+        return self._total

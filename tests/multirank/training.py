@@ -9,28 +9,12 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
+from tests.multirank.models import batch, small_model, weights
 
-
-def small_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """Two matrices large enough to be compressed, a convolution, and biases; the same on all ranks."""
-    torch.manual_seed(7)
-    model = torch.nn.Sequential(
-        torch.nn.Unflatten(1, (1, 8, 8)),
-        torch.nn.Conv2d(1, 128, 3, padding=1),
-        torch.nn.ReLU(),
-        torch.nn.AdaptiveAvgPool2d(2),
-        torch.nn.Flatten(),
-        torch.nn.Linear(512, 32),
-        torch.nn.ReLU(),
-        torch.nn.Linear(32, 40),
-    )
-    return model.to(dtype)
-
-
-def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (16, 64) and classes of a rule that can be learnt."""
-    inputs = torch.randn(16, 64, generator=generator)
-    return inputs.to(dtype), inputs[:, :10].argmax(1)
+__all__ = [
+    "assert_same_everywhere", "batch", "compression", "distribute", "own_generator", "raised", "small_model", "train",
+    "weights",
+]  # fmt: skip
 
 
 def own_generator() -> torch.Generator:
@@ -71,11 +55,6 @@ def train(
         if before_step:
             before_step()
         optimizer.step()
-
-
-def weights(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters as one vector of bytes-comparable values."""
-    return torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
 
 
 def assert_same_everywhere(vector: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 A case is a function whose name begins with `case_`, of a module beside this one. Every rank runs them in the order
 given and writes, after each, that it passed; the first that fails ends the run, and its traceback is written. The
-framework is TensorFlow for modules that have it or Keras in their names, and otherwise PyTorch; a start has one.
+framework is TensorFlow for modules that have it or Keras in their names, and otherwise PyTorch; a start has one. Under
+torchrun it is torch.distributed.
 """
 
 from __future__ import annotations
@@ -22,11 +23,20 @@ def thorough(case: Callable[[], None]) -> Callable[[], None]:
     return case
 
 
-def main(folder: str, cases: Sequence[str]) -> None:
-    in_tensorflow = any(word in cases[0] for word in ("tensorflow", "keras"))
+def _start(case: str) -> int:
+    """Starts what the cases exchange with; this rank's number."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # of torchrun
+        distributed = importlib.import_module("torch.distributed")
+        distributed.init_process_group("gloo")
+        return distributed.get_rank()
+    in_tensorflow = any(word in case for word in ("tensorflow", "keras"))
     hvd = importlib.import_module("horovod.tensorflow" if in_tensorflow else "horovod.torch")
     hvd.init()
-    file = Path(folder) / f"rank{hvd.rank()}.json"
+    return hvd.rank()
+
+
+def main(folder: str, cases: Sequence[str]) -> None:
+    file = Path(folder) / f"rank{_start(cases[0])}.json"
     results: dict[str, str] = {}
     for name in cases:
         module, _, case = name.partition(".")

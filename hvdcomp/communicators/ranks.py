@@ -1,0 +1,139 @@
+"""Ranks that are processes: what communicators over any library know of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvdcomp.communicators import Communicator, LoopbackCommunicator
+from hvdcomp.communicators.nodes import Nodes
+from hvdcomp.errors import ConfigurationError, RankMismatchError, UnevenNodesError
+
+RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
+"""In the environment: how many ranks, one after the other, count as a node, whatever the launcher says."""
+
+
+class Ranks(Communicator):
+    """Ranks that may be split into nodes.
+
+    Attributes:
+        included: whether this process is one of them.
+
+    Class attributes:
+        GROUPING: the environment variable that lets groups of ranks be made, the same on all ranks; "" where nothing
+            need be set.
+    """
+
+    GROUPING: ClassVar[str] = ""
+    included: bool = True
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Communicator] = {}
+
+    def part(self, group: str) -> Communicator:
+        if group == "all":
+            return self
+        if not self._parts:
+            self._parts = self._make_parts()
+        return self._parts[group]
+
+    def _make_parts(self) -> dict[str, Communicator]:
+        self.check_grouping()
+        nodes = Nodes(self._node_of_ranks())
+        made = self.make_groups(nodes.groups())
+        parts: dict[str, Communicator] = {}
+        for name in ("node", "across"):
+            members = nodes.members(self.rank, name)
+            if len(members) == self.world_size:
+                parts[name] = self
+            else:
+                parts[name] = LoopbackCommunicator() if len(members) == 1 else made[members]
+        return parts
+
+    def _node_of_ranks(self) -> list[int]:
+        """The number of each rank's node.
+
+        All ranks learn what all know, and so refuse alike: one that went on alone would wait for ever.
+        """
+        facts = np.array([*self.place(), *_from_environment(self.GROUPING)], np.int32)
+        gathered = np.asarray(self.gather_bytes(facts.view(np.uint8), "hvdcomp.nodes"))
+        nodes, sizes, given, may_group = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
+        for name, values in ((RANKS_PER_NODE, given), (self.GROUPING, may_group)):
+            if len(set(values)) > 1:
+                raise ConfigurationError(f"the ranks' environments differ in {name}; set it alike on all ranks")
+        if given[0] < 0:
+            raise ConfigurationError(
+                f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
+                "or leave it out"
+            )
+        if given[0]:
+            return [rank // given[0] for rank in range(self.world_size)]
+        if len(set(sizes)) > 1:  # where the numbers of nodes say nothing
+            raise UnevenNodesError(
+                "two levels need the same number of ranks on every node, and there are nodes with "
+                f"{' and '.join(map(str, sorted(set(sizes))))}; start as many on each, or leave out two_level"
+            )
+        return nodes
+
+    # What a library answers.
+
+    @property
+    def has_mpi(self) -> bool:
+        """Whether all of MPI's ranks take part, and MPI can be used beside what carries the gradients."""
+        return False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the library was started anew with other ranks."""
+        return False
+
+    def check_grouping(self) -> None:
+        """Raises ConfigurationError if these ranks cannot be split into groups."""
+
+    def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
+        """The communicators of groups of these ranks; at least of those that this rank is in. All ranks ask for the
+        same groups, in one order.
+
+        Raises:
+            ConfigurationError: if groups cannot be made.
+        """
+        raise NotImplementedError
+
+    def place(self) -> tuple[int, int]:
+        """The number of this rank's node, and how many ranks that has, as the launcher says."""
+        raise NotImplementedError
+
+    def gather_bytes(self, mine: np.ndarray, name: str) -> Any:
+        """Every rank's bytes, uint8 (world_size, length)."""
+        raise NotImplementedError
+
+    def check_gathered(self, gathered: int, mine: int, name: str) -> None:
+        """Makes sure that all ranks put the same number of bytes into an allgather, whose total every rank sees.
+
+        Args:
+            gathered, mine: bytes of all ranks, and of this one.
+            name: of the collective.
+
+        Raises:
+            RankMismatchError: on every rank that put in less or more than the mean.
+        """
+        if gathered != mine * self.world_size:
+            raise RankMismatchError(
+                f"the ranks' payloads differ in size: rank {self.rank} sent {mine} bytes in {name}, and all "
+                f"{self.world_size} ranks together {gathered}. The same tensors must be compressed alike on every "
+                "rank: give all ranks the same model, and change levels on all of them between the same two steps."
+            )
+
+
+def _from_environment(grouping: str) -> tuple[int, int]:
+    """Ranks a node as the user gives them, 0 if not, and -1 if that is no such number; and whether groups may be made.
+    """
+    text = os.environ.get(RANKS_PER_NODE)
+    given = 0
+    if text is not None:
+        given = int(text) if text.isdecimal() and len(text) < 10 else 0
+        given = given or -1
+    return given, int(not grouping or os.environ.get(grouping, "0") not in ("", "0"))

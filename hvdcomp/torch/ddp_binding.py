@@ -1,0 +1,240 @@
+"""Serves `torch.nn.parallel.DistributedDataParallel`, as its communication hook.
+
+DDP calls the hook with one of its buckets after the other, in an order that is the same on all ranks, when all
+gradients of the bucket are there; and takes a future for each. A step takes one of two ways, the same on all ranks:
+
+- cast: where the plan needs no more than an allreduce of gradients of one element type, the bucket is reduced as it
+  lies in memory.
+- engine: the engine is told of the gradients, and may start collectives of its own. In the hook of the last bucket,
+  when nothing of the backward pass is left to be done, it runs to the end, and all futures are given their results.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import refused_on_every_rank
+from hvdcomp.torch.everyone import Everyone
+from hvdcomp.torch.parameters import by_name
+from hvdcomp.torch.training import TorchTraining, on_host
+
+_NAMED = "name"  # of the collective that asks who takes part; torch.distributed knows none by name
+
+
+class DDPBinding(TorchTraining):
+    """Ties one `Compression` to one model in DistributedDataParallel.
+
+    Args:
+        setup: what the user gave. Its `optimizer` steps with the gradients; None where it is not known.
+        model: whose buckets are handed over. It is not kept: DDP keeps its hook.
+    """
+
+    overlaps_with_policy = False
+    broadcast = "DistributedDataParallel(..., init_sync=True)"
+    optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
+
+    def __init__(self, setup: Setup, model: DistributedDataParallel) -> None:
+        communicator = TorchDistributedCommunicator(model.process_group)
+        self._everyone = Everyone(communicator)
+        with refused_on_every_rank(communicator, torch.empty(0)):
+            _check(setup, model)
+            trained = _trained(model)
+            parameters = trained if setup.parameters is None else _as_given(setup, trained)
+            self._finds_unused = model.find_unused_parameters and not model.static_graph
+            settings = setup.compression.settings
+            self.overlaps = not self._finds_unused and (on_host(trained) or settings.overlap is True)
+            super().__init__(setup, parameters, communicator, setup.optimizer)
+        self._model = weakref.ref(model)
+        self._told = {"find_unused_parameters": model.find_unused_parameters, "static_graph": model.static_graph}
+        self._looks_for_unused = model.find_unused_parameters or model.static_graph
+        self._unused: Set[str] = frozenset()  # of a static graph
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+        self._wire: torch.dtype | None = None  # of a step that casts
+        # What is nothing but casts in every step needs no question in any: that would cost a latency.
+        self._may_change = settings.policy is not None or settings.compressor.level is not None
+        self._asked = True
+        self._step: list[tuple[Sequence[str], torch.futures.Future[torch.Tensor] | None, torch.Tensor]] = []
+        self._pending: dict[str, torch.Tensor] = {}
+        self._batches: list[Sequence[str]] = []  # names in each of DDP's buckets, in the latest step
+        self.engine.overlap.follow([])
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Takes a bucket of DDP, whose gradients are there.
+
+        Returns:
+            The means, in the bucket's place.
+        """
+        if bucket.index() == 0:
+            self.begin()
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        buffer = bucket.buffer()
+        if self._wire is not None or buffer.is_sparse:
+            future = self._reduce_whole(buffer)
+            self._step.append((names, None, buffer))
+        else:
+            future = _future(buffer)
+            self._step.append((names, future, buffer))
+            for name, gradient in zip(names, bucket.gradients(), strict=True):
+                if name not in self._unused:
+                    self._pending[name] = gradient
+                    self.engine.overlap.ready(name, gradient)
+        if bucket.is_last():
+            self._end()
+        return future
+
+    def begin(self) -> None:
+        """`Binding.begin`, and which way the step takes."""
+        self._step.clear()
+        self._pending.clear()
+        super().begin()
+        self._wire = self._wire_of_plan() if self.coordinator is None and self.engine.passthrough else None
+        self._asked = self._wire is None or self._may_change
+        if self._asked:
+            self._everyone.ask(self.presence, _NAMED)
+        if self._wire is None:
+            self.expect(self._everyone.agrees)
+
+    def _wire_of_plan(self) -> torch.dtype | None:
+        """In which all gradients travel, if all are cast alike."""
+        wires = {
+            compressor.wire_dtype(self.engine.tensors[name].dtype) for name, compressor in self.engine.plan.items()
+        }
+        return getattr(torch, wires.pop() or "") if len(wires) == 1 else None
+
+    def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """An allreduce of a bucket as it is, or cast."""
+        # Divided first, as DDP does without a hook: the same bits.
+        mean = buffer.div_(self.communicator.world_size)
+        sent = mean if buffer.is_sparse or self._wire is None else mean.to(self._wire)
+        started = self.communicator.start_allreduce(sent, "sum", _NAMED)
+        if sent is mean:
+            return started.work.get_future().then(lambda _: buffer)
+        return started.work.get_future().then(lambda _: buffer.copy_(sent))
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Ends a step, in the hook of its last bucket."""
+        if self._asked:
+            self.check_presence(self._everyone.end())
+        self.refuse()
+        if self._wire is not None:
+            self.engine.enter_casts({name for names, _, _ in self._step for name in names})
+            self.end_step()
+            return
+        pending, self._pending = self._pending, {}
+        if self._looks_for_unused:
+            pending = self._used(pending)
+        for name, result in self.run_engine(pending).items():
+            if result.data_ptr() != pending[name].data_ptr():
+                pending[name].copy_(result)
+        for _, future, buffer in self._step:
+            if future is not None:
+                future.set_result(buffer)
+        self._follow_buckets()
+
+    def _used(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
+        flags = torch.stack([gradient.any() for gradient in gradients.values()]).int()
+        anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", _NAMED)).tolist()
+        used = {name: gradients[name] for name, flag in zip(gradients, anywhere, strict=True) if flag}
+        if not self._finds_unused:  # they are the same in every step
+            self._looks_for_unused = False
+            self._unused = gradients.keys() - used.keys()
+        return used
+
+    def _follow_buckets(self) -> None:
+        """DDP makes its buckets anew after its first step: so are ours. Those of the last one wait for nothing more,
+        and go with all that is left."""
+        batches = [names for names, _, _ in self._step]
+        if batches != self._batches:
+            self._batches = batches
+            self.engine.overlap.follow(batches[:-1])
+
+    # What `Binding` asks of the framework.
+
+    def facts(self) -> dict[str, Any]:
+        return self._told
+
+    def trained(self) -> Set[str]:
+        return frozenset(self._names.values())
+
+    def reason_to_refuse(self) -> str | None:
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            return (
+                "model.join() does not work with gradient compression: a rank that has no batch left would go on "
+                "sending what it left out before. Give every rank the same number of batches, as "
+                "torch.utils.data.DistributedSampler does."
+            )
+        return None
+
+    def compress(self, tensor: torch.Tensor) -> Any:
+        """Refuses what Horovod hands over."""
+        raise ConfigurationError(
+            "this hvdcomp.Compression serves a model in DistributedDataParallel, whose gradients are averaged by it; "
+            "use the optimizer as it is, without hvd.DistributedOptimizer"
+        )
+
+
+def compressed_hook(binding, bucket):
+    """What DDP calls. It compares annotations with its own, and does not know those that are kept as strings."""
+    return binding.reduce(bucket)
+
+
+def _check(setup: Setup, model: DistributedDataParallel) -> None:
+    if setup.process_set is not None:
+        raise ConfigurationError(
+            "process_set is for Horovod; give DistributedDataParallel a process_group, which hvdcomp takes too"
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ConfigurationError(
+            "DistributedDataParallel(mixed_precision=...) casts gradients before hvdcomp gets them; leave it out, and "
+            "use torch.autocast, or the compressor fp16 or bf16"
+        )
+    settings = setup.compression.settings
+    if settings.bucket_bytes is not None:
+        raise ConfigurationError(
+            f"bucket_bytes={settings.bucket_bytes} has no meaning with DistributedDataParallel, whose buckets hvdcomp "
+            "takes; give DistributedDataParallel bucket_cap_mb"
+        )
+    if settings.overlap is True and model.find_unused_parameters and not model.static_graph:
+        raise ConfigurationError(
+            "overlap=True does not work with find_unused_parameters=True, where only the end of the backward pass "
+            'tells which gradients there are; leave it at "auto", or give DistributedDataParallel static_graph=True'
+        )
+
+
+def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters whose gradients DDP averages, by their names in the module that it was given."""
+    ignored = model.parameters_to_ignore
+    return {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def _as_given(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """The parameters by the names that the user gave."""
+    given = by_name(setup.parameters, None)
+    known = {parameter: name for name, parameter in given.items()}
+    missing = [name for name, parameter in trained.items() if parameter not in known]
+    if missing:
+        raise ConfigurationError(
+            f"the named_parameters of hvdcomp.Compression lack {', '.join(missing)}, which DistributedDataParallel "
+            "trains; leave named_parameters out, or give those of the model"
+        )
+    return {known[parameter]: parameter for parameter in trained.values()}
+
+
+def _future(like: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return torch.futures.Future(devices=None if like.device.type == "cpu" else [like.device])

@@ -1,0 +1,101 @@
+"""What every binding of PyTorch does, whoever hands over the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvdcomp.bindings.base import Binding
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
+
+
+class TorchTraining(Binding):
+    """Ties one `Compression` to parameters of PyTorch.
+
+    Args:
+        setup: what the user gave.
+        parameters: all that may have a gradient, by name.
+        communicator: of the ranks that exchange.
+        optimizer: of these parameters; None where it is not known.
+
+    Class attributes:
+        optimizer_from: what a user writes so that the optimizer is known.
+    """
+
+    results_in_place = True
+    optimizer_from: str
+
+    def __init__(
+        self, setup: Setup, parameters: Mapping[str, torch.nn.Parameter], communicator: Ranks, optimizer: Any
+    ) -> None:
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._scaled: ScaledSteps | None = None
+        tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
+        super().__init__(setup, tensors, communicator, torch.empty(0))
+
+    # What `Binding` asks of the framework.
+
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        return [_checksum(self._parameters[name]) for name in names]
+
+    def learning_rates(self) -> tuple[float, ...]:
+        if self._scaled is not None:
+            return self._scaled.rates
+        return rates_of(self._known_optimizer())
+
+    def follow_batch_size(self, batch_size: BatchSize) -> None:
+        if self._scaled is None:
+            self._scaled = ScaledSteps(self._known_optimizer())
+        self._scaled.factor = batch_size.learning_rate_factor
+
+    def loss_scale(self) -> float | None:
+        scaler = self.setup.grad_scaler
+        return None if scaler is None else float(scaler.get_scale())
+
+    def momentum_of_optimizer(self) -> str | None:
+        for group in getattr(self._optimizer, "param_groups", ()):
+            if group.get("momentum"):
+                return f"momentum={group['momentum']}"
+            if "betas" in group and group["betas"][0]:
+                return f"betas={tuple(group['betas'])}"
+        return None
+
+    def copy(self, array: torch.Tensor) -> torch.Tensor:
+        return array.detach().clone()
+
+    def place(self, array: torch.Tensor, name: str) -> torch.Tensor:
+        return array.detach().to(self._parameters[name].device, copy=True)
+
+    def _known_optimizer(self) -> Any:
+        if self._optimizer is None:
+            raise ConfigurationError(
+                f"the policy {self.setup.compression.settings.policy} needs the optimizer: use {self.optimizer_from}"
+            )
+        return self._optimizer
+
+
+def on_host(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
+    """Whether all parameters are on the CPU."""
+    return all(parameter.device.type == "cpu" for parameter in parameters.values())
+
+
+def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
+    if not parameter.dtype.is_floating_point:
+        raise ConfigurationError(
+            f"parameter {name!r} has type {parameter.dtype}; gradient compression takes floating-point parameters"
+        )
+    return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+
+
+def _checksum(parameter: torch.Tensor) -> int:
+    """The sum of the elements' bit patterns, taken as whole numbers."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return int(parameter.detach().view(bits).sum(dtype=torch.int64)) & 2**64 - 1

@@ -1,0 +1,128 @@
+"""Gradients between the replicas of models in FSDP2, on half of the ranks each; one rank each with two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hvdcomp
+from tests.multirank.models import batch
+from tests.multirank.training_ddp import assert_same_everywhere, large_model, plain_loss, raised
+
+SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
+
+
+def mesh_of_ranks() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    """The model, each layer with parameters sharded by itself, and the whole."""
+    model = large_model()
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def distribute(how: str | hvdcomp.Compression, momentum: float = 0.9) -> tuple[Any, torch.optim.Optimizer, Any]:
+    mesh = mesh_of_ranks()
+    model = sharded(mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
+    compression = hvdcomp.Compression.from_spec(how) if isinstance(how, str) else how
+    hvdcomp.fsdp.register(model, compression, mesh["replicate"], optimizer)
+    return model, optimizer, compression
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 6, passes: int = 1) -> None:
+    """On this rank's own data. Of several passes only the last exchanges gradients."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for number in range(1, passes + 1):
+            inputs, classes = batch(generator)
+            model.set_requires_gradient_sync(number == passes)
+            plain_loss(model, inputs, classes, step).backward()
+        optimizer.step()
+
+
+def weights(model: Any) -> torch.Tensor:
+    """All of them, gathered from the shards of this replica."""
+    return torch.cat([one.full_tensor().detach().reshape(-1).double() for one in model.parameters()])
+
+
+def case_every_method_keeps_replicas_identical() -> None:
+    for spec in SPECS:
+        model, optimizer, how = distribute(spec)
+        start = weights(model)
+        train(model, optimizer)
+        assert_same_everywhere(weights(model))
+        assert not torch.equal(start, weights(model)), spec
+        assert how.ledger.steps == 6, spec
+
+
+def case_none_gives_what_hsdp_gives() -> None:
+    ours, optimizer, _ = distribute("none")
+    train(ours, optimizer)
+    theirs = sharded(mesh_of_ranks())
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.02, momentum=0.9))
+    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-7)
+
+
+def case_everything_sent_is_the_mean_gradient() -> None:
+    results = []
+    for spec in ("none", "topk:ratio=1"):
+        model, optimizer, _ = distribute(spec)
+        train(model, optimizer, steps=4, passes=2)
+        assert_same_everywhere(weights(model))
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+def case_bytes_are_those_of_a_shard() -> None:
+    model, optimizer, how = distribute("topk:ratio=0.05")
+    train(model, optimizer, steps=2)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    shards = dist.get_world_size() // 2
+    assert abs(how.ledger.last.dense_bytes - 4 * whole / shards) < 0.01 * 4 * whole
+
+
+def case_a_policy_and_a_checkpoint() -> None:
+    def made() -> hvdcomp.Compression:
+        return hvdcomp.Compression.from_spec(
+            "topk:ratio=0.1", policy="accordion:low=0.1,high=0.02,interval=1", steps_per_epoch=2
+        )
+
+    model, optimizer, how = distribute(made())
+    train(model, optimizer, steps=6)
+    assert_same_everywhere(weights(model))
+    state = how.state_dict()
+    again = made()
+    again.load_state_dict(state)
+    model, optimizer, _ = distribute(again)
+    assert again._binding.engine.step_number == 6
+    assert again.levels or again._binding.engine.planner.level is not None
+    train(model, optimizer, steps=2)
+    assert_same_everywhere(weights(model))
+
+
+def case_what_cannot_be_is_refused_on_every_rank() -> None:
+    def refused(*arguments: Any, **options: Any) -> str:
+        return raised(hvdcomp.ConfigurationError, lambda: hvdcomp.fsdp.register(*arguments, **options))
+
+    mesh = mesh_of_ranks()
+    model = sharded(mesh["shard"])
+
+    def made(**options: Any) -> hvdcomp.Compression:
+        return hvdcomp.Compression.from_spec("topk:ratio=0.05", **options)
+
+    assert "mesh['replicate']" in refused(model, made(), mesh)
+    assert "fully_shard" in refused(large_model(), made(), mesh["replicate"])
+    assert "mesh of 2 dimensions" in refused(sharded(mesh), made(), mesh["replicate"])
+    assert "from_spec" in refused(model, "topk", mesh["replicate"])
+    assert "backward pass is over" in refused(model, made(overlap=True), mesh["replicate"])
+    assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])

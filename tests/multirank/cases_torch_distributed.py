@@ -1,0 +1,60 @@
+"""The collectives of the communicator for torch.distributed, against the same in NumPy."""
+
+from __future__ import annotations
+
+import os
+from unittest import SkipTest
+
+import torch
+import torch.distributed as dist
+
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.errors import ConfigurationError
+from tests.multirank.collectives import RANKS_PER_NODE, check, check_groups
+from tests.multirank.training_ddp import raised
+
+
+def case_every_collective() -> None:
+    check(TorchDistributedCommunicator(), torch.from_numpy, dist.get_rank(), list(range(dist.get_world_size())))
+
+
+def case_every_collective_of_a_group() -> None:
+    members = list(range(1, dist.get_world_size()))
+    some = dist.new_group(members)
+    if dist.get_rank() in members:
+        check(TorchDistributedCommunicator(some), torch.from_numpy, dist.get_rank(), members)
+
+
+def case_every_collective_of_a_node_and_across_nodes() -> None:
+    check_groups(TorchDistributedCommunicator(), torch.from_numpy, dist.get_rank(), dist.get_world_size())
+
+
+def case_nodes_are_those_of_the_launcher() -> None:
+    everyone = TorchDistributedCommunicator()
+    assert everyone.part("node") is everyone
+    assert everyone.part("across").world_size == 1
+    del os.environ["GROUP_RANK"]  # as where mpirun or srun has started the ranks
+    everyone = TorchDistributedCommunicator()
+    assert everyone.part("node") is everyone
+    os.environ["GROUP_RANK"] = "0"
+
+
+def case_a_group_of_some_ranks_is_not_split() -> None:
+    if dist.get_world_size() < 4:
+        raise SkipTest("needs 4 ranks")
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = TorchDistributedCommunicator(groups[dist.get_rank() % 2])
+    assert "the process group has 2" in raised(ConfigurationError, lambda: mine.part("across"))
+
+
+def case_nodes_that_do_not_fit_are_refused_by_all_ranks() -> None:
+    wrong = {"0": "give a whole number of at least 1", "many": "give a whole number of at least 1"}
+    if dist.get_world_size() > 2:
+        wrong["3"] = "the same number of ranks on every node, and there are 3, 1"
+    for given, said in wrong.items():
+        os.environ[RANKS_PER_NODE] = given
+        assert said in raised(ConfigurationError, lambda: TorchDistributedCommunicator().part("node"))
+    os.environ[RANKS_PER_NODE] = str(1 + dist.get_rank() % 2)
+    told = raised(ConfigurationError, lambda: TorchDistributedCommunicator().part("across"))
+    assert "the ranks' environments differ in HVDCOMP_RANKS_PER_NODE" in told
+    del os.environ[RANKS_PER_NODE]

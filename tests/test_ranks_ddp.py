@@ -1,0 +1,30 @@
+"""The cases of torch.distributed, DistributedDataParallel and FSDP of `tests.multirank`, on ranks under torchrun."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multirank.outcomes import EACH_ONCE, asked_for, cases, check, run_once
+
+pytest.importorskip("torch")
+
+# The first case of a setting waits for all cases of that setting.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
+
+_SETTINGS = ((2, "torchrun"), (4, "torchrun"))
+_MODULES = {
+    "cases_torch_distributed": _SETTINGS,
+    "cases_ddp": _SETTINGS,
+    "cases_fsdp": _SETTINGS,
+}
+
+
+@pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))
+def test_on_real_ranks(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
+    check(run_once(asked_for(request), count, controller), module, case)
+
+
+@pytest.mark.parametrize(("module", "case", "count", "controller"), cases({"cases_ddp_and_horovod": EACH_ONCE}))
+def test_beside_horovod(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+    check(run_once(asked_for(request), count, controller), module, case)
