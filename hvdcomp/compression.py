@@ -261,11 +261,7 @@ class Compression:
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
-        """Ties this to one training, for good; returns its binding.
-
-        Raises:
-            ConfigurationError: if it serves a training already.
-        """
+        """Ties this to one training, and returns its binding. Raises ConfigurationError if it serves one already."""
         if self._binding is not None:
             raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
