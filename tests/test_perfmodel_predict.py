@@ -186,16 +186,19 @@ def test_latency_can_be_too_much_for_any_factor() -> None:
     assert least_compression_factor(network, Compute(0.01), dense(1e8), 25 * MIB, Setting(1)) == 1
 
 
-def test_ten_thousand_settings_of_every_method_take_a_second_or_so() -> None:
-    """Bandwidth x world size; all methods of the preset, and the least factor. One by one it would take minutes. The
-    limit, of CPU time, is for a machine that others slow down."""
-    adviser = Adviser(load("v100-p3.8xlarge"), "resnet50")
+def test_ten_thousand_settings_of_every_method_take_less_than_a_second() -> None:
+    """CPU time, the least of three: others may slow the machine down. Bandwidth x world size; all methods of the
+    preset, and the least factor."""
     bandwidths = np.geomspace(1e7, 1e10, 100)
     setting = Setting(np.arange(1, 101), bytes_per_s=bandwidths[:, None])
-    start = time.process_time()
-    predicted = {spec: adviser.step_s(spec, setting) for spec in adviser.compressors}
-    factors = adviser.least_factor(setting)
-    assert time.process_time() - start < 5
+    taken = []
+    for _ in range(3):
+        adviser = Adviser(load("v100-p3.8xlarge"), "resnet50")  # anew: it may remember what it has worked out
+        start = time.process_time()
+        predicted = {spec: adviser.step_s(spec, setting) for spec in adviser.compressors}
+        factors = adviser.least_factor(setting)
+        taken.append(time.process_time() - start)
+    assert min(taken) < 1
     assert factors.shape == (100, 100)
     assert len(predicted) >= 14
     for spec, found in predicted.items():
