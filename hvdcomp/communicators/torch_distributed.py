@@ -16,6 +16,9 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
+UNNAMED = ""
+"""The name of any collective: torch.distributed matches them by their order."""
+
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # The newer names of two functions whose older ones warn.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -41,7 +44,7 @@ class Started(NamedTuple):
 class TorchDistributedCommunicator(Ranks):
     """The ranks of a process group of torch.distributed, reached through asynchronous operations.
 
-    Collectives have no names there: they are matched by the order in which every rank starts them.
+    Names of collectives are not used: they are matched by the order in which every rank starts them.
 
     Tensors on the CPU travel through the process group if its backend takes them, as Gloo does, and otherwise (NCCL)
     through a group of the same ranks with Gloo, which is made at once: every rank has to make the communicator at the

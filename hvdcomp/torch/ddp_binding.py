@@ -20,14 +20,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcomp.bindings.setup import Setup
-from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.training import TorchTraining, on_host
-
-_NAMED = "name"  # of the collective that asks who takes part; torch.distributed knows none by name
 
 
 class DDPBinding(TorchTraining):
@@ -41,6 +39,7 @@ class DDPBinding(TorchTraining):
     overlaps_with_policy = False
     broadcast = "DistributedDataParallel(..., init_sync=True)"
     optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
+    averaged_by = "DistributedDataParallel"
 
     def __init__(self, setup: Setup, model: DistributedDataParallel) -> None:
         communicator = TorchDistributedCommunicator(model.process_group)
@@ -99,7 +98,7 @@ class DDPBinding(TorchTraining):
         self._wire = self._wire_of_plan() if self.coordinator is None and self.engine.passthrough else None
         self._asked = self._wire is None or self._may_change
         if self._asked:
-            self._everyone.ask(self.presence, _NAMED)
+            self._everyone.ask(self.presence, UNNAMED)
         if self._wire is None:
             self.expect(self._everyone.agrees)
 
@@ -115,7 +114,7 @@ class DDPBinding(TorchTraining):
         # Divided first, as DDP does without a hook: the same bits.
         mean = buffer.div_(self.communicator.world_size)
         sent = mean if buffer.is_sparse or self._wire is None else mean.to(self._wire)
-        started = self.communicator.start_allreduce(sent, "sum", _NAMED)
+        started = self.communicator.start_allreduce(sent, "sum", UNNAMED)
         if sent is mean:
             return started.work.get_future().then(lambda _: buffer)
         return started.work.get_future().then(lambda _: buffer.copy_(sent))
@@ -133,9 +132,7 @@ class DDPBinding(TorchTraining):
         pending, self._pending = self._pending, {}
         if self._looks_for_unused:
             pending = self._used(pending)
-        for name, result in self.run_engine(pending).items():
-            if result.data_ptr() != pending[name].data_ptr():
-                pending[name].copy_(result)
+        self.run_in_place(pending)
         for _, future, buffer in self._step:
             if future is not None:
                 future.set_result(buffer)
@@ -144,7 +141,7 @@ class DDPBinding(TorchTraining):
     def _used(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
         flags = torch.stack([gradient.any() for gradient in gradients.values()]).int()
-        anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", _NAMED)).tolist()
+        anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", UNNAMED)).tolist()
         used = {name: gradients[name] for name, flag in zip(gradients, anywhere, strict=True) if flag}
         if not self._finds_unused:  # they are the same in every step
             self._looks_for_unused = False
@@ -176,13 +173,6 @@ class DDPBinding(TorchTraining):
                 "torch.utils.data.DistributedSampler does."
             )
         return None
-
-    def compress(self, tensor: torch.Tensor) -> Any:
-        """Refuses what Horovod hands over."""
-        raise ConfigurationError(
-            "this hvdcomp.Compression serves a model in DistributedDataParallel, whose gradients are averaged by it; "
-            "use the optimizer as it is, without hvd.DistributedOptimizer"
-        )
 
 
 def compressed_hook(binding, bucket):

@@ -16,13 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hvdcomp.bindings.setup import Setup
-from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.training import TorchTraining
-
-_NAMED = "name"  # of the collective that asks who takes part; torch.distributed knows none by name
 
 
 class FSDPBinding(TorchTraining):
@@ -37,6 +35,7 @@ class FSDPBinding(TorchTraining):
     overlaps_with_policy = False
     broadcast = "the same random seed, or the same checkpoint, before fully_shard"
     optimizer_from = "hvdcomp.fsdp.register(model, compression, mesh, optimizer=optimizer)"
+    averaged_by = "FSDP"
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         communicator = TorchDistributedCommunicator(group)
@@ -61,13 +60,11 @@ class FSDPBinding(TorchTraining):
     def _exchange(self) -> None:
         self._due = False
         self.begin()
-        self._everyone.ask(self.presence, _NAMED)
+        self._everyone.ask(self.presence, UNNAMED)
         self.check_presence(self._everyone.end())
         given = {name: one.grad for name, one in self._sharded.items() if one.grad is not None}
         gradients = {name: _local(gradient) for name, gradient in given.items()}
-        for name, result in self.run_engine(gradients).items():
-            if result.data_ptr() != gradients[name].data_ptr():
-                gradients[name].copy_(result)
+        self.run_in_place(gradients)
 
     # What `Binding` asks of the framework.
 
@@ -76,13 +73,6 @@ class FSDPBinding(TorchTraining):
 
     def trained(self) -> Set[str]:
         return self._sharded.keys()
-
-    def compress(self, tensor: torch.Tensor) -> Any:
-        """Refuses what Horovod hands over."""
-        raise ConfigurationError(
-            "this hvdcomp.Compression serves a model in FSDP, whose gradients are averaged by it; use the optimizer as "
-            "it is, without hvd.DistributedOptimizer"
-        )
 
 
 def _check(setup: Setup) -> None:

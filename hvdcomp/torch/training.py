@@ -27,10 +27,12 @@ class TorchTraining(Binding):
 
     Class attributes:
         optimizer_from: what a user writes so that the optimizer is known.
+        averaged_by: what averages the model's gradients, where that is not Horovod's optimizer.
     """
 
     results_in_place = True
     optimizer_from: str
+    averaged_by: str
 
     def __init__(
         self, setup: Setup, parameters: Mapping[str, torch.nn.Parameter], communicator: Ranks, optimizer: Any
@@ -40,6 +42,19 @@ class TorchTraining(Binding):
         self._scaled: ScaledSteps | None = None
         tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0))
+
+    def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """`run_engine`, whose means take the gradients' place."""
+        for name, mean in self.run_engine(gradients).items():
+            if mean.data_ptr() != gradients[name].data_ptr():
+                gradients[name].copy_(mean)
+
+    def compress(self, tensor: torch.Tensor) -> Any:
+        """Refuses what Horovod hands over, where something else averages gradients."""
+        raise ConfigurationError(
+            f"this hvdcomp.Compression serves a model in {self.averaged_by}, which averages its gradients; use the "
+            "optimizer as it is, without hvd.DistributedOptimizer"
+        )
 
     # What `Binding` asks of the framework.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import horovod.torch as hvd
 import torch
 
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
-from hvdcomp.errors import ConfigurationError
-from tests.multirank.collectives import RANKS_PER_NODE, check, check_groups
+from tests.multirank.collectives import check, check_groups, check_refusals
 from tests.multirank.training import raised
 
 
@@ -30,13 +27,4 @@ def case_every_collective_of_a_node_and_across_nodes() -> None:
 
 
 def case_nodes_that_do_not_fit_are_refused_by_all_ranks() -> None:
-    wrong = {"0": "give a whole number of at least 1", "many": "give a whole number of at least 1"}
-    if hvd.size() > 2:
-        wrong[str(hvd.size() - 1)] = f"the same number of ranks on every node, and there are {hvd.size() - 1}, 1"
-    for given, said in wrong.items():
-        os.environ[RANKS_PER_NODE] = given
-        assert said in raised(ConfigurationError, lambda: HorovodTorchCommunicator().part("node"))
-    os.environ[RANKS_PER_NODE] = str(1 + hvd.rank() % 2)
-    told = raised(ConfigurationError, lambda: HorovodTorchCommunicator().part("across"))
-    assert "the ranks' environments differ in HVDCOMP_RANKS_PER_NODE" in told
-    del os.environ[RANKS_PER_NODE]
+    check_refusals(HorovodTorchCommunicator, hvd.rank(), hvd.size(), raised)

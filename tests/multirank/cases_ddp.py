@@ -17,10 +17,11 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
-from tests.multirank.models import batch, small_model, weights
+from tests.multirank.models import Branches, batch, small_model, weights
 from tests.multirank.training_ddp import (
     assert_same_everywhere,
     distribute,
+    gathered,
     large_model,
     own_generator,
     plain_loss,
@@ -112,21 +113,6 @@ def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
             results.append(weights(model))
         if spec != "powersgd:rank=2" or dist.get_world_size() == 2:  # sums over more ranks have an order
             assert torch.equal(*results), spec
-
-
-class Branches(torch.nn.Module):
-    """Two branches; which is used is up to the caller. Nobody uses `never`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.left = torch.nn.Linear(64, 40)
-        self.right = torch.nn.Linear(64, 40)
-        self.never = torch.nn.Linear(64, 40)
-
-    def forward(self, inputs: torch.Tensor, order: str) -> torch.Tensor:
-        outputs = [{"l": self.left, "r": self.right}[branch](inputs) for branch in order]
-        return torch.stack(outputs).sum(0)
 
 
 def case_unused_parameters() -> None:
@@ -300,8 +286,7 @@ def case_a_policy_decides_on_rank_0() -> None:
     distributed, optimizer, _ = distribute(model, how)
     train(distributed, optimizer, steps=12)
     assert_same_everywhere(weights(model))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, how.levels)
+    found = gathered(how.levels)
     assert all(one == found[0] for one in found)
     assert found[0]
 

@@ -14,6 +14,7 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
+from tests.multirank.models import Branches
 from tests.multirank.training import (
     assert_same_everywhere,
     batch,
@@ -84,24 +85,6 @@ def case_op_sum() -> None:
         train(ours, distribute(ours, compression(spec, ours), rate, op=hvd.Sum), steps=10)
         train(theirs, distribute(theirs, hvd.Compression.none, 0.05), steps=10)
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-3, atol=1e-5)
-
-
-class Branches(torch.nn.Module):
-    """Two branches; which is used, and in which order, is up to the caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.left = torch.nn.Linear(64, 40)
-        self.right = torch.nn.Linear(64, 40)
-        self.never = torch.nn.Linear(64, 40)
-
-    def forward(self, inputs: torch.Tensor, order: str) -> torch.Tensor:
-        outputs = [{"l": self.left, "r": self.right}[branch](inputs) for branch in order]
-        total = outputs[0]
-        for output in outputs[1:]:
-            total = total + output
-        return total
 
 
 def case_hooks_in_different_order_and_missing_gradients() -> None:

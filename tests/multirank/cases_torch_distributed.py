@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
-from tests.multirank.collectives import RANKS_PER_NODE, check, check_groups
+from tests.multirank.collectives import check, check_groups, check_refusals
 from tests.multirank.training_ddp import raised
 
 
@@ -48,13 +48,4 @@ def case_a_group_of_some_ranks_is_not_split() -> None:
 
 
 def case_nodes_that_do_not_fit_are_refused_by_all_ranks() -> None:
-    wrong = {"0": "give a whole number of at least 1", "many": "give a whole number of at least 1"}
-    if dist.get_world_size() > 2:
-        wrong["3"] = "the same number of ranks on every node, and there are 3, 1"
-    for given, said in wrong.items():
-        os.environ[RANKS_PER_NODE] = given
-        assert said in raised(ConfigurationError, lambda: TorchDistributedCommunicator().part("node"))
-    os.environ[RANKS_PER_NODE] = str(1 + dist.get_rank() % 2)
-    told = raised(ConfigurationError, lambda: TorchDistributedCommunicator().part("across"))
-    assert "the ranks' environments differ in HVDCOMP_RANKS_PER_NODE" in told
-    del os.environ[RANKS_PER_NODE]
+    check_refusals(TorchDistributedCommunicator, dist.get_rank(), dist.get_world_size(), raised)

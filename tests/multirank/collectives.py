@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.communicators import Communicator
+from hvdcomp.errors import ConfigurationError
 
 RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
 LENGTHS = (1, 7, 1024)
@@ -79,3 +80,27 @@ def check_groups(communicator: Communicator, array: Callable[[np.ndarray], Any],
                 assert part.world_size == 1
             else:
                 check(part, array, rank, ranks)
+
+
+def check_refusals(
+    make: Callable[[], Communicator],
+    rank: int,
+    size: int,
+    raised: Callable[[type[Exception], Callable[[], object]], str],
+) -> None:
+    """Nodes that do not fit are refused by all ranks.
+
+    Args:
+        make: a communicator of all ranks, which asks anew who shares a node.
+        raised: the message of the error that every rank raises.
+    """
+    wrong = {"0": "give a whole number of at least 1", "many": "give a whole number of at least 1"}
+    if size > 2:
+        wrong[str(size - 1)] = f"the same number of ranks on every node, and there are {size - 1}, 1"
+    for given, said in wrong.items():
+        os.environ[RANKS_PER_NODE] = given
+        assert said in raised(ConfigurationError, lambda: make().part("node"))
+    os.environ[RANKS_PER_NODE] = str(1 + rank % 2)
+    told = raised(ConfigurationError, lambda: make().part("across"))
+    assert "the ranks' environments differ in HVDCOMP_RANKS_PER_NODE" in told
+    del os.environ[RANKS_PER_NODE]

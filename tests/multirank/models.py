@@ -30,3 +30,21 @@ def batch(generator: torch.Generator, dtype: torch.dtype = torch.float32) -> tup
 def weights(model: torch.nn.Module) -> torch.Tensor:
     """All parameters as one vector of bytes-comparable values."""
     return torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
+
+
+class Branches(torch.nn.Module):
+    """Two branches; which is used, and in which order, is up to the caller. Nobody uses `never`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.left = torch.nn.Linear(64, 40)
+        self.right = torch.nn.Linear(64, 40)
+        self.never = torch.nn.Linear(64, 40)
+
+    def forward(self, inputs: torch.Tensor, order: str) -> torch.Tensor:
+        outputs = [{"l": self.left, "r": self.right}[branch](inputs) for branch in order]
+        total = outputs[0]
+        for output in outputs[1:]:
+            total = total + output
+        return total

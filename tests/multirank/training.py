@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
+from tests.multirank.everywhere import raised_everywhere
 from tests.multirank.models import batch, small_model, weights
 
 __all__ = [
@@ -68,12 +69,4 @@ def assert_same_everywhere(vector: torch.Tensor) -> None:
 
 def raised(kind: type[Exception], work: Callable[[], object]) -> str:
     """The message of the error of this kind that `work` raises; every rank must raise one."""
-    message = None
-    try:
-        work()
-    except kind as error:
-        message = str(error)
-    everyone = hvd.allgather_object(message)
-    assert all(everyone), f"raised only on some ranks: {everyone}"
-    assert message is not None
-    return message
+    return raised_everywhere(kind, work, hvd.allgather_object)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
+from tests.multirank.everywhere import raised_everywhere
 from tests.multirank.models import batch
 
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -82,15 +83,13 @@ def assert_same_everywhere(vector: torch.Tensor) -> None:
         assert torch.equal(everyone[0], other), f"ranks 0 and {rank} differ by up to {difference}"
 
 
+def gathered(given: Any) -> list[Any]:
+    """The objects that all ranks give, by rank."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, given)
+    return everyone
+
+
 def raised(kind: type[Exception], work: Callable[[], object]) -> str:
     """The message of the error of this kind that `work` raises; every rank must raise one."""
-    message = None
-    try:
-        work()
-    except kind as error:
-        message = str(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, message)
-    assert all(everyone), f"raised only on some ranks: {everyone}"
-    assert message is not None
-    return message
+    return raised_everywhere(kind, work, gathered)

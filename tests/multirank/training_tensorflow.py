@@ -13,6 +13,7 @@ import tf_keras
 
 import hvdcomp
 from hvdcomp.tensorflow.binding import TensorFlowBinding
+from tests.multirank.everywhere import raised_everywhere
 
 # What an error becomes that is raised while a graph runs, and not while it is made.
 IN_GRAPH = tf.errors.UnknownError
@@ -189,12 +190,4 @@ def assert_like_horovods(ours: np.ndarray, theirs: np.ndarray, rtol: float = 1e-
 
 def raised(kind: type[Exception], work: Callable[[], object]) -> str:
     """The message of the error of this kind that `work` raises; every rank must raise one."""
-    message = None
-    try:
-        work()
-    except kind as error:
-        message = str(error)
-    everyone = hvd.allgather_object(message)
-    assert all(everyone), f"raised only on some ranks: {everyone}"
-    assert message is not None
-    return message
+    return raised_everywhere(kind, work, hvd.allgather_object)
