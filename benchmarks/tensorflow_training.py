@@ -27,7 +27,7 @@ from hvdcomp.train.data import load_data
 from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.learner import Learner
 from hvdcomp.train.options import FRAMEWORKS, MODELS, TrainingOptions
-from hvdcomp.train.ranks import Ranks
+from hvdcomp.train.ranks_horovod import HorovodRanks
 
 COMPUTE, NONE = "compute", "hvd.none"
 
@@ -51,7 +51,7 @@ def learner_without_exchange() -> type[Learner]:
 
 def step_of(framework: str, method: str, options: dict[str, Any]) -> Step:
     """A step of `hvdcomp train`."""
-    ranks = Ranks(framework)
+    ranks = HorovodRanks(framework)
     kind = learner_without_exchange() if (framework, method) == ("tensorflow", COMPUTE) else learner_class(framework)
     kind.prepare(ranks.local_rank, ranks.local_size)
     settings = TrainingOptions(framework=framework, **options).resolved()
@@ -83,7 +83,7 @@ def main(method: str, turns: int, steps: int, output: Path | None, **options: An
         for one in (COMPUTE, NONE, method)
     }
     take_turns(trainings, turns, steps)
-    if Ranks("torch").rank != 0:
+    if HorovodRanks("torch").rank != 0:
         return
     rows = {name: training.as_json() for name, training in trainings.items()}
     for name, row in rows.items():
@@ -98,7 +98,7 @@ def main(method: str, turns: int, steps: int, output: Path | None, **options: An
             of_both.append(f"{row['median']:6.2f} ms in {framework}")
         click.echo(f"{exchange:16} adds to the {unit.removesuffix('_ms'):4} time of a step {', '.join(of_both)}")
     if output is not None:
-        facts = {**options, "method": method, "ranks": Ranks("torch").size, "turns": turns, "steps": steps}
+        facts = {**options, "method": method, "ranks": HorovodRanks("torch").size, "turns": turns, "steps": steps}
         output.write_text(json.dumps({**facts, **rows, "added": added}, indent=1))
 
 

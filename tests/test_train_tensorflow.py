@@ -168,14 +168,14 @@ from hvdcomp.train import environment
 environment.prepare_mpi()
 from hvdcomp.train.data import load_data
 from hvdcomp.train.frameworks import learner_class
-from hvdcomp.train.ranks import Ranks
+from hvdcomp.train.ranks_horovod import HorovodRanks
 from hvdcomp.train.options import TrainingOptions
 
 framework, weights, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 settings = TrainingOptions(framework=framework, **options).resolved()
 data = load_data(settings)
 make_learner = learner_class(framework)
-ranks = Ranks(framework)
+ranks = HorovodRanks(framework)
 learner = make_learner(settings, data, ranks.rank)
 if framework == "torch":
     np.savez(weights, **learner.parameters())

@@ -57,9 +57,9 @@ def main(
     """Calibrates and measures, and writes what was found."""
     from hvdcomp.bench.calibrate import calibrate
     from hvdcomp.train import environment
-    from hvdcomp.train.ranks import Ranks
+    from hvdcomp.train.ranks_horovod import HorovodRanks
 
-    ranks = Ranks("torch")
+    ranks = HorovodRanks("torch")
     environment.use_threads(ranks.local_size)
 
     def show(what: str) -> None:

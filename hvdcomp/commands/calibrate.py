@@ -99,14 +99,15 @@ def command(
         import horovod.torch as hvd
 
         from hvdcomp.bench.levels import find_levels
-        from hvdcomp.train.ranks import Ranks, RunRefused
+        from hvdcomp.train.ranks import RunRefused
+        from hvdcomp.train.ranks_horovod import HorovodRanks
     except ImportError as error:
         raise click.ClickException(
             f"{error}; hvdcomp calibrate needs PyTorch and Horovod: pip install 'hvdcomp[torch,build]', "
             "then hvdcomp build-horovod"
         ) from None
     try:
-        ranks = Ranks("torch")
+        ranks = HorovodRanks("torch")
         environment.check_world_size(ranks.size)
         if ranks.size < 2:
             raise SetupError(f"with one rank there is no network to measure; start several: {_START}")

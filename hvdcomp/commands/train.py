@@ -10,12 +10,14 @@ import click
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
-from hvdcomp.train.options import DATA, FRAMEWORKS, MODELS, OVERLAP, TrainingOptions
+from hvdcomp.train.options import BACKENDS, DATA, FRAMEWORKS, MODELS, OVERLAP, SetupError, TrainingOptions
 
 _DEFAULTS = TrainingOptions()
 _NEEDS = {
-    "torch": "PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]'",
-    "tensorflow": "TensorFlow, tf_keras and Horovod: pip install 'hvdcomp[tensorflow,train,build]'",
+    "torch": "PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]', then hvdcomp build-horovod; or PyTorch "
+    "alone, started with torchrun",
+    "tensorflow": "TensorFlow, tf_keras and Horovod: pip install 'hvdcomp[tensorflow,train,build]', then "
+    "hvdcomp build-horovod",
 }
 
 
@@ -35,8 +37,19 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
     )
 
 
-@click.command(epilog="Start it on several ranks with: horovodrun -np 2 hvdcomp train ...")
+_START = (
+    "Start it on several ranks with: horovodrun -np 2 hvdcomp train ...  "
+    "or: torchrun --nproc-per-node 2 -m hvdcomp train ..."
+)
+
+
+@click.command(epilog=_START)
 @_option("--framework", "What to train in.", type=click.Choice(FRAMEWORKS))
+@_option(
+    "--backend",
+    "What connects the ranks: Horovod, or PyTorch's DistributedDataParallel; auto: the latter under torchrun.",
+    type=click.Choice(BACKENDS),
+)
 @_option("--model", "What to train.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
@@ -60,7 +73,7 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
 )
 @_option(
     "--bucket-bytes",
-    "Of gradients, the least that is sent by itself, with overlap.",
+    "Of gradients, the least that is sent by itself, with overlap; of DistributedDataParallel, a bucket.",
     type=int,
     metavar="N",
     shown="what the policy auto finds best, or else 25 MiB",
@@ -115,36 +128,36 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
 def command(context: click.Context, **options: Any) -> None:
     """Train a reference model with compressed gradients.
 
-    Alone it is one process; under horovodrun, mpirun or srun each process is a rank, and rank 0 writes and
-    reports. A learning rate, a batch size and the like that are not given are chosen to suit the model and
+    Alone it is one process; under horovodrun, mpirun, srun or torchrun each process is a rank, and rank 0
+    writes and reports. A learning rate, a batch size and the like that are not given are chosen to suit the model and
     the data.
     """
     environment.prepare_mpi()
     chosen = TrainingOptions(**options)
     try:
+        from hvdcomp.train.backends import choose, reach
         from hvdcomp.train.frameworks import learner_class
-        from hvdcomp.train.ranks import Ranks, RunRefused
+        from hvdcomp.train.ranks import RunRefused
         from hvdcomp.train.trainer import train
 
-        learner_class(chosen.framework)
-        ranks = Ranks(chosen.framework)
+        learner_class(chosen.framework, choose(chosen.backend, chosen.framework))
+        ranks = reach(chosen.backend, chosen.framework)
+    except SetupError as error:
+        raise click.UsageError(str(error), context) from None
     except ImportError as error:
         raise click.ClickException(
-            f"{error}; hvdcomp train --framework {chosen.framework} needs {_NEEDS[chosen.framework]}, "
-            "then hvdcomp build-horovod"
+            f"{error}; hvdcomp train --framework {chosen.framework} needs {_NEEDS[chosen.framework]}"
         ) from None
     try:
         summary = train(chosen, ranks)
     except RunRefused as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
-        ranks.gather(None, "end")  # a launcher ends the others as soon as one rank is gone: rank 0 speaks first
+        ranks.close()
         context.exit(2)
     except (ConfigurationError, RankMismatchError) as error:
         raise click.ClickException(str(error)) from None
-    if summary["status"] == "stopped":
-        context.exit(EXIT_SAVED)
-    if summary["status"] == "diverged":
-        if ranks.rank == 0:
-            click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
-        context.exit(1)
+    if summary["status"] == "diverged" and ranks.rank == 0:
+        click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
+    ranks.close()
+    context.exit({"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]])

@@ -73,12 +73,12 @@ def controller(hvd: Any) -> str:
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 
-def versions(framework: str = "torch") -> dict[str, str]:
+def versions(framework: str = "torch", backend: str = "horovod") -> dict[str, str]:
     """The versions that a result depends on."""
     modules = ("torch",) if framework == "torch" else ("tensorflow", "tf_keras")
+    packages = ("hvdcomp", "horovod") if backend == "horovod" else ("hvdcomp",)
     return {
         "python": platform.python_version(),
-        "hvdcomp": importlib.metadata.version("hvdcomp"),
+        **{name: importlib.metadata.version(name) for name in packages},
         **{name: importlib.import_module(name).__version__ for name in modules},
-        "horovod": importlib.metadata.version("horovod"),
     }

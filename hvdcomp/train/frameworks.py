@@ -7,16 +7,24 @@ from typing import Any
 from hvdcomp.train.learner import Learner
 
 
-def learner_class(framework: str) -> type[Learner]:
-    """The class for a framework, which is imported only here.
+def learner_class(framework: str, backend: str = "horovod") -> type[Learner]:
+    """The class for a framework and a backend, which are imported only here.
+
+    Args:
+        framework: one of `options.FRAMEWORKS`.
+        backend: "horovod" or "ddp", of `Ranks.backend`.
 
     Raises:
         ImportError: the framework, or Horovod for it, is not installed.
     """
-    if framework == "torch":
-        from hvdcomp.train.torch_learner import TorchLearner
+    if backend == "ddp":
+        from hvdcomp.train.ddp_learner import DDPLearner
 
-        return TorchLearner
+        return DDPLearner
+    if framework == "torch":
+        from hvdcomp.train.horovod_learner import HorovodLearner
+
+        return HorovodLearner
     from hvdcomp.train.tensorflow_learner import TensorFlowLearner
 
     return TensorFlowLearner

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FRAMEWORKS = ("torch", "tensorflow")
+BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
@@ -46,6 +47,7 @@ class TrainingOptions:
     """The options of one run. None means "choose for me" until `resolved` has filled it in."""
 
     framework: str = "torch"
+    backend: str = "auto"
     model: str = "cnn"
     data: str = "digits"
     data_dir: Path | None = None
@@ -100,6 +102,7 @@ class TrainingOptions:
     def _check_names(self) -> None:
         for option, value, known in (
             ("--framework", self.framework, FRAMEWORKS),
+            ("--backend", self.backend, BACKENDS),
             ("--model", self.model, MODELS),
             ("--data", self.data, DATA),
             ("--overlap", self.overlap, OVERLAP),

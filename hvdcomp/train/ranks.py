@@ -3,14 +3,13 @@ without a hang."""
 
 from __future__ import annotations
 
-import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.train import environment
 from hvdcomp.train.options import SetupError
 
 Built = TypeVar("Built")
@@ -20,31 +19,45 @@ class RunRefused(Exception):  # noqa: N818 - the run ends by it, in good order
     """A run that cannot start; raised on every rank with the same message."""
 
 
-class Ranks:
-    """All ranks, reached through the Horovod of one framework, which is initialized if it was not.
+class Ranks(ABC):
+    """All ranks of a run, through the library that connects them. `hvdcomp.train.backends.reach` makes one.
 
     Attributes:
+        backend: "horovod" or "ddp".
         rank, size: of this process, and of all together.
         local_rank, local_size: the same, on this host.
-        controller: what carries Horovod's coordination, "mpi" or "gloo".
-
-    Raises:
-        ImportError: Horovod was not built for this framework.
+        controller: what carries the library's own messages: "mpi" or "gloo".
+        restarts: how often the launcher has started these ranks again, after one had failed.
     """
 
-    def __init__(self, framework: str) -> None:
-        self._hvd = importlib.import_module(f"horovod.{framework}")
-        if not self._hvd.is_initialized():
-            self._hvd.init()
-        self.rank: int = self._hvd.rank()
-        self.size: int = self._hvd.size()
-        self.local_rank: int = self._hvd.local_rank()
-        self.local_size: int = self._hvd.local_size()
-        self.controller = environment.controller(self._hvd)
+    backend: ClassVar[str]
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    controller: str
+    restarts: int = 0
 
+    @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:
-        """The value of each rank, by rank. Named, as Horovod's own choice of name depends on the value's type."""
-        return self._hvd.allgather_object(value, name=f"hvdcomp.train.{name}")
+        """The value of each rank, by rank; anything that can be pickled.
+
+        Args:
+            name: the same on every rank; ranks must not call it twice at once with one name.
+        """
+
+    @abstractmethod
+    def broadcast(self, value: Any, name: str) -> Any:
+        """Rank 0's value."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None, "barrier")
+
+    def close(self) -> None:
+        """End the connection; nothing works afterwards. A launcher ends all ranks as soon as one is gone: so each
+        waits until all are here, and what rank 0 has to say is said."""
+        self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
         """The sum over the ranks of arrays of one shape: the same bits on every rank, in the arrays' own precision."""

@@ -1,4 +1,4 @@
-"""The training loop under stock Horovod, the same for every framework; a `Learner` is what differs.
+"""The training loop, the same for every framework and backend; a `Learner` is what differs.
 
 Every rank starts from rank 0's weights, sees its own part of each epoch's common shuffle, and ends with the same
 weights. The digest of each rank's weights in the summary says whether the weights are the same.
@@ -271,11 +271,12 @@ class Run:
         values = [record[self._metric] for record in self._epochs]
         best = max if self._metric == "accuracy" else min
         median, over = self._time_per_step()
-        alone = self._ranks.size == 1
+        alone = self._ranks.size == 1 and self._ranks.backend == "horovod"
         note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else None
         return {
             "status": status,
             "framework": options.framework,
+            "backend": self._ranks.backend,
             "model": options.model,
             "data": options.data,
             "spec": options.compression,
@@ -306,7 +307,7 @@ class Run:
             "identical": len(set(digests)) == 1 if digests else None,
             "note": note,
             "options": options.as_json(),
-            "versions": environment.versions(options.framework),
+            "versions": environment.versions(options.framework, self._ranks.backend),
         }
 
     def _time_per_step(self) -> tuple[float | None, str]:

@@ -1,17 +1,17 @@
-"""Trains in PyTorch: stock `hvd.DistributedOptimizer` with `compression=hvdcomp.Compression`.
+"""Trains in PyTorch; what connects the ranks is a subclass's.
 
-On a CPU with two ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in
-Horovod's fused allreduce may change the last bits.
+On a CPU with two ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in a
+fused allreduce may change the last bits.
 """
 
 from __future__ import annotations
 
 import io
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -46,30 +46,20 @@ class TorchLearner(Learner):
         if torch.cuda.is_available():
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
-    def broadcast(self) -> None:
-        options, model = self._options, self._model
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        # Horovod fills the optimizer's state by a step of its own with zero gradients. With a learning rate and a
-        # weight decay of zero that changes nothing; both are set afterwards.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        optimizer.zero_grad()
+    def _new_optimizer(self) -> torch.optim.SGD:
+        """An optimizer of all parameters; learning rate and weight decay are 0 yet."""
+        options = self._options
+        return torch.optim.SGD(self._model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov)
+
+    def _begin_with(self, optimizer: torch.optim.SGD) -> None:
+        """To be called at the end of `broadcast`."""
         for group in optimizer.param_groups:
-            group["weight_decay"] = options.weight_decay
+            group["weight_decay"] = self._options.weight_decay
         self._optimizer = optimizer
-        torch.manual_seed(options.seed + self._rank * 2**31)
+        torch.manual_seed(self._options.seed + self._rank * 2**31)
 
     def compression(self, spec: str, **options: Any) -> Compression:
         return Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
-
-    def distribute(self, compression: Compression) -> None:
-        self._compression = compression
-        self._optimizer = hvd.DistributedOptimizer(
-            self._optimizer,
-            named_parameters=self._model.named_parameters(),
-            compression=compression,
-            backward_passes_per_step=self._options.backward_passes_per_step,
-        )
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
@@ -80,28 +70,35 @@ class TorchLearner(Learner):
         self._model.train()
         self._optimizer.zero_grad()
         total = torch.zeros((), device=self._device)
-        parts = (self._tensor(array).chunk(passes) for array in (inputs, targets))
-        for x, y in zip(*parts, strict=True):
-            # Horovod adds the gradients of the passes up.
-            loss = _loss(self._model(x), y) / passes
-            loss.backward()
-            total += loss.detach()
-        if self._options.clip_norm:
-            # The norm of the averaged gradient: it is there only after the exchange.
-            self._optimizer.synchronize()
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm)
-            with self._optimizer.skip_synchronize():
-                self._optimizer.step()
-        else:
-            self._optimizer.step()
+        parts = [self._tensor(array).chunk(passes) for array in (inputs, targets)]
+        for number, (x, y) in enumerate(zip(*parts, strict=True), 1):
+            total += self._backward(x, y, passes, last=number == passes)
+        self._update()
         return total.item()  # on an accelerator this waits for the step to be done
+
+    @abstractmethod
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        """One of the passes of a step, whose gradients are added up; returns its share of the loss.
+
+        Args:
+            passes: of the step.
+            last: whether the gradients of all passes are exchanged after it.
+        """
+
+    @abstractmethod
+    def _update(self) -> None:
+        """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+
+    def _clip(self) -> None:
+        """Limits the norm of the averaged gradient."""
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm or 0.0)
 
     @torch.no_grad()
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         self._model.eval()
         answers = self._tensor(targets)
         logits = self._model(self._tensor(inputs))
-        return _loss(logits, answers).item(), int((logits.argmax(dim=-1) == answers).sum().item())
+        return loss_of(logits, answers).item(), int((logits.argmax(dim=-1) == answers).sum().item())
 
     def parameters(self) -> Arrays:
         return {name: _array(parameter) for name, parameter in self._model.named_parameters()}
@@ -152,7 +149,8 @@ class TorchLearner(Learner):
         return torch.from_numpy(array).to(self._device)
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from hvdcomp.compression import Compression
 from hvdcomp.train import environment, outputs
+from hvdcomp.train.backends import reach
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
 from hvdcomp.train.data import load_data, steps_per_epoch
 from hvdcomp.train.dataset import DataSet
@@ -18,10 +20,10 @@ from hvdcomp.train.run import Run
 
 
 def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Train under Horovod as `options` say, writing and showing what they ask for. Call it on every rank.
+    """Train as `options` say, writing and showing what they ask for. Call it on every rank.
 
     Args:
-        ranks: those of `options.framework`; None to reach them here.
+        ranks: as `backends.reach` returns them; None to reach them here.
 
     Returns:
         The summary, as in summary.json; the same on every rank but for what is rank 0's own (its loss and
@@ -29,6 +31,7 @@ def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any
 
     Raises:
         RunRefused: on every rank, if the run cannot start as asked.
+        SetupError: the ranks cannot be reached as asked.
         ImportError: the framework, or Horovod for it, is not installed.
     """
     with Warnings() if options.checkpoint_folder is not None else contextlib.nullcontext() as warnings:
@@ -36,8 +39,9 @@ def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any
 
 
 def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | None) -> Run:
-    make_learner = learner_class(options.framework)
-    ranks = ranks or Ranks(options.framework)
+    ranks = ranks or reach(options.backend, options.framework)
+    options = dataclasses.replace(options, backend=ranks.backend)
+    make_learner = learner_class(options.framework, ranks.backend)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
     checkpoints, saved = None, None
@@ -69,7 +73,8 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
     if options.output is not None and ranks.rank == 0:
         if saved is not None and saved["sizes"] is None:
             raise SetupError("--output: the run in --checkpoint-folder had none, and its first steps would be missing")
-        outputs.check_output(options.output, options.overwrite, None if saved is None else saved["sizes"])
+        overwrite = options.overwrite or ranks.restarts > 0  # of what this run wrote before it had a checkpoint
+        outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])
     if options.tensorboard:
         outputs.check_tensorboard()
 

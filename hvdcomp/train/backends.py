@@ -1,0 +1,60 @@
+"""The libraries that connect the ranks of a run; one is imported when it is chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from hvdcomp.train.options import SetupError
+from hvdcomp.train.ranks import Ranks
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""In the environment of a process that torchrun has started."""
+
+
+def choose(backend: str, framework: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The backend that is meant: "auto" is what the launcher is for.
+
+    Args:
+        backend: one of `options.BACKENDS`.
+        framework: one of `options.FRAMEWORKS`.
+
+    Returns:
+        "horovod" or "ddp".
+
+    Raises:
+        SetupError: TensorFlow cannot be trained that way.
+    """
+    by_torchrun = TORCHRUN in environment
+    chosen = backend if backend != "auto" else "ddp" if by_torchrun else "horovod"
+    if framework != "torch" and chosen == "ddp":
+        said = f"--backend {backend}" if backend != "auto" else "torchrun"
+        raise SetupError(
+            f"{said} is for PyTorch, and --framework {framework} trains through Horovod: start it with horovodrun, and "
+            "leave out --backend"
+        )
+    if chosen == "horovod" and by_torchrun:
+        raise SetupError(
+            "--backend horovod: torchrun has started these processes, and Horovod does not know it: start them with "
+            "horovodrun, or leave out --backend"
+        )
+    return chosen
+
+
+def reach(backend: str, framework: str) -> Ranks:
+    """Connect to all ranks. To be called on every rank.
+
+    Args:
+        backend, framework: as for `choose`.
+
+    Raises:
+        SetupError: as of `choose`.
+        ImportError: the library is not installed, or was not built for this framework.
+    """
+    if choose(backend, framework) == "horovod":
+        from hvdcomp.train.ranks_horovod import HorovodRanks
+
+        return HorovodRanks(framework)
+    from hvdcomp.train.ranks_torch import TorchRanks
+
+    return TorchRanks()

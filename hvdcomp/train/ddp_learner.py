@@ -1,0 +1,43 @@
+"""Trains in PyTorch under torch.distributed: `DistributedDataParallel` with `hvdcomp.ddp.register`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdcomp
+from hvdcomp.compression import Compression
+from hvdcomp.train.torch_learner import TorchLearner, loss_of
+
+
+class DDPLearner(TorchLearner):
+    """See `Learner`."""
+
+    def broadcast(self) -> None:
+        # Each rank's normalization layers keep statistics of their own until the end of an epoch, as under Horovod.
+        options: dict[str, Any] = {"broadcast_buffers": False}
+        if self._options.bucket_bytes is not None:
+            options["bucket_cap_mb"] = self._options.bucket_bytes / 2**20
+        self._ddp = DistributedDataParallel(self._model, **options)  # takes rank 0's weights and buffers
+        self._begin_with(self._new_optimizer())
+
+    def compression(self, spec: str, **options: Any) -> Compression:
+        return super().compression(spec, **{**options, "bucket_bytes": None})  # they are DistributedDataParallel's
+
+    def distribute(self, compression: Compression) -> None:
+        self._compression = compression
+        hvdcomp.ddp.register(self._ddp, compression, self._optimizer)
+
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        with nullcontext() if last else self._ddp.no_sync():
+            loss = loss_of(self._ddp(inputs), targets) / passes
+            loss.backward()
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self._options.clip_norm:
+            self._clip()
+        self._optimizer.step()

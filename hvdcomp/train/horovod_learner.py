@@ -1,0 +1,45 @@
+"""Trains in PyTorch under Horovod: stock `hvd.DistributedOptimizer` with `compression=hvdcomp.Compression`."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+from torch import Tensor
+
+from hvdcomp.compression import Compression
+from hvdcomp.train.torch_learner import TorchLearner, loss_of
+
+
+class HorovodLearner(TorchLearner):
+    """See `Learner`."""
+
+    def broadcast(self) -> None:
+        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+        # Horovod fills the optimizer's state by a step of its own with zero gradients. With a learning rate and a
+        # weight decay of zero that changes nothing; both are set afterwards.
+        optimizer = self._new_optimizer()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer.zero_grad()
+        self._begin_with(optimizer)
+
+    def distribute(self, compression: Compression) -> None:
+        self._compression = compression
+        self._optimizer = hvd.DistributedOptimizer(
+            self._optimizer,
+            named_parameters=self._model.named_parameters(),
+            compression=compression,
+            backward_passes_per_step=self._options.backward_passes_per_step,
+        )
+
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        loss = loss_of(self._model(inputs), targets) / passes
+        loss.backward()
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self._options.clip_norm:
+            self._optimizer.synchronize()  # the averaged gradient is there only after it
+            self._clip()
+            with self._optimizer.skip_synchronize():
+                self._optimizer.step()
+        else:
+            self._optimizer.step()

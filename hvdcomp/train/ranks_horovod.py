@@ -1,0 +1,36 @@
+"""The ranks of a run under Horovod."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hvdcomp.train import environment
+from hvdcomp.train.ranks import Ranks
+
+
+class HorovodRanks(Ranks):
+    """All ranks, reached through the Horovod of one framework, which is initialized if it was not.
+
+    Raises:
+        ImportError: Horovod was not built for this framework.
+    """
+
+    backend = "horovod"
+
+    def __init__(self, framework: str) -> None:
+        self._hvd = importlib.import_module(f"horovod.{framework}")
+        if not self._hvd.is_initialized():
+            self._hvd.init()
+        self.rank = self._hvd.rank()
+        self.size = self._hvd.size()
+        self.local_rank = self._hvd.local_rank()
+        self.local_size = self._hvd.local_size()
+        self.controller = environment.controller(self._hvd)
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        # Named, as Horovod's own choice of name depends on the value's type.
+        return self._hvd.allgather_object(value, name=f"hvdcomp.train.{name}")
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        return self._hvd.broadcast_object(value, name=f"hvdcomp.train.{name}")
