@@ -153,11 +153,12 @@ def command(context: click.Context, **options: Any) -> None:
     except RunRefused as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
-        ranks.close()
+        ranks.leave(2)
         context.exit(2)
     except (ConfigurationError, RankMismatchError) as error:
         raise click.ClickException(str(error)) from None
     if summary["status"] == "diverged" and ranks.rank == 0:
         click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
-    ranks.close()
-    context.exit({"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]])
+    code = {"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]]
+    ranks.leave(code)
+    context.exit(code)

@@ -59,6 +59,10 @@ class Ranks(ABC):
         waits until all are here, and what rank 0 has to say is said."""
         self.barrier()
 
+    def leave(self, code: int) -> None:
+        """`close` at the end of a program, which exits with `code` afterwards: the library may do that at once."""
+        self.close()
+
     def sum(self, values: Any, name: str) -> np.ndarray:
         """The sum over the ranks of arrays of one shape: the same bits on every rank, in the arrays' own precision."""
         return np.sum(self.gather(values, name), axis=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -46,6 +47,15 @@ class TorchRanks(Ranks):
     def close(self) -> None:
         super().close()
         dist.destroy_process_group()
+
+    def leave(self, code: int) -> None:
+        self.close()
+        # PyTorch 2.13 does not end Gloo's threads with the group. One that still drops a tensor while the interpreter
+        # ends would take the process with it, by SIGABRT, and torchrun would call a finished training failed
+        # (https://github.com/pytorch/pytorch/pull/179291).
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
 
 
 def _start() -> None:
