@@ -4,6 +4,9 @@
 
 Makes emulated clusters (docs/emulated-cluster.md) and measures all methods on each in turns; `ddp_hooks_worker.py` is
 what the ranks run. Writes ddp-hooks.json with all times of steps, and ddp-hooks.csv and ddp-hooks.md.
+
+A setting takes --seconds and eight steps of each method before, or 13 steps of each where those take longer than
+that. With all methods a rank holds 3 GB for ResNet-18.
 """
 
 from __future__ import annotations
