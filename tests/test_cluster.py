@@ -83,8 +83,8 @@ def _command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def _finished(*arguments: str) -> tuple[int, str]:
-    with _command(*arguments) as process:
+def _finished(*arguments: str, **options: Any) -> tuple[int, str]:
+    with _command(*arguments, **options) as process:
         output, _ = process.communicate(timeout=120)
     return process.returncode, output
 
@@ -137,9 +137,12 @@ def test_wrong_numbers_of_hosts_are_refused(hosts: int) -> None:
 
 
 @pytest.mark.cluster
-def test_wrong_numbers_of_ranks_are_refused(clean: None) -> None:
-    with Cluster(2, "1gbit") as cluster, pytest.raises(ClusterError, match="3 ranks on 2 hosts"):
-        cluster.run(["true"], ranks=3)
+def test_wrong_numbers_of_ranks_and_other_backends_are_refused(clean: None) -> None:
+    with Cluster(2, "1gbit") as cluster:
+        with pytest.raises(ClusterError, match="3 ranks on 2 hosts"):
+            cluster.run(["true"], ranks=3)
+        with pytest.raises(ClusterError, match="'mpi' is not one of horovod, torch"):
+            cluster.run(["true"], backend="mpi")
     with pytest.raises(ClusterError, match="within its `with` block"):
         cluster.run(["true"])
 
@@ -311,6 +314,57 @@ def test_horovod_runs_between_hosts(clean: None) -> None:
         assert cluster.run([sys.executable, "-c", ALLREDUCE], output=lines.append, timeout=120) == 0, "".join(lines)
     results = sorted(line for line in lines if line.startswith("RESULT"))
     assert results == ["RESULT 0 2 1 host0 [3.0, 30.0]\n", "RESULT 1 2 1 host1 [3.0, 30.0]\n"]
+
+
+TORCH_DISTRIBUTED = """
+import os
+import socket
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+
+
+def sent():
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+dist.init_process_group("gloo")
+numbers = torch.full((1_000_000,), 10.0 ** dist.get_rank())
+before = sent()
+dist.all_reduce(numbers)
+dist.barrier()
+crossed = sent() - before
+place = TorchDistributedCommunicator().place()
+facts = f"{dist.get_rank()} {os.environ['LOCAL_RANK']} {socket.gethostname()} {place} {numbers.unique().tolist()}"
+assert dist.is_torchelastic_launched()
+sys.stdout.write(f"RESULT {facts} {4_000_000 < crossed < 8_000_000}\\n")  # at once: all ranks write at the same time
+dist.barrier()
+dist.destroy_process_group()
+sys.exit(7 if place == (1, 2) and os.environ["LOCAL_RANK"] == "1" else 0)
+"""
+
+
+@pytest.mark.cluster
+def test_torch_distributed_runs_between_hosts_without_horovod(clean: None, tmp_path: Path) -> None:
+    """Sums cross the link in the bytes that they need, and the code of the rank that fails is the run's."""
+    pytest.importorskip("torch")
+    (tmp_path / "horovod.py").write_text("raise ImportError('there is no Horovod here')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    code, said = _finished(
+        *("run", "--hosts", "2", "--rate", "1gbit", "--ranks", "4", "--backend", "torch"),
+        *("--", sys.executable, "-c", TORCH_DISTRIBUTED),
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    results = sorted(line for line in said.splitlines() if line.startswith("RESULT"))
+    assert results == [
+        "RESULT 0 0 host0 (0, 2) [1111.0] True",
+        "RESULT 1 1 host0 (0, 2) [1111.0] True",
+        "RESULT 2 0 host1 (1, 2) [1111.0] True",
+        "RESULT 3 1 host1 (1, 2) [1111.0] True",
+    ], said
+    assert code == 7
 
 
 @pytest.mark.cluster

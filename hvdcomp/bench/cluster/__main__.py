@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdcomp.bench.cluster import namespaces, records
+from hvdcomp.bench.cluster.backends import BACKENDS
 from hvdcomp.bench.cluster.cluster import Cluster
 from hvdcomp.bench.cluster.errors import ClusterError
 from hvdcomp.bench.cluster.records import STANDING
@@ -46,15 +47,25 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
 
 @click.group()
 def main() -> None:
-    """Run Horovod on several emulated hosts of this machine, joined by links of a chosen rate (needs root)."""
+    """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
+
+    Needs root.
+    """
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
 @_hosts
 @_rate
 @click.option("--ranks", type=int, metavar="N", help="A multiple of the number of hosts. Default: one on each.")
+@click.option(
+    "--backend",
+    type=click.Choice(list(BACKENDS)),
+    default="horovod",
+    show_default=True,
+    help="What the ranks find each other by: as horovodrun does it, or for torch.distributed as torchrun does.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
-def run(hosts: int | None, rate: str | None, ranks: int | None, command: tuple[str, ...]) -> None:
+def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:
     """Run a command on every rank; write it after `--`. Returns its exit code.
 
     With --hosts and --rate the hosts are made for this run and removed after it, otherwise it runs on those that `up`
@@ -62,7 +73,7 @@ def run(hosts: int | None, rate: str | None, ranks: int | None, command: tuple[s
     """
     with _errors(), _cluster(hosts, rate) as cluster:
         _SAY(f"{cluster.hosts} hosts, links of {cluster.rate}, {ranks or cluster.hosts} ranks")
-        code = cluster.run(command, ranks=ranks)
+        code = cluster.run(command, ranks=ranks, backend=backend)
     sys.exit(code)
 
 

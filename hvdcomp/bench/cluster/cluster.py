@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from hvdcomp.bench.cluster import launch, namespaces, records
+from hvdcomp.bench.cluster.backends import BACKENDS
 from hvdcomp.bench.cluster.errors import ClusterError
 from hvdcomp.bench.cluster.rates import parse_rate
 from hvdcomp.bench.cluster.records import STANDING, Facts, Record
@@ -101,15 +102,17 @@ class Cluster:
         command: Sequence[str],
         *,
         ranks: int | None = None,
+        backend: str = "horovod",
         env: Mapping[str, str] | None = None,
         output: Callable[[str], None] | None = None,
         timeout: float | None = None,
     ) -> int:
-        """Runs a command under Horovod and waits for it.
+        """Runs a command under Horovod or torch.distributed and waits for it.
 
         Args:
             command: program and arguments, run by every rank.
             ranks: a multiple of the number of hosts; by default one for each.
+            backend: what helps the ranks find each other: "horovod" or "torch", which is torch.distributed.
             env: variables added to this process's environment.
             output: called with each line as it comes (stdout and stderr, with its line end), in another thread; by
                 default the lines go to this process's own stdout and stderr.
@@ -119,16 +122,18 @@ class Cluster:
             The exit code: of the rank that failed first, or 0.
 
         Raises:
-            ClusterError: for a wrong number of ranks.
+            ClusterError: for a wrong number of ranks, or another backend.
             subprocess.TimeoutExpired: after the timeout.
         """
         ranks = self.hosts if ranks is None else ranks
         if ranks < self.hosts or ranks % self.hosts:
             raise ClusterError(f"{ranks} ranks on {self.hosts} hosts: the number must be a multiple of {self.hosts}")
+        if backend not in BACKENDS:
+            raise ClusterError(f"the backend {backend!r} is not one of {', '.join(BACKENDS)}")
         if not command:
             raise ClusterError("no command to run was given")
         self._held()
-        full = launch.ranks_command(self.name, self.hosts, ranks, command)
+        full = launch.ranks_command(backend, self.name, self.hosts, ranks, command)
         try:
             return launch.stream(full, launch.variables(env), output, timeout)
         finally:

@@ -1,9 +1,10 @@
-"""Starting a program under Horovod on the hosts of a cluster, with Gloo.
+"""Starting a program under Horovod or torch.distributed on the hosts of a cluster, with Gloo.
 
 Horovod can use Gloo or MPI between hosts. Gloo is taken because its allreduce is the ring by which bandwidth-bound
 step times are usually computed (each host sends 2(n-1)/n times the gradient), and because a rank that waits sleeps
 instead of spinning, which matters where all ranks share a few cores. The ranks are started here rather than by
-horovodrun, which would want an ssh server on every host; `ranks` runs on host0 and starts them.
+horovodrun, which would want an ssh server on every host, or by a torchrun on each; `ranks` runs on host0 and starts
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ _RANKS = "hvdcomp.bench.cluster.ranks"
 _VARIABLES = {
     "OMP_NUM_THREADS": "1",  # all hosts share this machine's cores
     "PYTHONUNBUFFERED": "1",
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",  # until the slowest rank has imported its framework
 }
 
 
@@ -54,9 +54,9 @@ def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
     ]
 
 
-def ranks_command(cluster: str, hosts: int, ranks: int, command: Sequence[str]) -> list[str]:
+def ranks_command(backend: str, cluster: str, hosts: int, ranks: int, command: Sequence[str]) -> list[str]:
     """The command that runs `command` on every rank, and ends with the exit code of the first that fails."""
-    starter = [sys.executable, "-m", _RANKS, cluster, str(hosts), str(ranks // hosts), *command]
+    starter = [sys.executable, "-m", _RANKS, backend, cluster, str(hosts), str(ranks // hosts), *command]
     return host_command(cluster, 0, starter)
 
 

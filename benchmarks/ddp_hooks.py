@@ -1,0 +1,355 @@
+"""PyTorch's own communication hooks of DistributedDataParallel beside hvdcomp's: times and bytes of steps.
+
+    sudo .venv/bin/python benchmarks/ddp_hooks.py --output docs/ddp-hooks
+
+Makes emulated clusters (docs/emulated-cluster.md) and measures all methods on each in turns; `ddp_hooks_worker.py` is
+what the ranks run. Writes ddp-hooks.json with all times of steps, and ddp-hooks.csv and ddp-hooks.md.
+
+A setting takes --seconds and eight steps of each method before, or 13 steps of each where those take longer than
+that. With all methods a rank holds 3 GB for ResNet-18.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdcomp.bench.cluster import Cluster, ClusterError
+from hvdcomp.bench.compare import ratio
+from hvdcomp.bench.models import split_model
+from hvdcomp.bench.places import Hosts, Place, parse_hosts, place_of
+from hvdcomp.bench.steps import StepsError, check, earlier, environment_facts
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.files import csv_of, replace_files
+
+WORKER = Path(__file__).with_name("ddp_hooks_worker.py")
+STEM = "ddp-hooks"
+COMPUTE, DENSE = "compute", "DDP"  # as of the worker
+
+ALIKE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "dense": ((DENSE,), ("none",)),
+    "cast": (("fp16_compress_hook", "bf16_compress_hook"), ("fp16", "bf16")),
+    "low rank": (("powerSGD_hook", "batched_powerSGD_hook"), ("powersgd",)),
+    "8 bit": (("quantization_pertensor_hook", "quantization_perchannel_hook"), ("int8",)),
+}
+"""What is of like accuracy: of each kind, PyTorch's methods, and hvdcomp's compressors by name."""
+
+THEIRS = tuple(method for theirs, _ in ALIKE.values() for method in theirs)
+METHODS = (
+    *("DDP", "none"),
+    *("fp16_compress_hook", "bf16_compress_hook", "fp16", "bf16"),
+    *("powerSGD_hook", "batched_powerSGD_hook", "powersgd:rank=4", "powersgd:rank=4,alternating=true"),
+    *("quantization_pertensor_hook", "quantization_perchannel_hook", "int8"),
+    *("topk:ratio=0.01", "int4", "efsignsgd"),
+)
+
+ABOUT = """All methods train the same model, in turns, in one process on each rank and in one process group with Gloo: \
+batch size {batch_size}, random data, SGD with momentum, one thread, each host on cores of its own where there are \
+enough. `compute` is the training without any exchange, `DDP` is without a hook; the names of hooks are PyTorch's, all \
+else is hvdcomp. Times are those of the slowest rank: the median of all steps, and the quartiles. Bytes are those that \
+one step sends over the link of a host, with headers and acknowledgements, by the counter of its interface.
+
+PyTorch's PowerSGD has rank 4, error feedback and warm start, and compresses from the third step on, which is before \
+anything is measured. It gets all gradients in one bucket: with several, Gloo's threads start its collectives in an \
+order that differs between the ranks, and the run dies. All else has DDP's buckets as they are by themselves."""
+
+
+@dataclass(frozen=True)
+class Row(Place):
+    """One method in one place. Times in ms, of one step.
+
+    Attributes:
+        method: as of the worker.
+        kind: of `ALIKE`; empty for what has nothing alike.
+        theirs: whether it is PyTorch's.
+        median_ms, low_ms, high_ms: median and quartiles of the steps.
+        wire_bytes, ledger_bytes: of a step: over the link, and handed to collectives by hvdcomp's ledger.
+        over_ddp: how many times as fast as DDP without a hook, the median of rounds.
+        over_ddp_error: its standard error.
+        hook: PyTorch's fastest of the same kind, where there is one and this is not PyTorch's.
+        over_hook, over_hook_error: how many times as fast as that hook.
+    """
+
+    method: str
+    kind: str
+    theirs: bool
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    wire_bytes: float
+    ledger_bytes: float | None
+    over_ddp: float | None = None
+    over_ddp_error: float | None = None
+    hook: str | None = None
+    over_hook: float | None = None
+    over_hook_error: float | None = None
+
+
+def kind_of(method: str) -> str:
+    """The kind that a method is of; empty if it has none."""
+    own = "" if method in (*THEIRS, COMPUTE) else parse_compressor(method).name
+    return next((kind for kind, (theirs, ours) in ALIKE.items() if method in theirs or own in ours), "")
+
+
+def rows_of(run: Mapping[str, Any]) -> list[Row]:
+    """The rows of one setting, from what its ranks wrote."""
+    measured = {one["method"]: one for one in run["methods"]}
+
+    def compared(name: str, method: str, other: str | None) -> dict[str, float]:
+        if other is None or method in (other, COMPUTE):
+            return {}
+        value, error = ratio(measured[other]["step_ms"], measured[method]["step_ms"])
+        return {name: value, f"{name}_error": error}
+
+    rows = []
+    for method, one in measured.items():
+        kind, theirs = kind_of(method), method in THEIRS
+        hooks = [other for other in measured if other in THEIRS and kind_of(other) == kind]
+        hook = None if theirs else min(hooks, key=lambda other: measured[other]["median_ms"], default=None)
+        low, high = one["quartiles_ms"]
+        rows.append(
+            Row(
+                **vars(place_of(run)),
+                method=method,
+                kind=kind,
+                theirs=theirs,
+                median_ms=one["median_ms"],
+                low_ms=low,
+                high_ms=high,
+                wire_bytes=one["wire_bytes"],
+                ledger_bytes=one["ledger_bytes"],
+                **compared("over_ddp", method, DENSE if DENSE in measured else None),
+                hook=hook,
+                **compared("over_hook", method, hook),
+            )
+        )
+    return rows
+
+
+def best_of_kinds(rows: Sequence[Row]) -> list[Row]:
+    """Of each place and kind, hvdcomp's fastest, where PyTorch has a hook of that kind that runs."""
+    compared = [row for row in rows if row.over_hook is not None]
+    groups = dict.fromkeys((row.place, row.kind) for row in compared)
+    return [
+        min((row for row in compared if (row.place, row.kind) == group), key=lambda row: row.median_ms)
+        for group in groups
+    ]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How often hvdcomp is faster than every hook that is alike, and where it is least so."""
+    best = best_of_kinds(rows)
+    if not best:
+        return "No hook of PyTorch ran beside a compressor of hvdcomp of like accuracy."
+    least = min(best, key=lambda row: row.over_hook or 0)
+    faster = sum((row.over_hook or 0) > 1 for row in best)
+    return (
+        f"hvdcomp's fastest of a kind is faster than PyTorch's fastest of that kind in {faster} of {len(best)} "
+        f"comparisons; the least is {least.over_hook:.2f} times as fast ({least.method} and {least.hook}, "
+        f"{least.in_words()})."
+    )
+
+
+def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> str:
+    """The tables, and what did not run."""
+    rows = [row for run in runs for row in rows_of(run)]
+    lines = [
+        "# PyTorch's communication hooks and hvdcomp's",
+        "",
+        f"Made by `{details['command']}` on {details['cores']} cores, with {_versions(runs)}. {summary(rows)}",
+        "",
+        ABOUT.format(**details),
+        "",
+        "hvdcomp's fastest of each kind beside PyTorch's fastest:",
+        "",
+        *_table(
+            ("hosts", "rate", "model", "kind", "hvdcomp", "PyTorch", "times as fast"),
+            [
+                (str(row.cluster), row.rate, row.model, row.kind, row.method, row.hook or "",
+                 _ratio(row.over_hook, row.over_hook_error))
+                for row in best_of_kinds(rows)
+            ],
+        ),
+        "",
+        "Everything that was measured. The last column is about PyTorch's fastest hook of like accuracy:",
+        "",
+        *_table(
+            ("hosts", "rate", "model", "method", "ms", "quartiles", "bytes", "times as fast as DDP", "as the hook"),
+            [
+                (
+                    str(row.cluster),
+                    row.rate,
+                    row.model,
+                    row.method,
+                    f"{row.median_ms:.1f}",
+                    f"{row.low_ms:.1f} to {row.high_ms:.1f}",
+                    f"{row.wire_bytes:,.0f}",
+                    _ratio(row.over_ddp, row.over_ddp_error),
+                    _ratio(row.over_hook, row.over_hook_error),
+                )
+                for row in rows
+            ],
+        ),
+        "",
+        *_refused(runs),
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _ratio(value: float | None, error: float | None) -> str:
+    return "" if value is None else f"{value:.2f} ± {error:.2f}"
+
+
+def _versions(runs: Sequence[Mapping[str, Any]]) -> str:
+    found = dict.fromkeys((name, version) for run in runs for name, version in run["versions"].items())
+    return ", ".join(f"{name} {version}" for name, version in found)
+
+
+def _refused(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What did not run, with what it said and where."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for run in runs:
+        for method, reason in run["refused"].items():
+            reasons.setdefault((method, reason.replace("`", "'")), []).append(place_of(run).in_words())
+    if not reasons:
+        return []
+    lines = [
+        f"- {method} ({'everywhere' if len(places) == len(runs) else '; '.join(places)}): `{reason}`"
+        for (method, reason), places in reasons.items()
+    ]
+    return ["PyTorch's hooks that did not run on the CPU with Gloo, and what they said:", "", *lines, ""]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (headings, ["---"] * len(headings), *rows)]
+
+
+def write(folder: Path, runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> None:
+    """Writes the three files."""
+    rows = [asdict(row) for run in runs for row in rows_of(run)]
+    data = {**details, "alike": ALIKE, "rows": rows, "runs": runs}
+    contents = {
+        "json": json.dumps(data).encode() + b"\n",
+        "csv": csv_of(rows),
+        "md": markdown(runs, details).encode(),
+    }
+    replace_files({folder / f"{STEM}.{ending}": content for ending, content in contents.items()})
+
+
+def measure(
+    places: Sequence[Place], methods: Sequence[str], batch_size: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """Measures setting by setting; those of one cluster follow each other.
+
+    Yields:
+        What the ranks wrote, with the fields of `Place`.
+
+    Raises:
+        StepsError: if a run failed; its ranks have said why.
+    """
+    for (hosts, rate), here in itertools.groupby(places, key=lambda place: (place.cluster, place.rate)):
+        with Cluster(hosts.number, rate) as cluster, tempfile.TemporaryDirectory() as folder:
+            for place in here:
+                click.echo(f"{place.in_words()}: {len(methods)} methods", err=True)
+                file = Path(folder) / "steps.json"
+                words = [word for method in methods for word in ("--method", method)]
+                words += ["--model", place.model, "--batch-size", str(batch_size), "--seconds", str(seconds)]
+                code = cluster.run(
+                    [sys.executable, str(WORKER), *words, "--output", str(file)],
+                    ranks=hosts.number * hosts.ranks,
+                    backend="torch",
+                    # Names of hosts cannot be looked up there, which PyTorch would say of each connection.
+                    env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                )
+                if code != 0:
+                    raise StepsError(f"the run of {place.in_words()} ended with code {code}; see what it said above")
+                yield asdict(place) | json.loads(file.read_text())
+
+
+def _list(_context: click.Context, _option: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+
+
+def _methods(_context: click.Context, _option: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Sees that each is one of PyTorch's, or the spec of a compressor."""
+    for method in value:
+        try:
+            kind_of(method)
+        except ValueError as error:
+            raise click.BadParameter(f"{error}; or one of PyTorch's: {', '.join(THEIRS)}") from None
+    return tuple(dict.fromkeys(value))
+
+
+@click.command(help=__doc__)
+@click.option("--hosts", default="2,4", show_default=True, callback=_list, metavar="N[xRANKS],...")
+@click.option("--rate", "rates", default="100mbit,1gbit,10gbit", show_default=True, callback=_list, metavar="RATE,...")
+@click.option(
+    "--model", "models", default="resnet18,lstm,mlp,resnet20", show_default=True, callback=_list, metavar="NAME,..."
+)
+@click.option(
+    "--method", "methods", multiple=True, default=METHODS, show_default=True, callback=_methods, metavar="NAME",
+    help="A compressor of hvdcomp, DDP, or a hook of PyTorch; repeat.",
+)  # fmt: skip
+@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Of one rank.")
+@click.option(
+    "--seconds", type=click.FloatRange(0), default=60.0, show_default=True,
+    help="Of measuring each setting, after its first steps; five rounds of all methods are made in any case.",
+)  # fmt: skip
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder.")
+@click.option("--resume", is_flag=True, help="Keep the settings that the same command measured before it ended.")
+def main(
+    hosts: tuple[str, ...],
+    rates: tuple[str, ...],
+    models: tuple[str, ...],
+    methods: tuple[str, ...],
+    batch_size: int,
+    seconds: float,
+    output: Path,
+    resume: bool,
+) -> None:
+    try:
+        clusters: list[Hosts] = list(dict.fromkeys(map(parse_hosts, hosts)))
+        for model in models:
+            if ":" not in model:
+                split_model(model)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    places = [
+        Place(one.number, one.ranks, rate, model) for one, rate, model in itertools.product(clusters, rates, models)
+    ]
+    words = ["--hosts", ",".join(map(str, clusters)), "--rate", ",".join(rates), "--model", ",".join(models)]
+    if methods != METHODS:
+        words += [word for method in methods for word in ("--method", shlex.quote(method))]
+    words += ["--batch-size", str(batch_size), "--seconds", f"{seconds:g}", "--output", str(output)]
+    details = {"command": " ".join(["python benchmarks/ddp_hooks.py", *words]), "batch_size": batch_size}
+    details |= environment_facts()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        runs = earlier(output / f"{STEM}.json", details["command"]) if resume else []
+        known = {place_of(run) for run in runs}
+        left = [place for place in places if place not in known]
+        if left:
+            check(clusters, rates)
+        for run in measure(left, methods, batch_size, seconds):
+            runs.append(run)
+            write(output, runs, details)
+            for row in rows_of(run):
+                click.echo(f"  {row.method:34} {row.median_ms:9.1f} ms {row.wire_bytes:14,.0f} bytes")
+        write(output, runs, details)
+    except (StepsError, ClusterError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(summary([row for run in runs for row in rows_of(run)]))
+    click.echo(f"wrote {STEM}.json, .csv and .md to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What `ddp_hooks.py` runs on every rank: steps of DistributedDataParallel with each method, in turns.
+
+A method is `compute` (training alone, no gradient leaves the rank), `DDP` (no hook), the name of a hook of
+torch.distributed.algorithms.ddp_comm_hooks, or the spec of a compressor of hvdcomp. Each trains a model of its own, all
+in one process group. They take turns in blocks of a few steps, in an order that rotates, so that whatever else the
+machine does falls on all alike. The time of a step is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdcomp
+from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
+
+COMPUTE, DENSE = "compute", "DDP"
+# DDP makes its buckets anew after its first step, PowerSGD's hooks compress from the third on, and hvdcomp sends during
+# the backward pass from the fourth on.
+_FIRST_STEPS = 6
+_LEAST_ROUNDS = 5
+_COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")  # of this host's link
+_TIMEOUT = timedelta(minutes=10)  # of a collective
+
+
+def _power_sgd() -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=4, start_powerSGD_iter=2, use_error_feedback=True, warm_start=True
+    )
+
+
+def _no_state() -> None:
+    return None
+
+
+HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "fp16_compress_hook": (_no_state, default_hooks.fp16_compress_hook),
+    "bf16_compress_hook": (_no_state, default_hooks.bf16_compress_hook),
+    "powerSGD_hook": (_power_sgd, powerSGD_hook.powerSGD_hook),
+    "batched_powerSGD_hook": (_power_sgd, powerSGD_hook.batched_powerSGD_hook),
+    "quantization_pertensor_hook": (_no_state, quantization_hooks.quantization_pertensor_hook),
+    "quantization_perchannel_hook": (_no_state, quantization_hooks.quantization_perchannel_hook),
+}
+"""Of PyTorch: what makes the state of each, and the hook."""
+
+# They start collectives from callbacks, which Gloo runs in two threads: with several buckets ranks start them in
+# different orders, and the run dies of collectives that do not match.
+_IN_ONE_BUCKET = ("powerSGD_hook", "batched_powerSGD_hook")
+
+
+class Loss(torch.nn.Module):
+    """A workload as a module whose output is the loss: DDP has to be what is called."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.model = workload.model
+        self._loss = workload.loss
+
+    def forward(self) -> torch.Tensor:
+        return self._loss()
+
+
+class Training:
+    """A model that trains with one method on one batch of random data, a block of steps at a time.
+
+    Raises:
+        TypeError, RuntimeError: when made or in its first steps, if the method does not run here.
+    """
+
+    def __init__(self, method: str, model_name: str, batch_size: int, seed: int) -> None:
+        loss = Loss(build(model_name, batch_size, seed, dist.get_rank()))
+        self.method = method
+        self.numel = sum(parameter.numel() for parameter in loss.parameters())
+        self.compression: hvdcomp.Compression | None = None
+        self.model = loss if method == COMPUTE else self._distributed(loss, seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
+        self.step_ms: list[list[float]] = []  # of each block, the steps that count
+        self._steps = self._wire_bytes = self._ledger_bytes = 0  # of all steps of all blocks
+
+    def _distributed(self, loss: Loss, seed: int) -> DistributedDataParallel:
+        buckets = {"bucket_cap_mb": 1 + 4 * self.numel // 2**20} if self.method in _IN_ONE_BUCKET else {}
+        # Buffers are the same work for all methods, and none of theirs.
+        model = DistributedDataParallel(loss, forward_sync_buffers=False, **buckets)
+        if self.method in HOOKS:
+            make_state, hook = HOOKS[self.method]
+            model.register_comm_hook(make_state(), hook)
+        elif self.method != DENSE:
+            self.compression = hvdcomp.Compression.from_spec(self.method, seed=seed)
+            hvdcomp.ddp.register(model, self.compression)
+        return model
+
+    def step(self) -> float:
+        """Makes a step; returns its seconds on this rank."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.model().backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+    def block(self, steps: int, settling: int) -> None:
+        """Makes a turn's steps, in step with all other ranks, and adds what they took.
+
+        Args:
+            steps: whose time counts.
+            settling: that go before them. Bytes are those of both.
+        """
+        dist.barrier()
+        sent, in_ledger = _sent(), self._in_ledger()
+        for _ in range(settling):
+            self.step()
+        seconds = torch.tensor([self.step() for _ in range(steps)], dtype=torch.float64)
+        dist.barrier()  # until then, what this rank has sent may still lie in a queue
+        crossed = torch.tensor([_sent() - sent], dtype=torch.float64)
+        for mine in (seconds, crossed):
+            dist.all_reduce(mine, dist.ReduceOp.MAX)
+        self.step_ms.append((1000 * seconds).tolist())
+        self._steps += settling + steps
+        self._wire_bytes += int(crossed)
+        self._ledger_bytes += self._in_ledger() - in_ledger
+
+    def forget(self) -> None:
+        """Drops what was measured so far."""
+        self.step_ms.clear()
+        self._steps = self._wire_bytes = self._ledger_bytes = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """What was measured. Bytes are of a step: what crossed the link of the host that sent most, with headers and
+        acknowledgements; and what rank 0 handed to collectives, by hvdcomp's ledger."""
+        low, middle, high = statistics.quantiles(
+            [time for block in self.step_ms for time in block], n=4, method="inclusive"
+        )
+        return {
+            "method": self.method,
+            "step_ms": self.step_ms,
+            "median_ms": middle,
+            "quartiles_ms": [low, high],
+            "wire_bytes": self._wire_bytes / self._steps,
+            "ledger_bytes": None if self.compression is None else self._ledger_bytes / self._steps,
+        }
+
+    def _in_ledger(self) -> int:
+        return 0 if self.compression is None else self.compression.ledger.totals.bytes_sent
+
+
+def _sent() -> int:
+    return int(_COUNTER.read_text())
+
+
+def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training | None, str]:
+    """A training after its first steps; or None, and why the method does not run here, on every rank."""
+    training, reason = None, ""
+    try:
+        training = Training(method, model, batch_size, seed)
+        for _ in range(_FIRST_STEPS):
+            training.step()
+    except (AssertionError, RuntimeError, TypeError) as error:  # of hooks: the same on all ranks
+        if method not in HOOKS:
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split()) or "no message"
+        reason = f"{type(error).__name__} in {place.name}, {place.filename}: {said}"
+        reason = re.sub(r"/\S*/site-packages/", "", reason)
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    reason = next(filter(None, reasons), "")
+    return (None if reason else training), reason
+
+
+def take_turns(trainings: list[Training], seconds: float) -> None:
+    """Rounds in which each training has its turn, for so many seconds by the clock of rank 0."""
+    turns = []
+    for training in trainings:
+        training.block(1, settling=1)
+        turns.append((training, *turn_of(training.step_ms[0][0] / 1000)))
+        training.forget()
+    end, rounds, left = time.perf_counter() + seconds, 0, torch.ones(1)
+    while left:
+        for training, settling, steps in in_turn(turns, rounds):
+            training.block(steps, settling)
+        rounds += 1
+        left.fill_(rounds < _LEAST_ROUNDS or time.perf_counter() < end)
+        dist.broadcast(left, 0)
+
+
+@click.command(help=__doc__)
+@click.option("--model", required=True)
+@click.option("--method", "methods", multiple=True, required=True)
+@click.option("--batch-size", type=int, required=True)
+@click.option("--seconds", type=float, required=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="The JSON file that rank 0 writes.")
+def main(model: str, methods: tuple[str, ...], batch_size: int, seconds: float, output: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    trainings, refused = [], {}
+    for method in (COMPUTE, *methods):
+        training, reason = begin(method, model, batch_size, seed=0)
+        if training is None:
+            refused[method] = reason
+        else:
+            trainings.append(training)
+    take_turns(trainings, seconds)
+    if dist.get_rank() == 0:
+        versions = {name: importlib.metadata.version(name) for name in ("hvdcomp", "torch")}
+        result = {
+            "parameters": trainings[0].numel,
+            "versions": {"python": platform.python_version(), **versions},
+            "refused": refused,
+            "methods": [training.as_json() for training in trainings],
+        }
+        output.write_text(json.dumps(result))
+    dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
