@@ -23,6 +23,7 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
+from hvdcomp.torch import half_precision
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.training import TorchTraining, on_host
@@ -111,13 +112,14 @@ class DDPBinding(TorchTraining):
 
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """An allreduce of a bucket as it is, or cast."""
-        # Divided first, as DDP does without a hook: the same bits.
-        mean = buffer.div_(self.communicator.world_size)
-        sent = mean if buffer.is_sparse or self._wire is None else mean.to(self._wire)
+        size = self.communicator.world_size
+        if buffer.is_sparse or self._wire in (None, buffer.dtype):
+            mean = buffer.div_(size)  # first, as DDP does without a hook: the same bits
+            started = self.communicator.start_allreduce(mean, "sum", UNNAMED)
+            return started.work.get_future().then(lambda _: mean)
+        sent = half_precision.divided(buffer, size, self._wire)
         started = self.communicator.start_allreduce(sent, "sum", UNNAMED)
-        if sent is mean:
-            return started.work.get_future().then(lambda _: buffer)
-        return started.work.get_future().then(lambda _: buffer.copy_(sent))
+        return started.work.get_future().then(lambda _: half_precision.widen(sent, buffer))
 
     @torch.no_grad()
     def _end(self) -> None:

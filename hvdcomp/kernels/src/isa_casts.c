@@ -132,3 +132,47 @@ int32_t HVD_NAME(bfloat16_decode)(hvd_bucket *bucket, const uint8_t *payloads, i
     hvd_parallel(bucket->threads, bucket->task_count, decode_bfloat16s, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
+
+#define SLICE 65536 /* elements; a slice is one task */
+
+struct cast {
+    const float *x;
+    float *widened;
+    uint16_t *halves;
+    int64_t size;
+    float divisor;
+};
+
+static void quotients_of_slice(void *context, int64_t task) {
+    const struct cast *cast = context;
+    const int64_t end = hvd_shorter(cast->size, (task + 1) * SLICE);
+    float quotients[HVD_GROUP];
+    for (int64_t start = task * SLICE; start < end; start += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        for (int64_t i = 0; i < length; i++) quotients[i] = cast->x[start + i] / cast->divisor;
+        to_halves(quotients, length, cast->halves + start);
+    }
+}
+
+static void widen_slice(void *context, int64_t task) {
+    const struct cast *cast = context;
+    const int64_t end = hvd_shorter(cast->size, (task + 1) * SLICE);
+    const int large = cast->size * (int64_t)sizeof(float) >= HVD_LARGE;
+    float widened[HVD_GROUP];
+    for (int64_t start = task * SLICE; start < end; start += HVD_GROUP) {
+        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
+        from_halves(cast->halves + start, length, widened);
+        hvd_copy(cast->widened + start, widened, length, large);
+    }
+    hvd_fence();
+}
+
+void HVD_NAME(half_quotients)(const float *x, int64_t size, float divisor, uint16_t *halves, int32_t threads) {
+    struct cast cast = {x, NULL, halves, size, divisor};
+    hvd_parallel(threads, (size + SLICE - 1) / SLICE, quotients_of_slice, &cast);
+}
+
+void HVD_NAME(half_widen)(const uint16_t *halves, int64_t size, float *x, int32_t threads) {
+    struct cast cast = {NULL, x, (uint16_t *)halves, size, 1};
+    hvd_parallel(threads, (size + SLICE - 1) / SLICE, widen_slice, &cast);
+}
