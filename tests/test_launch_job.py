@@ -155,7 +155,7 @@ def test_a_job_that_no_scheduler_can_take_is_refused(values: dict[str, Any], sai
     assert said in str(raised.value)
 
 
-def test_variables_of_ranks_are_horovod_s_business_no_more_than_where_rank_0_is() -> None:
+def test_only_a_rank_s_own_variables_are_refused_and_for_torch_alone() -> None:
     assert Job(**JOB, environment={"RANK": "0"}).environment == {"RANK": "0"}
     assert Job(**JOB, environment={"MASTER_PORT": "7"}, backend="torch").environment == {"MASTER_PORT": "7"}
 
