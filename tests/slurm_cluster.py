@@ -1,7 +1,8 @@
 """A Slurm of the tests' own on this machine: real munged, slurmctld and slurmd, in a folder that goes away with them.
 
-It needs root and the packages of scripts/install-system-packages --slurm; `why_not` says what is missing. One node with
-more processors than the machine may have, so that small jobs run side by side; no accounting, so no sacct.
+It needs root and the packages of scripts/install-system-packages --slurm; `why_not` says what is missing. Two nodes
+with more processors than the machine may have, so that small jobs run side by side; no accounting, so no sacct. Both
+nodes are this machine, by two of its names; what fits on the first does not go to the second.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from pathlib import Path
 
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 _START_SECONDS = 60
+SECOND_NODE = "localhost"
 
 # cred_expire is also how long a requeued job waits before it starts again.
 _SLURM_CONF = """
 ClusterName=hvdcomp
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdDebug=verbose
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -52,7 +53,9 @@ MinJobAge=300
 ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=5
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=DEFAULT CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 Port={node_ports[0]} Weight=1
+NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports[1]} Weight=2
 PartitionName=tests Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 
@@ -68,6 +71,8 @@ def why_not() -> str | None:
     missing = [program for program in _PROGRAMS if shutil.which(program, path=_search_path()) is None]
     if os.geteuid() != 0:
         return "a Slurm of the tests' own needs root"
+    if _host() == SECOND_NODE:
+        return f"this machine has no name but {SECOND_NODE}"
     if missing:
         return f"no {', '.join(missing)} here (as root: scripts/install-system-packages --slurm)"
     return None
@@ -121,19 +126,21 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
         folder = Path(tempfile.mkdtemp(prefix="hvdcomp-slurm-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         folder.chmod(0o755)
-        for name in ("state", "spool"):
+        nodes = (_host(), SECOND_NODE)
+        for name in ("state", *(f"spool-{node}" for node in nodes)):
             (folder / name).mkdir()
         cluster = SlurmCluster(folder)
         stack.callback(_kill_strays, folder)
         _start_munge(cluster, stack)
-        host = socket.gethostname().partition(".")[0]
-        controller_port, node_port = _free_ports(2)
+        controller_port, *node_ports = _free_ports(3)
+        configuration = {"host": nodes[0], "second": nodes[1], "node_ports": node_ports}
         (folder / "slurm.conf").write_text(
-            _SLURM_CONF.format(folder=folder, host=host, controller_port=controller_port, node_port=node_port)
+            _SLURM_CONF.format(folder=folder, controller_port=controller_port, **configuration)
         )
         (folder / "gres.conf").write_text(_GRES_CONF)
-        _start(cluster, stack, ["slurmctld", "-D"])
-        _start(cluster, stack, ["slurmd", "-D"])
+        _start(cluster, stack, ["slurmctld", "-D"], "slurmctld")
+        for node in nodes:
+            _start(cluster, stack, ["slurmd", "-D", "-N", node], f"slurmd-{node}")
         stack.callback(_cancel_all, cluster)
         _wait_until_idle(cluster)
         yield cluster
@@ -156,12 +163,16 @@ def _start_munge(cluster: SlurmCluster, stack: ExitStack) -> None:
             *("munged", "--foreground", f"--key-file={private}/key", f"--pid-file={private}/pid"),
             *(f"--seed-file={private}/seed", f"--log-file={private}/log", f"--socket={cluster.folder}/munge.socket"),
         ],
+        "munged",
     )
     _wait(cluster, (cluster.folder / "munge.socket").exists, "munged has no socket")
 
 
-def _start(cluster: SlurmCluster, stack: ExitStack, command: list[str]) -> None:
-    name = next(word for word in command if word in ("munged", "slurmctld", "slurmd"))
+def _host() -> str:
+    return socket.gethostname().partition(".")[0]
+
+
+def _start(cluster: SlurmCluster, stack: ExitStack, command: list[str], name: str) -> None:
     with (cluster.folder / f"{name}.out.log").open("wb") as output:
         process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *command],  # not even a test run that is killed leaves it behind
@@ -190,7 +201,7 @@ def _wait_until_idle(cluster: SlurmCluster) -> None:
         )
         return done.stdout.strip() == "idle"
 
-    _wait(cluster, idle, "the node does not become idle")
+    _wait(cluster, idle, "the nodes do not become idle")
 
 
 def _wait(cluster: SlurmCluster, ready, problem: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
@@ -23,25 +24,32 @@ HEALTHY = Facts(
     python="3.11.7",
     prefix="/env",
     packages={"tf_keras": "2.21.0", "setuptools": "80.10.2", "cmake": "3.31.10"},
-    torch=Torch("2.13.0+cpu"),
+    torch=Torch("2.13.0+cpu", backends=("gloo",)),
     tensorflow=TensorFlow("2.21.0", keras="2.21.0"),
     horovod="0.28.1",
     bindings={"torch": BUILT, "tensorflow": BUILT},
     mpi=OPEN_MPI,
     mpi4py_library="Open MPI v4.1.8, package: Open MPI",
     variables={"OPAL_PREFIX": "/env"},
+    interfaces=("lo", "eth0", "eth1"),
     kernels=Kernels("avx2", threads=2),
     device_kernels=DeviceKernels("3.7.1", compiler="/usr/bin/gcc"),
 )
 TOOLKIT = CudaToolkit("/cuda/bin/nvcc", "13.0", "13.0")
 FOR_CUDA = Torch("2.13.0+cu126", cuda="12.6")
 V100 = Gpu("Tesla V100-SXM2-16GB", "7.0", "580.10")
+WITH_NCCL = Torch("2.13.0", cuda="12.6", architectures=("sm_70",), backends=("gloo", "nccl"))
 ON_V100 = {
     "gpus": (V100,),
-    "torch": Torch("2.13.0", cuda="12.6", architectures=("sm_70",)),
+    "torch": WITH_NCCL,
     "bindings": {"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
 }
 LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}
+NO_HOROVOD = {"horovod": None, "bindings": {}}
+TORCHRUN = {
+    **{"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "29500"},
+    **{"TORCHELASTIC_RUN_ID": "none", "OPAL_PREFIX": "/env"},
+}
 GLOO_ONLY = {"torch": HorovodBinding(gloo=True)}
 
 
@@ -58,7 +66,14 @@ def test_a_healthy_environment_has_no_problem() -> None:
     [
         (changed(torch=None, tensorflow=None), "Neither PyTorch nor TensorFlow", "pip install 'hvdcomp[torch]'", True),
         (changed(torch=Torch("2.13.0", error="libcudart.so: cannot open")), "libcudart.so", "Reinstall PyTorch", True),
-        (changed(horovod=None, bindings={}), "Horovod is not installed", "hvdcomp build-horovod", True),
+        (
+            changed(**NO_HOROVOD),
+            "PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does not",
+            "hvdcomp build-horovod, if you train with Horovod",
+            False,
+        ),
+        (changed(**NO_HOROVOD, torch=None), "Horovod is not installed", "hvdcomp build-horovod", True),
+        (changed(**NO_HOROVOD, torch=Torch("2.13.0")), "Horovod is not installed", "hvdcomp build-horovod", True),
         (
             changed(bindings={"torch": HorovodBinding(error="undefined symbol: _ZN3c10")}),
             "undefined symbol",
@@ -93,11 +108,68 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (changed(variables=LAUNCHED, started=Started(size=1, rank=0)), "each trains alone", "--mpi=pmix", True),
         (changed(variables=LAUNCHED, started=Started(error="no answer within 60 s")), "no answer", "mpirun", True),
+        (
+            changed(variables=TORCHRUN, started=Started(error="DistStoreError: 3/4 clients joined")),
+            "started 4 processes, but init_process_group() failed in one: DistStoreError: 3/4 clients joined",
+            "GLOO_SOCKET_IFNAME",
+            True,
+        ),
+        (
+            changed(variables={**LAUNCHED, "WORLD_SIZE": "4"}),  # mpirun's job, in which Horovod trains
+            "needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; not set: RANK, MASTER_ADDR, MASTER_PORT.",
+            "torchrun",
+            False,
+        ),
+        (
+            changed(variables={**LAUNCHED, "WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "1"}),
+            "not set: RANK.",
+            "torchrun",
+            True,
+        ),
+        (
+            changed(variables={**TORCHRUN, "RANK": "4"}),
+            "RANK=4 and WORLD_SIZE=4 do not fit together",
+            "torchrun",
+            True,
+        ),
+        (changed(variables={**TORCHRUN, "RANK": "x"}), "RANK=x and WORLD_SIZE=4 do not", "--backend torch", True),
+        (changed(variables={**TORCHRUN, "MASTER_PORT": "0"}), "MASTER_PORT=0 is not a port", "1 to 65535", True),
+        (
+            changed(variables=TORCHRUN, master_error="Name or service not known"),
+            "MASTER_ADDR=first is no host that this one knows: Name or service not known",
+            "getent hosts NAME",
+            True,
+        ),
+        (
+            changed(variables={**TORCHRUN, "GLOO_SOCKET_IFNAME": "eth0,ib0"}),
+            "GLOO_SOCKET_IFNAME=eth0,ib0, but there is no network interface ib0",
+            "Name one of lo, eth0, eth1",
+            True,
+        ),
+        (
+            changed(variables={"OPAL_PREFIX": "/env", "GLOO_SOCKET_IFNAME": "ib0"}),
+            "GLOO_SOCKET_IFNAME=ib0",
+            "unset",
+            False,
+        ),
+        (
+            changed(variables=TORCHRUN | {"NCCL_SOCKET_IFNAME": "ib,mlx"}),
+            "NCCL_SOCKET_IFNAME=ib,mlx",
+            "lo, eth0",
+            False,
+        ),
+        (changed(**ON_V100, variables=TORCHRUN | {"NCCL_SOCKET_IFNAME": "=eth"}), "NAME==eth, but", "lo, eth0", True),
+        (
+            changed(**{**ON_V100, "torch": dataclasses.replace(WITH_NCCL, backends=("gloo",))}),
+            "torch.distributed of torch 2.13.0 has no NCCL",
+            "PyTorch's own builds for CUDA",
+            False,
+        ),
         (changed(gpus=(V100,)), "is a CPU build", "build-horovod --gpu", False),
         (
             changed(
                 gpus=(V100,),
-                torch=Torch("2.13.0", cuda="13.0", architectures=("sm_75", "sm_80", "compute_90")),
+                torch=dataclasses.replace(WITH_NCCL, cuda="13.0", architectures=("sm_75", "sm_80", "compute_90")),
                 bindings={"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
             ),
             "no code for Tesla V100",
@@ -105,7 +177,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
             True,
         ),
         (
-            changed(gpus=(V100,), torch=Torch("2.13.0", cuda="12.6", architectures=("sm_70",))),
+            changed(gpus=(V100,), torch=WITH_NCCL),
             "without NCCL",
             "hvdcomp build-horovod --gpu",
             False,
@@ -113,7 +185,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (
             changed(
                 gpus=(V100,),
-                torch=Torch("2.13.0", cuda="12.6", architectures=("sm_70",)),
+                torch=WITH_NCCL,
                 bindings={"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
                 packages={**HEALTHY.packages, "nvidia-cudnn-cu12": "9.11.0.98"},
             ),
@@ -180,6 +252,11 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
     "facts",
     [
         changed(variables=LAUNCHED, started=Started(size=4, rank=1), root=True),
+        changed(variables=TORCHRUN, started=Started(size=4, rank=1), root=True),
+        changed(variables={**TORCHRUN, "GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "ib,eth"}),
+        changed(**ON_V100, variables={**TORCHRUN, "NCCL_SOCKET_IFNAME": "=eth0:1"}),
+        changed(**ON_V100, variables={**TORCHRUN, "NCCL_SOCKET_IFNAME": "^ib"}),
+        changed(variables={"OPAL_PREFIX": "/env", "MASTER_ADDR": "first", "MASTER_PORT": "1"}),  # a batch script's
         changed(toolkit=TOOLKIT),  # torch is for CPU
         changed(**ON_V100),
         changed(device_kernels=DeviceKernels(why_not="No module named 'triton'")),  # without a GPU nobody misses it
@@ -189,7 +266,7 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
         changed(bindings=GLOO_ONLY, variables={}, mpi4py_library="MPICH Version: 4.2"),
         changed(
             gpus=(V100,),
-            torch=Torch("2.13.0", cuda="12.6", architectures=("sm_60", "sm_70")),
+            torch=dataclasses.replace(WITH_NCCL, architectures=("sm_60", "sm_70")),
             bindings={"torch": HorovodBinding(mpi=True, gloo=True, nccl=True)},
             packages={"nvidia-cudnn-cu12": "9.10.2.21"},
         ),
@@ -200,7 +277,7 @@ def test_what_fits_is_left_alone(facts: Facts) -> None:
 
 
 def test_problems_that_stop_training_come_first() -> None:
-    facts = changed(scripts_on_path=False, horovod=None, bindings={})
+    facts = changed(scripts_on_path=False, torch=None, **NO_HOROVOD)
     assert [problem.stops for problem in find_problems(facts)] == [True, False]
 
 
@@ -223,21 +300,31 @@ def test_which_gpu_runs_which_code(capability: str, architectures: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("variables", "size", "rank"),
+    ("variables", "size", "rank", "by_torch"),
     [
-        ({}, None, 0),
-        (LAUNCHED, 4, 1),
-        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, 2, 1),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, 8, 3),
-        ({"SLURM_NTASKS": "8"}, None, 0),  # the batch script itself
-        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 2, 1),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, 2, 0),
+        ({}, None, 0, False),
+        (LAUNCHED, 4, 1, False),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, 2, 1, False),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, 8, 3, False),
+        ({"SLURM_NTASKS": "8"}, None, 0, False),  # the batch script itself
+        ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 2, 1, False),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, 2, 0, False),
+        (TORCHRUN, 4, 1, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 2, 1, True),
+        (LAUNCHED | TORCHRUN | {"RANK": "3"}, 4, 3, True),  # `hvdcomp launch --backend torch`, and mpirun
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | TORCHRUN, 4, 1, True),  # torchrun, started by srun
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"} | TORCHRUN, 2, 0, False),
+        (LAUNCHED | {"WORLD_SIZE": "9"}, 4, 1, False),
+        (LAUNCHED | {"MASTER_ADDR": "first", "MASTER_PORT": "29500"}, 4, 1, False),
     ],
 )
-def test_the_launcher_is_known_by_its_variables(variables: dict[str, str], size: int | None, rank: int) -> None:
+def test_the_launcher_is_known_by_its_variables(
+    variables: dict[str, str], size: int | None, rank: int, by_torch: bool
+) -> None:
     facts = changed(variables=variables)
     assert facts.launched_size == size
     assert facts.launched_rank == rank
+    assert facts.by_torch is by_torch
 
 
 def test_every_check_is_run() -> None:
@@ -251,7 +338,10 @@ def test_a_probe_answers_fails_and_never_hangs() -> None:
     assert ask_python("import time; time.sleep(60)", 1) == {"error": "no answer within 1 s"}
 
 
-@pytest.mark.parametrize(("facts", "status"), [(HEALTHY, 0), (changed(horovod=None, bindings={}), 1)])
+BROKEN = changed(bindings={"torch": HorovodBinding(error="undefined symbol: _ZN3c10")})
+
+
+@pytest.mark.parametrize(("facts", "status"), [(HEALTHY, 0), (BROKEN, 1)])
 def test_the_command_reports_and_sets_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, facts: Facts, status: int
 ) -> None:
@@ -259,6 +349,7 @@ def test_the_command_reports_and_sets_the_exit_status(
     text = CliRunner().invoke(doctor.command, [])
     assert text.exit_code == status, text.output
     assert "2.13.0+cpu (CPU build)" in text.stdout
+    assert re.search(r"^  distributed +gloo *$", text.stdout, re.MULTILINE)
     assert "CUDA toolkit" in text.stdout
     assert "compiled; instruction set avx2, 2 threads" in text.stdout
     assert "Triton 3.7.1, C compiler for its loader: /usr/bin/gcc" in text.stdout

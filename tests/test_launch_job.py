@@ -84,7 +84,7 @@ def test_flags_win_and_mappings_are_joined(tmp_path: Path) -> None:
     ("old", "new", "said"),
     [
         ("nodes =", "nods =", "no setting 'nods'; there are: exclusive, folder, hours, limits, mode, modules, nodes"),
-        ("ranks =", "rank =", "[job]: there is no setting 'rank'; there are: command, environment, name, ranks"),
+        ("ranks =", "rank =", "[job]: there is no setting 'rank'; there are: backend, command, environment, name,"),
         ("nodes = 2", 'nodes = "2"', "batch.nodes: '2' must be a whole number"),
         ("nodes = 2", "nodes = 2.0", "batch.nodes: 2.0 must be a whole number"),
         ("nodes = 2", "nodes = true", "batch.nodes: True must be a whole number"),
@@ -103,6 +103,7 @@ def test_flags_win_and_mappings_are_joined(tmp_path: Path) -> None:
             "job.command: 'python3 train.py' must be a list",
         ),
         ('B = "2"', "B = 2", "job.environment.B: 2 must be text"),
+        ("ranks = 4", 'ranks = 4\nbackend = "ddp"', "job.backend: 'ddp' is not one of horovod, torch"),
         ("[another]", "[job]", "is not valid TOML"),
         ("[job]", "job = 1\n[jobs]", "job must be a table"),
         ('folder = "a/b"', "folder = 1", "batch.folder: 1 must be"),
@@ -145,12 +146,23 @@ def test_unknown_flags_and_unreadable_files(tmp_path: Path) -> None:
         ({"environment": {"1A": "1"}}, "no digit first"),
         ({"environment": {"A\n": "1"}}, "is not the name of a variable"),
         ({"environment": {"A": "\0"}}, "environment: A: '\\x00' has a NUL"),
+        ({"environment": {"LOCAL_RANK": "0"}, "backend": "torch"}, "environment: LOCAL_RANK is each rank's own"),
     ],
 )
 def test_a_job_that_no_scheduler_can_take_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         Job(**{**JOB, **values})
     assert said in str(raised.value)
+
+
+def test_only_a_rank_s_own_variables_are_refused_and_for_torch_alone() -> None:
+    assert Job(**JOB, environment={"RANK": "0"}).environment == {"RANK": "0"}
+    assert Job(**JOB, environment={"MASTER_PORT": "7"}, backend="torch").environment == {"MASTER_PORT": "7"}
+
+
+def test_ranks_start_with_the_command_or_with_what_becomes_it() -> None:
+    assert Job(**JOB).program == JOB["command"]
+    assert Job(**JOB, backend="torch").program == ("python3", "-m", "hvdcomp.launch.torch_rank", *JOB["command"])
 
 
 def test_the_longest_name_is_taken() -> None:
@@ -162,18 +174,22 @@ def test_the_longest_name_is_taken() -> None:
     [
         ({}, 1, None),
         ({"HVDCOMP_EXPECTED_SIZE": "4"}, 4, None),
-        ({"HVDCOMP_EXPECTED_SIZE": "4"}, 1, "HVDCOMP_EXPECTED_SIZE=4, but Horovod found 1 rank:"),
-        ({"HVDCOMP_EXPECTED_SIZE": "4"}, 2, "HVDCOMP_EXPECTED_SIZE=4, but Horovod found 2 ranks:"),
-        ({"HVDCOMP_EXPECTED_SIZE": "4"}, 8, "HVDCOMP_EXPECTED_SIZE=4, but Horovod found 8 ranks:"),
+        ({"HVDCOMP_EXPECTED_SIZE": "4"}, 1, "HVDCOMP_EXPECTED_SIZE=4, but the training found 1 rank:"),
+        ({"HVDCOMP_EXPECTED_SIZE": "4"}, 2, "HVDCOMP_EXPECTED_SIZE=4, but the training found 2 ranks:"),
+        ({"HVDCOMP_EXPECTED_SIZE": "4"}, 8, "HVDCOMP_EXPECTED_SIZE=4, but the training found 8 ranks:"),
         ({"HVDCOMP_EXPECTED_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "8"}, 4, None),
         ({"HVDCOMP_EXPECTED_SIZE": "many"}, 4, "'many' is not a number of ranks"),
         ({"HVDCOMP_EXPECTED_SIZE": "0"}, 1, "'0' is not a number of ranks"),
         ({"HVDCOMP_EXPECTED_SIZE": ""}, 1, None),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, "OMPI_COMM_WORLD_SIZE=4, but Horovod found 1 rank:"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, "OMPI_COMM_WORLD_SIZE=4, but the training found 1 rank:"),
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, None),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, "SLURM_STEP_NUM_TASKS=4, but Horovod found 1 rank:"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, "SLURM_STEP_NUM_TASKS=4, but the training found 1 rank:"),
         ({"SLURM_NTASKS": "4"}, 1, None),
         ({"HOROVOD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}, 1, None),
+        ({"WORLD_SIZE": "4"}, 1, "WORLD_SIZE=4, but the training found 1 rank:"),  # Horovod, started by torchrun
+        ({"WORLD_SIZE": "4"}, 4, None),
+        ({"WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}, 1, None),  # four trainings of one rank each
+        ({"HOROVOD_SIZE": "1", "WORLD_SIZE": "4"}, 1, None),
         ({"OMPI_COMM_WORLD_SIZE": "junk", "SLURM_STEP_NUM_TASKS": "2"}, 1, "SLURM_STEP_NUM_TASKS=2"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ BUILT = {name: kustomize.build(ROOT / "k8s" / "overlays" / name) for name in OVE
 BUILT["base"] = kustomize.build(ROOT / "k8s" / "base")
 LAUNCHED = {
     "small": KubernetesSettings(Job("a", ("python3", "train.py"), 1), "hvdcomp"),
+    "torch": KubernetesSettings(Job("a", ("python3", "train.py"), 4, backend="torch"), "hvdcomp", slots_per_worker=2),
     "all": KubernetesSettings(
         Job("a" * 40, ("python3", "train.py"), 64, {"OMPI_MCA_btl": "self,tcp", "A": "b"}),
         "registry.example.org:5000/team/hvdcomp:1.0@sha256:" + "0" * 64,
@@ -201,6 +203,15 @@ def test_ranks_slots_gpus_and_the_promise_agree(name: str) -> None:
     assert from_variable(environment(launcher)["HVDCOMP_COMMAND"])
 
 
+def test_ranks_of_torch_are_told_where_rank_0_is_and_need_nothing_for_mpi() -> None:
+    variables = environment(only_container(pods(JOBS["torch"])["Launcher"]))
+    # The operator's name for the first worker's host is a-worker-0.a.<namespace>.svc.
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("a-worker-0.a", "29500")
+    assert variables["TORCHELASTIC_RUN_ID"] == "a"
+    assert from_variable(variables["HVDCOMP_COMMAND"])[2:] == ["hvdcomp.launch.torch_rank", "python3", "train.py"]
+    assert not any(name.startswith("OMPI_MCA_") for name in variables)
+
+
 @pytest.mark.parametrize("name", [*OVERLAYS, "base"])
 def test_the_claim_that_is_mounted_is_there(name: str) -> None:
     (claim,) = (one["metadata"]["name"] for one in BUILT[name] if one["kind"] == "PersistentVolumeClaim")
@@ -289,3 +300,6 @@ def test_a_dry_run_prints_the_job_and_needs_no_cluster(monkeypatch: pytest.Monke
     assert result.exit_code == 0, result.output
     job = Job("it", tuple(program[1:]), 4, {"A": "b=c $(D)"})
     assert yaml.safe_load(result.stdout) == render(KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2))
+    for_torch = CliRunner().invoke(main, ["launch", "k8s", *words, "--backend", "torch", "--dry-run", *program])
+    job = replace(job, backend="torch")
+    assert yaml.safe_load(for_torch.stdout) == render(KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2))

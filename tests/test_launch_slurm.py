@@ -50,7 +50,7 @@ _HOSTILE = [
 
 def _job(**changes: Any) -> SlurmJob:
     job = {"name": "test", "command": ("true",), "ranks": 1, "environment": {}}
-    job |= {key: changes.pop(key) for key in list(changes) if key in job}
+    job |= {key: changes.pop(key) for key in list(changes) if key in {**job, "backend": None}}
     return SlurmJob(Job(**job), **changes)
 
 
@@ -178,22 +178,28 @@ exec "$@"
 # Stands for Apptainer: notes its options and the image.
 _APPTAINER = """#!/bin/sh
 : > apptainer.txt
-while [ "$1" != PYTHON ]; do echo "$1" >> apptainer.txt; shift; done
+while [ "$1" != PYTHON ] && [ "$1" != python3 ]; do echo "$1" >> apptainer.txt; shift; done
 exec "$@"
 """.replace("PYTHON", sys.executable)
+_SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames node[3-4]" ] && printf 'node3\\nnode4\\n'
+"""
 _RANK = "import json, os, sys; json.dump([sys.argv[1:], os.environ['VALUE']], open(os.environ['RESULT'], 'w'))"
 
 
-def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], str]:
-    """The arguments and the variable that a rank of this job finds: bash runs the script with a stand-in for srun."""
-    for name, text in {"srun": _LAUNCHER, "mpirun": _LAUNCHER, "apptainer": _APPTAINER}.items():
+def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], Any]:
+    """The arguments and the variables that a rank of this job finds: bash runs the script with a stand-in for srun."""
+    stand_ins = {"srun": _LAUNCHER, "mpirun": _LAUNCHER, "apptainer": _APPTAINER, "scontrol": _SCONTROL}
+    for name, text in stand_ins.items():
         stand_in = folder / name
         stand_in.write_text(text)
         stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
     result = folder / "result"
     result.unlink(missing_ok=True)
     variables = {
-        **{"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "node"},
+        **{"SLURM_JOB_ID": "70001", "SLURM_NTASKS": "1", "SLURM_JOB_NODELIST": "node[3-4]"},
+        **{"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+        **{"SLURM_STEP_TASKS_PER_NODE": "1", "MASTER_ADDR": "of-the-login-node", "PYTHONPATH": ":".join(sys.path)},
         **{"PATH": f"{folder}:{os.environ['PATH']}", "RESULT": str(result)},
     }
     done = subprocess.run(
@@ -235,6 +241,35 @@ def test_a_container_gets_its_image_and_the_program_its_words(launcher: Any, tmp
     words = (tmp_path / "apptainer.txt").read_text().splitlines()
     assert words == ["exec", "--nv", "--bind=/data", "--bind=/a b:/c", image]
     assert not (tmp_path / "injected").exists()
+
+
+_TORCH_RANK = """
+import json, os, sys
+names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
+json.dump([sys.argv[1:], [os.environ[name] for name in names]], open(os.environ["RESULT"], "w"))
+"""
+
+
+@pytest.mark.parametrize("container", ["none", "apptainer"])
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_a_rank_of_torch_gets_its_place_and_its_words(launcher: Any, container: Any, tmp_path: Path) -> None:
+    image = {} if container == "none" else {"container": container, "image": "x.sif"}
+    program = (sys.executable, "-c", _TORCH_RANK, *_HOSTILE)
+    job = _job(backend="torch", command=program, launcher=launcher, **image)
+    assert _started(job, tmp_path) == (_HOSTILE, ["0", "1", "node3", "20001", "70001"])
+    place = {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
+    elsewhere = _job(backend="torch", command=program, launcher=launcher, environment=place, **image)
+    assert _started(elsewhere, tmp_path) == (_HOSTILE, ["0", "1", "a", "7", "70001"])
+
+
+def test_only_horovod_needs_a_plugin_of_srun() -> None:
+    def plugin(**changes: Any) -> str:
+        (word,) = (word for word in batch_script(_job(**changes)).split() if word.startswith("--mpi="))
+        return word
+
+    assert plugin() == "--mpi=pmix"
+    assert plugin(backend="torch") == "--mpi=none"
+    assert plugin(backend="torch", mpi="pmi2") == plugin(mpi="pmi2") == "--mpi=pmi2"
 
 
 @given(st.lists(_words, max_size=3), _words)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import pytest
 from hvdcomp.launch.promise import EXIT_SAVED
 from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from tests.test_launch_slurm import _HOSTILE
+from tests.test_launch_torch_rank import ADDS_UP, found
 
 pytestmark = pytest.mark.cluster
 
@@ -131,6 +133,36 @@ def test_a_training_runs_to_its_end(launch: Launcher, launcher: str, horovod: No
 
 
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_ranks_of_torch_find_each_other(launch: Launcher, launcher: str) -> None:
+    """Started by srun without PMIx, or by mpirun."""
+    pytest.importorskip("torch")
+    (launch.folder / "program.py").write_text(ADDS_UP)
+    program = ["--", _PYTHON, "program.py"]
+    done = launch.job("--backend", "torch", "--launcher", launcher, "--no-requeue", *program)
+    assert done.returncode == EXIT_SAVED, done.stdout + done.stderr
+    number = _number(done.stderr)
+    host = socket.gethostname().partition(".")[0]
+    same = {"MASTER_ADDR": host, "MASTER_PORT": str(20000 + number), "TORCHELASTIC_RUN_ID": str(number)}
+    place = {"ranks": 2, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    assert found(done.stdout) == [{"RANK": rank, "LOCAL_RANK": rank, **place, **same} for rank in ("0", "1")]
+
+
+def test_ranks_of_torch_on_two_nodes_look_for_rank_0_on_its_own(launch: Launcher) -> None:
+    pytest.importorskip("torch")
+    says_where = 'import os; os.write(1, "\\nnode {SLURM_PROCID} {SLURMD_NODENAME}\\n".format(**os.environ).encode())'
+    (launch.folder / "program.py").write_text(f"{says_where}\n{ADDS_UP}")
+    nodes = ["--nodes", "2", "--tasks-per-node", "2", "--no-requeue"]
+    done = launch.job("--backend", "torch", *nodes, "--", _PYTHON, "program.py", ranks=4)
+    assert done.returncode == EXIT_SAVED, done.stdout + done.stderr
+    node_of = dict(re.findall(r"^node (\d) (\S+)$", done.stdout, re.MULTILINE))
+    assert node_of["0"] == node_of["1"] != node_of["2"] == node_of["3"]
+    for rank, said in enumerate(found(done.stdout)):
+        assert (said["ranks"], said["MASTER_ADDR"]) == (4, node_of["0"])
+        place = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        assert [int(said[name]) for name in place] == [rank, rank % 2, 2, rank // 2]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_job_that_fails_returns_its_code(launch: Launcher, launcher: str) -> None:
     program = "import os, sys; print('told', os.environ['HVDCOMP_EXPECTED_SIZE']); sys.exit(7)"
     done = launch.job("--launcher", launcher, "--", _PYTHON, "-c", program)
@@ -181,7 +213,7 @@ def test_ranks_that_do_not_find_each_other_stop_with_the_reason(launch: Launcher
     train = "os.execvp('hvdcomp', ['hvdcomp', 'train', '--epochs', '1'])"
     done = launch.job("--", _PYTHON, "-c", f"{hide}; {train}")
     assert done.returncode == 2
-    assert "HVDCOMP_EXPECTED_SIZE=2, but Horovod found 1 rank" in done.stdout
+    assert "HVDCOMP_EXPECTED_SIZE=2, but the training found 1 rank" in done.stdout
     assert "--mpi=pmix" in done.stdout
 
 
@@ -326,6 +358,51 @@ def test_a_job_is_queued_again_only_so_often(launch: Launcher) -> None:
     once = launch.job("--no-requeue", "--", _PYTHON, "-c", f"import sys; sys.exit({EXIT_SAVED})")
     assert once.returncode == EXIT_SAVED
     assert "queued again" not in once.stdout
+
+
+# Makes steps until any rank is warned, saves, and says so by its exit code. Started again, it looks at what was saved.
+_UNTIL_WARNED = f"""
+import os, pathlib, signal
+import torch
+import torch.distributed as dist
+
+warned = []
+signal.signal(signal.SIGUSR1, lambda *_: warned.append(1))
+dist.init_process_group("gloo")
+checkpoint = pathlib.Path(f"saved-{{dist.get_rank()}}")
+if checkpoint.exists():
+    saved = [torch.tensor(0) for _ in range(dist.get_world_size())]
+    dist.all_gather(saved, torch.tensor(int(checkpoint.read_text())))
+    print("goes on after", *map(int, saved), flush=True)
+    dist.barrier()
+    os._exit(0)
+print("trains", flush=True)
+step, stop = 0, torch.tensor(0)
+while not stop:
+    step, stop = step + 1, torch.tensor(len(warned))
+    dist.all_reduce(stop)
+checkpoint.write_text(str(step))
+dist.barrier()
+os._exit({EXIT_SAVED})
+"""
+
+
+@pytest.mark.parametrize(("launcher", "warning"), [("srun", "USR1"), ("mpirun", "TERM")])
+def test_ranks_of_torch_that_are_warned_save_are_queued_again_and_go_on(
+    launch: Launcher, launcher: str, warning: str
+) -> None:
+    pytest.importorskip("torch")
+    (launch.folder / "program.py").write_text(_UNTIL_WARNED)
+    job = launch.detached("--backend", "torch", "--launcher", launcher, "--", _PYTHON, "program.py")
+    launch.wait_for_line(job, "trains")
+    launch.cluster.command("scancel", f"--signal={warning}", "--batch", str(job))
+    followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
+    assert followed.returncode == 0, followed.stdout + followed.stderr
+    assert "saved; it is queued again and goes on from there" in followed.stdout
+    steps = re.findall(r"^goes on after (\d+) (\d+)$", followed.stdout, re.MULTILINE)
+    assert len(steps) == 2, followed.stdout
+    assert len(set(steps)) == 1
+    assert steps[0][0] == steps[0][1], followed.stdout
 
 
 def _wait_for_steps(folder: Path, count: int, seconds: float = 100) -> None:

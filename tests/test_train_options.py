@@ -102,14 +102,14 @@ def test_json_holds_finite_numbers_only() -> None:
     assert strict(record) == {"a": None, "b": [1.5, None], "c": {"d": [None, 2]}, "e": "nan", "f": True}
 
 
-@pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+@pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_separate_runs_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     for name in (*LAUNCHERS, EXPECTED_SIZE):
         monkeypatch.delenv(name, raising=False)
     environment.check_world_size(1)
     monkeypatch.setenv(variable, "4")
     environment.check_world_size(4)
-    with pytest.raises(SetupError, match=f"{variable}=4, but Horovod found 1 rank"):
+    with pytest.raises(SetupError, match=f"{variable}=4, but the training found 1 rank"):
         environment.check_world_size(1)
 
 

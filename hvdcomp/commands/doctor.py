@@ -9,9 +9,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from hvdcomp.doctor.checks import Problem, find_problems
+from hvdcomp.doctor.checks import find_problems
 from hvdcomp.doctor.facts import Facts
-from hvdcomp.doctor.gather import gather, start_horovod
+from hvdcomp.doctor.gather import gather, start_ranks
+from hvdcomp.doctor.problem import Problem
+from hvdcomp.doctor.torch_checks import check_torch_variables
 from hvdcomp.terminal import make_console
 
 
@@ -21,13 +23,15 @@ from hvdcomp.terminal import make_console
 def command(context: click.Context, as_json: bool) -> None:
     """Say what is installed, what fits together and what does not.
 
-    Under a launcher (horovodrun -np 2 hvdcomp doctor) it also compares the launcher's size with Horovod's. Exit
-    status 1 means that something found stops training.
+    Under a launcher (horovodrun -np 2 hvdcomp doctor, torchrun --nproc-per-node 2 -m hvdcomp doctor) it also starts
+    Horovod, or a process group of torch.distributed, and compares the size with the launcher's. Exit status 1 means
+    that something found stops training.
     """
     console = make_console()
     with make_console(stderr=True).status("Looking at the environment"):
         facts = gather()
-        facts = replace(facts, started=start_horovod(facts))
+        if not (facts.by_torch and any(check_torch_variables(facts))):  # its ranks would only wait for each other
+            facts = replace(facts, started=start_ranks(facts))
     problems = find_problems(facts)
     if facts.launched_rank == 0 or any(problem.stops for problem in problems):
         if as_json:
@@ -46,6 +50,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     else:
         build = f"CUDA {facts.torch.cuda}, NCCL {facts.torch.nccl}" if facts.torch.cuda else "CPU build"
         rows.append(("PyTorch", f"{facts.torch.version} ({build})"))
+        rows.append(("  distributed", ", ".join(facts.torch.backends) or "not built in"))
     if facts.tensorflow is None:
         rows.append(("TensorFlow", "not installed"))
     else:
@@ -72,7 +77,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     else:
         rows.append(("Launcher", f"rank {facts.launched_rank} of {facts.launched_size}"))
     if facts.started is not None:
-        rows.append(("hvd.init()", facts.started.error or f"rank {facts.started.rank} of {facts.started.size}"))
+        start = "init_process_group()" if facts.by_torch else "hvd.init()"
+        rows.append((start, facts.started.error or f"rank {facts.started.rank} of {facts.started.size}"))
     rows += [("  variable", f"{name}={value}") for name, value in facts.variables.items()]
     return rows
 

@@ -91,6 +91,13 @@ environment_option = click.option(
 )
 """Of every scheduler: a mapping, or None if it is not given."""
 
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(["horovod", "torch"]),
+    help="What the ranks exchange through: Horovod, or torch.distributed. [default: horovod]",
+)
+"""Of every scheduler."""
+
 
 @click.group(cls=LazyGroup, lazy=_SCHEDULERS, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:

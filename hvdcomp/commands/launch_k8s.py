@@ -16,6 +16,7 @@ from hvdcomp.commands.launch import (
     PROGRAM,
     NotLaunchedError,
     ProgramGroup,
+    backend_option,
     checked,
     environment_option,
     refusals,
@@ -48,6 +49,7 @@ _submission = [
     click.option("--shared-memory", metavar="QUANTITY", help="/dev/shm, part of the memory. [default: 1Gi]"),
     click.option("--checkpoint-claim", metavar="NAME", help="A PersistentVolumeClaim, mounted at /checkpoints."),
     environment_option,
+    backend_option,
     *_where,
 ]
 

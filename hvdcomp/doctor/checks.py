@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from hvdcomp.doctor.facts import Facts
+from hvdcomp.doctor.problem import Problem
+from hvdcomp.doctor.torch_checks import check_interfaces, check_torch_nccl, check_torch_variables
 from hvdcomp.horovod_build.environment import release
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What does not fit, and what to do. `stops` is true if training cannot go on with it."""
-
-    stops: bool
-    what: str
-    remedy: str
 
 
 def check_frameworks(facts: Facts) -> Iterator[Problem]:
@@ -39,7 +31,15 @@ def check_horovod(facts: Facts) -> Iterator[Problem]:
     if facts.torch is None and facts.tensorflow is None:
         return
     if facts.horovod is None:
-        yield Problem(True, "Horovod is not installed.", "hvdcomp build-horovod")
+        if facts.torch is not None and "gloo" in facts.torch.backends:
+            yield Problem(
+                False,
+                "Horovod is not installed. PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does "
+                "not.",
+                "hvdcomp build-horovod, if you train with Horovod",
+            )
+        else:
+            yield Problem(True, "Horovod is not installed.", "hvdcomp build-horovod")
         return
     for framework, binding in facts.bindings.items():
         if binding.error:
@@ -138,7 +138,14 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
     started, launched = facts.started, facts.launched_size
     if started is None or launched is None:
         return
-    if started.error:
+    if started.error and facts.by_torch:
+        yield Problem(
+            True,
+            f"The launcher started {launched} processes, but init_process_group() failed in one: {started.error}",
+            "MASTER_ADDR and MASTER_PORT must lead all hosts to rank 0. A host's own name must stand for an address by "
+            "which the others reach it; else name its network interface in GLOO_SOCKET_IFNAME.",
+        )
+    elif started.error:
         yield Problem(
             True,
             f"The launcher started {launched} processes, but hvd.init() failed in one: {started.error}",
@@ -197,7 +204,7 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             False,
             f"There is a GPU ({facts.gpus[0].name}), but torch {torch.version} is a CPU build.",
-            "Install a CUDA build of torch, then: hvdcomp build-horovod --gpu",
+            f"Install a CUDA build of torch{', then: hvdcomp build-horovod --gpu' if facts.horovod else '.'}",
         )
     if torch is not None and torch.architectures:
         for gpu in {gpu.compute_capability: gpu for gpu in facts.gpus}.values():
@@ -295,6 +302,9 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_frameworks,
     check_horovod,
     check_launch,
+    check_torch_variables,
+    check_interfaces,
+    check_torch_nccl,
     check_mpi,
     check_mpi4py,
     check_gpu,

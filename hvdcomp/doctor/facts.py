@@ -16,6 +16,7 @@ class Torch:
     cuda: str | None = None
     nccl: str | None = None
     architectures: tuple[str, ...] = ()  # compiled for: sm_70, compute_90, ...; empty without a usable GPU
+    backends: tuple[str, ...] = ()  # of torch.distributed, of gloo, nccl and mpi; empty where it is not built in
     error: str | None = None
 
 
@@ -75,9 +76,24 @@ class DeviceKernels:
     error: str | None = None
 
 
+# The variables of size and rank that launchers set, the inner launcher before those that may have started it.
+_LAUNCHERS = (
+    ("HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("WORLD_SIZE", "RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    # SLURM_NTASKS alone is also set in the batch script itself, which is one process.
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
+
+
 @dataclass(frozen=True)
 class Started:
-    """The outcome of `hvd.init()` in a process of its own, beside this one."""
+    """The outcome of `hvd.init()`, or of `init_process_group()` and an allreduce, in a process of its own.
+
+    `size` is what Horovod says, or how many ranks took part in the allreduce.
+    """
 
     size: int | None = None
     rank: int | None = None
@@ -101,7 +117,9 @@ class Facts:
     mpi4py_library: str | None = None
     gpus: tuple[Gpu, ...] = ()
     toolkit: CudaToolkit | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, Keras
+    interfaces: tuple[str, ...] = ()  # of the network
+    master_error: str | None = None  # why MASTER_ADDR stands for no address; None where it does, or is not set
+    variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, torch.distributed, Keras
     started: Started | None = None
     kernels: Kernels | None = None
     device_kernels: DeviceKernels | None = None
@@ -109,24 +127,24 @@ class Facts:
     @property
     def launched_size(self) -> int | None:
         """How many processes the launcher started, by its variables; None if no launcher started this one."""
-        for name, present in (
-            ("HOROVOD_SIZE", "HOROVOD_RANK"),
-            ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-            ("PMI_SIZE", "PMI_RANK"),
-            # SLURM_NTASKS alone is also set in the batch script itself, which is one process.
-            ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-            ("SLURM_NTASKS", "SLURM_PROCID"),
-        ):
-            value = self.variables.get(name, "")
-            if present in self.variables and value.isdigit():
-                return int(value)
-        return None
+        names = self._launcher()
+        return int(self.variables[names[0]]) if names else None
 
     @property
     def launched_rank(self) -> int:
         """This process's rank by the launcher's variables; 0 without a launcher."""
-        for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-            value = self.variables.get(name, "")
-            if value.isdigit():
-                return int(value)
-        return 0
+        names = self._launcher()
+        return int(self.variables[names[1]]) if names else 0
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether this process was started to train with torch.distributed: two of its variables are set, not one by
+        chance. Horovod's launcher wins over what it was started in."""
+        names = self.variables.keys()
+        told = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
+        return self.torch is not None and told and "HOROVOD_RANK" not in names
+
+    def _launcher(self) -> tuple[str, str] | None:
+        return next(
+            (names for names in _LAUNCHERS if all(self.variables.get(name, "").isdecimal() for name in names)), None
+        )

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -56,17 +57,30 @@ VARIABLES = (
     "SLURM_N",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
     "TF_USE_LEGACY_KERAS",
     "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
     "NCCL_",
     "LD_LIBRARY_PATH",
 )
 _IMPORT_TIMEOUT = 120.0  # seconds; TensorFlow from a cold network disk is slow
 _START_TIMEOUT = 60.0
+_RESOLVE_TIMEOUT = 30.0
 
 _TORCH = """
 import torch
-found = {"cuda": torch.version.cuda, "architectures": torch.cuda.get_arch_list()}
+from torch import distributed
+found = {"cuda": torch.version.cuda, "architectures": torch.cuda.get_arch_list(), "backends": []}
+if distributed.is_available():
+    found["backends"] = [name for name in ("gloo", "nccl", "mpi") if getattr(distributed, f"is_{name}_available")()]
 if torch.version.cuda:
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 """
@@ -95,6 +109,21 @@ import horovod.{framework} as hvd
 hvd.init()
 found = {{"size": hvd.size(), "rank": hvd.rank()}}
 hvd.shutdown()
+"""
+# Gloo, as every build has it. It gives up before the process would be killed, and then says who is missing.
+_START_TORCH = """
+import datetime, torch
+from torch import distributed
+distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=45))
+ranks = torch.ones(1)
+distributed.all_reduce(ranks)
+found = {"size": int(ranks), "rank": distributed.get_rank()}
+distributed.barrier()
+"""
+_RESOLVE = """
+import os, socket
+socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
+found = {}
 """
 _MPI4PY = """
 import mpi4py
@@ -152,7 +181,8 @@ def _torch() -> Torch | None:
     if version is None:
         return None
     found = ask_python(_TORCH, _IMPORT_TIMEOUT)
-    found["architectures"] = tuple(found.get("architectures", ()))
+    for name in ("architectures", "backends"):
+        found[name] = tuple(found.get(name, ()))
     return Torch(version, **found)
 
 
@@ -193,15 +223,21 @@ def gather() -> Facts:
         mpi4py_library=mpi4py.get("library"),
         gpus=_gpus(),
         toolkit=find_cuda_toolkit(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        master_error=ask_python(_RESOLVE, _RESOLVE_TIMEOUT).get("error") if os.environ.get("MASTER_ADDR") else None,
         kernels=Kernels(**ask_python(_KERNELS, _IMPORT_TIMEOUT)),
         device_kernels=DeviceKernels(installed_version("triton"), **ask_python(_DEVICE_KERNELS, _IMPORT_TIMEOUT)),
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     )
 
 
-def start_horovod(facts: Facts) -> Started | None:
-    """Where a launcher started this process, take part in its job with `hvd.init()`; never waits over a minute."""
-    working = [name for name, binding in facts.bindings.items() if binding.error is None]
-    if facts.launched_size is None or not working:
+def start_ranks(facts: Facts) -> Started | None:
+    """Where a launcher started this process, take part in its job: with torch.distributed if it was started for that,
+    else with `hvd.init()`. Never waits over a minute."""
+    if facts.launched_size is None:
         return None
-    return Started(**ask_python(_START.format(framework=working[0]), _START_TIMEOUT))
+    if facts.by_torch:
+        gloo = facts.torch is not None and "gloo" in facts.torch.backends
+        return Started(**ask_python(_START_TORCH, _START_TIMEOUT)) if gloo else None
+    working = [name for name, binding in facts.bindings.items() if binding.error is None]
+    return Started(**ask_python(_START.format(framework=working[0]), _START_TIMEOUT)) if working else None

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch import torch_rank
 from hvdcomp.specs.typed import type_hints, typed
 
 if sys.version_info >= (3, 11):
@@ -33,13 +34,14 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Job:
-    """A program that runs as one Horovod job.
+    """A program that runs on many ranks.
 
     Attributes:
         name: a DNS-1123 label of at most 40 characters.
         command: the program and its arguments, for each rank, as they are: no shell reads them.
-        ranks: the number of processes; what `hvd.size()` must be.
+        ranks: the number of processes; what `hvd.size()` or `torch.distributed.get_world_size()` must be.
         environment: variables for every rank.
+        backend: what the ranks exchange through: Horovod, or PyTorch's torch.distributed.
 
     Raises:
         ConfigurationError: a field has a value that no scheduler can take.
@@ -49,6 +51,7 @@ class Job:
     command: tuple[str, ...]
     ranks: int
     environment: Mapping[str, str] = field(default_factory=dict)
+    backend: Literal["horovod", "torch"] = "horovod"
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -65,6 +68,13 @@ class Job:
                     "no digit first"
                 )
             _check_text(f"environment: {name}", value)
+            if self.backend == "torch" and name in torch_rank.OWN:
+                raise ConfigurationError(f"environment: {name} is each rank's own, set when it starts: leave it out")
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What a scheduler starts on each rank: the command, or what becomes it."""
+        return (*torch_rank.PROGRAM, *self.command) if self.backend == "torch" else self.command
 
 
 def check_name(name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hvdcomp.errors import ConfigurationError
@@ -42,8 +42,8 @@ def from_variable(value: str) -> list[str]:
 
 
 def _check_started() -> None:
-    """Refuse to start if mpirun started another number of ranks than was asked for; Horovod's own size is checked by
-    the training program, which alone initializes it."""
+    """Refuse to start if mpirun started another number of ranks than was asked for; the size that Horovod or
+    torch.distributed finds is checked by the training program, which alone initializes it."""
     started, expected = os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get(EXPECTED_SIZE)
     if expected and started != expected:
         raise ConfigurationError(
@@ -52,11 +52,13 @@ def _check_started() -> None:
         )
 
 
-def main() -> NoReturn:
-    """Become the program. Exit status 125 if that is refused, 126 or 127 if it cannot be run, as a shell's."""
+def become(choose: Callable[[], list[str]]) -> NoReturn:
+    """Become the program that `choose` returns, with its arguments.
+
+    Exit status 125 if that raises ConfigurationError, 126 or 127 if the program cannot be run, as a shell's.
+    """
     try:
-        _check_started()
-        command = from_variable(os.environ.pop(COMMAND, ""))
+        command = choose()
     except ConfigurationError as error:
         print(f"hvdcomp: {error}", file=sys.stderr)
         sys.exit(125)
@@ -67,5 +69,10 @@ def main() -> NoReturn:
         sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
+def _chosen() -> list[str]:
+    _check_started()
+    return from_variable(os.environ.pop(COMMAND, ""))
+
+
 if __name__ == "__main__":
-    main()
+    become(_chosen)

@@ -11,6 +11,7 @@ from typing import Any
 from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.promise import EXPECTED_SIZE
 from hvdcomp.launch.rank import COMMAND, to_variable
+from hvdcomp.launch.torch_rank import DEFAULT_PORT
 
 GROUP, VERSION, PLURAL, KIND = "kubeflow.org", "v2beta1", "mpijobs", "MPIJob"
 
@@ -28,6 +29,7 @@ _COMMUNICATION = {
     # Ranks of one pod may not read each other's memory (no CAP_SYS_PTRACE): messages go through /dev/shm.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
+"""What Horovod exchanges through, or agrees through where NCCL carries the data."""
 _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
@@ -92,11 +94,18 @@ def _variables(settings: KubernetesSettings) -> dict[str, str]:
     """Of the launcher's container, from where mpirun takes them to the ranks. The job's own win."""
     return {
         EXPECTED_SIZE: str(settings.job.ranks),
-        COMMAND: to_variable(settings.job.command),
-        **_COMMUNICATION,
+        COMMAND: to_variable(settings.job.program),
+        **(_rendezvous(settings) if settings.job.backend == "torch" else _COMMUNICATION),
         **(_GPU_COMMUNICATION if settings.gpu_resource else {}),
         **settings.job.environment,
     }
+
+
+def _rendezvous(settings: KubernetesSettings) -> dict[str, str]:
+    """Where torch.distributed's ranks find each other: mpirun starts rank 0 in the first worker. It is named as seen
+    from the job's own namespace, in the headless Service that the operator makes under the job's name."""
+    name = settings.job.name
+    return {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": DEFAULT_PORT, "TORCHELASTIC_RUN_ID": name}
 
 
 def _mpirun(settings: KubernetesSettings, variables: dict[str, str]) -> list[str]:

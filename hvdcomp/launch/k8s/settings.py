@@ -44,7 +44,7 @@ class KubernetesSettings:
 
     Attributes:
         job: the program; its ranks must be a multiple of slots_per_worker.
-        image: of launcher and workers, with the program, Horovod, Open MPI 4.1 and sshd in it.
+        image: of launcher and workers, with the program, Horovod or PyTorch, Open MPI 4.1 and sshd in it.
         slots_per_worker: ranks in one pod.
         namespace, context: where; None is what the kubeconfig says.
         gpu_resource: the extended resource of which every rank gets one, as "nvidia.com/gpu"; None for CPU.

@@ -1,7 +1,7 @@
 #!/bin/bash
 #@options
 
-# A Horovod job for Slurm, as `hvdcomp launch slurm --dry-run` prints it. Submit it with sbatch.
+# A distributed training for Slurm, as `hvdcomp launch slurm --dry-run` prints it. Submit it with sbatch.
 #
 # Slurm warns this script before the time limit (the option --signal) and when it preempts the job. The ranks then save
 # a checkpoint, all of the same step, and end with the code below; the job is queued again and goes on from there.
@@ -9,10 +9,11 @@
 : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch}"
 #@modules
 
-# What hvd.size() must be: a rank that finds fewer others stops with the reason.
+# How many ranks there must be: one that finds fewer others stops with the reason.
 export HVDCOMP_EXPECTED_SIZE="$SLURM_NTASKS"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export PYTHONUNBUFFERED=1
+#@torch
 #@environment
 
 # The program, one argument a line: nothing in it is read by a shell again.

@@ -38,6 +38,14 @@ _SRUN_CODE = (
 )
 # mpirun returns the code of the rank that failed first, and signals the process that it started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
+# A node may run ranks of several jobs, so each job has a port by its number. It lies below those that Linux hands out.
+_TORCH = (
+    "",
+    "# Where torch.distributed's ranks find each other: the first node, which has rank 0.",
+    'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+    'export MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID="$SLURM_JOB_ID"',
+)
 _PLAIN_BYTES = set(range(0x20, 0x7F)) - set(b"'\\")
 
 
@@ -47,8 +55,9 @@ def batch_script(settings: SlurmJob) -> str:
     lines_of = {
         "#@options": [f"#SBATCH --{option}" for option in _options(settings)],
         "#@modules": [f"module load {shlex.quote(module)}" for module in settings.modules],
+        "#@torch": list(_TORCH if job.backend == "torch" else ()),
         "#@environment": [f"export {name}={quoted(value)}" for name, value in job.environment.items()],
-        "#@command": [f"  {quoted(argument)}" for argument in job.command],
+        "#@command": [f"  {quoted(argument)}" for argument in job.program],
         "#@program": [f"""program="$(printf '%q ' {_apptainer(settings)}"${{command[@]}}")\""""],
         "#@launch": _launch(settings),
         "#@code": list(_SRUN_CODE if settings.launcher == "srun" else ()),
@@ -103,7 +112,7 @@ def _launch(settings: SlurmJob) -> list[str]:
     if settings.launcher == "srun":
         words = [
             "srun",
-            f"--mpi={settings.mpi}",
+            f"--mpi={settings.mpi or ('none' if settings.job.backend == 'torch' else 'pmix')}",
             f"--ntasks={settings.job.ranks}",
             f"--cpus-per-task={settings.cpus_per_task}",
             "--kill-on-bad-exit=1",

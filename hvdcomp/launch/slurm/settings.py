@@ -36,7 +36,7 @@ class SlurmJob:
         requeue: whether a job that saved and stopped is queued again.
         max_requeues: after which it is not.
         launcher: srun starts the ranks, or Open MPI's mpirun.
-        mpi: srun's plugin; see `srun --mpi=list`.
+        mpi: srun's plugin; see `srun --mpi=list`. None is pmix for Horovod, and none for torch.distributed.
         partition, account, qos, constraint, reservation: as for sbatch.
         modules: environment modules to load first.
         container: what runs `image`: Apptainer, or enroot through srun's plugin pyxis.
@@ -59,7 +59,7 @@ class SlurmJob:
     requeue: bool = True
     max_requeues: int = 100
     launcher: Literal["srun", "mpirun"] = "srun"
-    mpi: str = "pmix"
+    mpi: str | None = None
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
