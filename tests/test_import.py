@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.package_index import pip_with_index
+
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
 FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes"]  # nor anything else that is heavy and optional
@@ -81,11 +83,7 @@ def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) ->
         shutil.copy(ROOT / name, source)
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
-    download = [*pip, "download", "--no-deps", "--dest", tmp_path, "click"]
-    reached = subprocess.run(download, capture_output=True, text=True)
-    if reached.returncode:
-        pytest.skip(f"no package index can be reached: {reached.stderr.strip().splitlines()[-1]}")
+    pip = pip_with_index(python, tmp_path)
     run(*pip, "install", source)
     installed = run(*pip, "list", "--format=freeze").lower()
     assert not [name for name in FRAMEWORKS if f"{name}==" in installed]
