@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost, Ledger, StepCost
 from tests.harness import BACKENDS, infos, make, run_engines
+from tests.test_docs_examples import DOCS, program
 
 SHAPES = {"b": (64,), "v": (64, 64), "w": (64, 64)}
 TIMES = {f"hvdcomp/{phase}_seconds" for phase in ("encode", "communicate", "decode")}
@@ -137,3 +140,13 @@ def test_tensorboard_shows_what_was_written(tmp_path: Path, monkeypatch: pytest.
     assert set(board.Tags()["scalars"]) == set(metrics)
     sent = [(event.step, event.value) for event in board.Scalars("hvdcomp/bytes_sent")]
     assert sent == [(10, 100), (20, 200), (7, 200)]
+
+
+@pytest.mark.thorough
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    """In a process of its own, as it makes a process group."""
+    pytest.importorskip("torch.utils.tensorboard")
+    source = program((DOCS / "metrics.md").read_text(encoding="utf-8"))
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "runs/mine").glob("events*"))
