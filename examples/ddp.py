@@ -1,6 +1,6 @@
 """A training loop in DistributedDataParallel, resumable: `torchrun --nproc-per-node 2 examples/ddp.py FOLDER`.
 
-Every rank saves to a path of its own, because residuals differ between the ranks. Started again with the same folder,
+Every rank saves to a file of its own, because residuals differ between the ranks. Started again with the same folder,
 they go on from the latest step that all of them have saved, bit for bit.
 """
 
@@ -14,23 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo")  # "nccl" on GPUs
 rank, size, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
 images, digits = (torch.from_numpy(one[rank::size]) for one in load_digits(return_X_y=True))
-
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+parts = {"model": model, "optimizer": optimizer, "compression": compression}
 
 saved = torch.tensor(max((int(file.stem.split("-")[1]) for file in folder.glob(f"rank{rank}-*.pt")), default=0))
 dist.all_reduce(saved, op=dist.ReduceOp.MIN)  # the latest step that all ranks have
 if saved:
     state = torch.load(folder / f"rank{rank}-{saved}.pt", weights_only=False)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    compression.load_state_dict(state["compression"])
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
 
 ddp = DistributedDataParallel(model)
 hvdcomp.ddp.register(ddp, compression, optimizer)
@@ -41,11 +40,10 @@ for step in range(int(saved) + 1, 101):
     loss.backward()
     optimizer.step()
     if step % 10 == 0:
-        parts = {"model": model, "optimizer": optimizer, "compression": compression}
-        state = {name: part.state_dict() for name, part in parts.items()}
-        torch.save(state, folder / f"rank{rank}.new")
+        torch.save({name: part.state_dict() for name, part in parts.items()}, folder / f"rank{rank}.new")
         (folder / f"rank{rank}.new").rename(folder / f"rank{rank}-{step}.pt")
-if rank == 0:
-    print(f"loss {loss:.3f}, {compression.ledger.totals.compression_factor:.1f} times fewer bytes than dense")
+        if rank == 0:
+            factor = compression.ledger.totals.compression_factor
+            print(f"step {step}: loss {loss:.3f}, {factor:.1f} times fewer bytes than dense")
 dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
 dist.destroy_process_group()

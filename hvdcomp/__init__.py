@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.bindings import frameworks as _frameworks
+from hvdcomp.bindings.metrics import write_metrics as write_metrics
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors import Compressor as Compressor
@@ -67,7 +68,11 @@ except PackageNotFoundError:  # a checkout that nobody has installed
 # What is imported above under its own name is for type checkers. A class that registration found is offered without a
 # line here.
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
-__all__ = ["__version__", *sorted(name for name, value in globals().items() if isinstance(value, type))]
+__all__ = [
+    "__version__",
+    "write_metrics",
+    *sorted(name for name, value in globals().items() if isinstance(value, type)),
+]
 
 
 def __getattr__(name: str) -> Any:

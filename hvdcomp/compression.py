@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.bindings import frameworks
+from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
@@ -17,7 +18,7 @@ from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
-from hvdcomp.settings import Settings, check_policy
+from hvdcomp.settings import Settings, check
 from hvdcomp.specs.levels import Level
 
 
@@ -86,18 +87,7 @@ class Compression:
         process_set: Any = None,
         grad_scaler: Any = None,
     ) -> None:
-        if not isinstance(compressor, Compressor):
-            raise SpecError(
-                f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "
-                "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
-            )
-        if memory is not None and not isinstance(memory, Memory):
-            raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
-        if policy is not None:
-            if not isinstance(policy, LevelSchedule | Policy):
-                raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
-            policy = check_policy(policy, steps_per_epoch, compressor, memory)
-        require_bounded_residuals(compressor, memory)
+        policy = check(compressor, memory, policy, steps_per_epoch)
         self.settings = Settings(
             compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes
         )
@@ -153,6 +143,18 @@ class Compression:
         plan = {} if self._binding is None else self._binding.engine.plan
         return {name: one.level for name, one in plan.items() if one.level is not None}
 
+    def metrics(self) -> dict[str, float]:
+        """What the latest step cost this rank, for experiment trackers; nothing before the first step. It never waits.
+
+            wandb.log(compression.metrics(), step=step)
+
+        Returns:
+            Each after "hvdcomp/": `bytes_sent`, `bytes_in_node`, `dense_bytes`, `compression_factor`, `encode_seconds`,
+            `communicate_seconds` and `decode_seconds` as the ledger has them, and the mean over the tensors that have a
+            level: `mean_ratio`, `mean_rank` or `mean_bits`. What is not known, or means nothing, is left out.
+        """
+        return {} if self._binding is None else metrics_of(self.ledger, self._binding.engine.plan)
+
     def set_level(self, level: Level) -> None:
         """Sets the level (ratio, rank) of all compressed tensors from the next step on.
 
@@ -174,8 +176,7 @@ class Compression:
         """By how much the batch of the next step is larger than at the start: 1 without a policy of the batch size.
 
         With such a policy every rank reads it before each step, makes this number of times the usual backward passes,
-        and divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate
-        follow by themselves.
+        and divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate follow.
         """
         return 1 if self._binding is None else self._binding.accumulation
 

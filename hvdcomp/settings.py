@@ -62,6 +62,32 @@ class Settings:
         }
 
 
+def check(
+    compressor: Compressor,
+    memory: Memory | None,
+    policy: LevelSchedule | Policy[Any] | None,
+    steps_per_epoch: int | None,
+) -> LevelSchedule | Policy[Any] | None:
+    """Checks what a `Compression` is made of, and returns the policy as `check_policy` does.
+
+    Raises:
+        SpecError: for a compressor, a memory or a policy that is none, or that does not work with the others.
+    """
+    if not isinstance(compressor, Compressor):
+        raise SpecError(
+            f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "
+            "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
+        )
+    if memory is not None and not isinstance(memory, Memory):
+        raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
+    if policy is not None:
+        if not isinstance(policy, LevelSchedule | Policy):
+            raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
+        policy = check_policy(policy, steps_per_epoch, compressor, memory)
+    require_bounded_residuals(compressor, memory)
+    return policy
+
+
 def check_policy(
     policy: LevelSchedule | Policy[Any], steps_per_epoch: int | None, compressor: Compressor, memory: Memory | None
 ) -> LevelSchedule | Policy[Any]:

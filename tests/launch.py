@@ -33,6 +33,7 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     timeout: float = 300,
     horovodrun: Sequence[str] = (sys.executable, "-c", _HOROVODRUN),
+    python: str | Path = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python arguments...` on `count` ranks of this machine and waits.
 
@@ -40,6 +41,7 @@ def run_ranks(
         controller: "gloo" or "mpi", of Horovod; "torchrun" without Horovod.
         timeout: seconds, after which all ranks are killed and TimeoutExpired is raised.
         horovodrun: the program that starts ranks with Gloo.
+        python: the interpreter.
 
     Returns:
         The finished launcher with its output; the exit code is not checked.
@@ -49,7 +51,7 @@ def run_ranks(
     if controller == "gloo":
         launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
     elif controller == "torchrun":
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     else:
         launcher = ["mpirun", "-np", str(count), "--oversubscribe", "--bind-to", "none"]
     variables = os.environ | {
@@ -67,7 +69,7 @@ def run_ranks(
         **(environment or {}),
     }
     process = subprocess.Popen(
-        [*launcher, *([] if controller == "torchrun" else [sys.executable]), *arguments],
+        [*launcher, *([] if controller == "torchrun" else [str(python)]), *arguments],
         env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`examples/ddp.py` under torchrun: as a user starts it, and started again where one rank has saved more."""
+"""`examples/ddp.py` and `examples/horovod_torch.py`: as a user starts them, and again where one rank has saved more."""
 
 from __future__ import annotations
 
@@ -15,33 +15,57 @@ torch = pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def train(folder: Path) -> str:
-    """What a run says. Its exit status is not looked at: with Gloo, PyTorch 2.13 now and then ends a rank that has done
-    everything by SIGABRT while its interpreter goes away, with plain DistributedDataParallel too."""
-    said = run_ranks(2, "torchrun", [str(EXAMPLE), str(folder)], timeout=90).stdout
-    assert "times fewer bytes than dense" in said, said
-    return said
+def train(folder: Path, controller: str = "torchrun", example: str = "ddp.py") -> list[tuple[int, float, float]]:
+    """The lines of a run: step, loss and compression factor. Its exit status is not looked at: with Gloo, PyTorch 2.13
+    now and then ends a rank that has done everything by SIGABRT while its interpreter goes away, with plain
+    DistributedDataParallel too."""
+    said = run_ranks(2, controller, [str(EXAMPLES / example), str(folder)], timeout=120).stdout
+    lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) times fewer bytes", said)
+    assert lines, said
+    return [(int(step), float(loss), float(factor)) for step, loss, factor in lines]
 
 
-def last_state(folder: Path, rank: int) -> dict[str, Any]:
-    return torch.load(folder / f"rank{rank}-100.pt", weights_only=False)
+def weights(folder: Path, rank: int) -> dict[str, Any]:
+    return torch.load(folder / f"rank{rank}-100.pt", weights_only=False)["model"]
+
+
+def assert_same_weights(*folders: Path) -> None:
+    """Asserts that all ranks of all runs have ended with the same weights, bit for bit."""
+    first = weights(folders[0], 0)
+    for folder in folders:
+        for rank in (0, 1):
+            other = weights(folder, rank)
+            assert first.keys() == other.keys()
+            assert all(torch.equal(weight, other[name]) for name, weight in first.items()), (folder, rank)
+
+
+def stop_after_40(whole: Path, stopped: Path) -> None:
+    """What a run would have left that was stopped when rank 1 had saved step 50, and rank 0 had not."""
+    stopped.mkdir()
+    for name in ("rank0-40", "rank1-40", "rank1-50"):
+        shutil.copy(whole / f"{name}.pt", stopped)
 
 
 def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    found = re.search(r"loss ([\d.]+), ([\d.]+) times fewer bytes", train(whole))
-    assert found is not None
-    assert float(found[1]) < 1
-    assert float(found[2]) > 10
-    stopped.mkdir()
-    for name in ("rank0-40", "rank1-40", "rank1-50"):
-        shutil.copy(whole / f"{name}.pt", stopped)
-    train(stopped)
-    assert (stopped / "rank0-50.pt").exists()
-    for rank in (0, 1):
-        first, second = (last_state(folder, rank)["model"] for folder in (whole, stopped))
-        for name, weight in first.items():
-            assert torch.equal(weight, second[name]), name
+    steps, losses, factors = zip(*train(whole), strict=True)
+    assert steps == tuple(range(10, 101, 10))
+    assert losses[-1] < 1
+    assert factors[-1] > 10
+    stop_after_40(whole, stopped)
+    assert train(stopped)[0][0] == 50
+    assert_same_weights(whole, stopped)
+
+
+@pytest.mark.thorough
+def test_horovod_gives_the_weights_of_ddp_and_goes_on_from_its_files(tmp_path: Path) -> None:
+    pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+    ddp, horovod, stopped = tmp_path / "ddp", tmp_path / "horovod", tmp_path / "stopped"
+    train(ddp)
+    assert train(horovod, "gloo", "horovod_torch.py")[-1][2] > 10
+    stop_after_40(ddp, stopped)
+    assert train(stopped, "gloo", "horovod_torch.py")[0][0] == 50
+    assert_same_weights(ddp, horovod, stopped)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
+
+from tests.package_index import fresh_environment, pip_with_index, source_of_package
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
@@ -21,29 +21,6 @@ def run(*command: str | Path, timeout: float = 300) -> str:
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, cwd="/")
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
-
-
-def source_of_package(folder: Path) -> Path:
-    """What `pip install` needs of the project, copied, because building leaves files behind."""
-    source = folder / "source"
-    source.mkdir()
-    shutil.copytree(ROOT / "hvdcomp", source / "hvdcomp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    return source
-
-
-def fresh_environment(folder: Path) -> Path:
-    """The Python of a new environment in which packages can be installed; without a package index the test skips."""
-    venv.create(folder / "venv", with_pip=True)
-    python = folder / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
-    reached = subprocess.run(
-        [*pip, "download", "--no-deps", "--dest", folder, "click"], capture_output=True, text=True
-    )
-    if reached.returncode:
-        pytest.skip(f"no package index can be reached: {reached.stderr.strip().splitlines()[-1]}")
-    return python
 
 
 def hidden(code: str) -> list[str]:
@@ -97,9 +74,9 @@ def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.network
 def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) -> None:
-    python = fresh_environment(tmp_path)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
-    run(*pip, "install", source_of_package(tmp_path))
+    python = fresh_environment(tmp_path / "venv")
+    pip = pip_with_index(python, tmp_path)
+    run(*pip, "install", source_of_package(tmp_path / "source"))
     installed = run(*pip, "list", "--format=freeze").lower()
     assert not [name for name in FRAMEWORKS if f"{name}==" in installed]
     assert run(python, "-I", "-c", "import hvdcomp; print(hvdcomp.TopK(ratio=0.01))").strip() == "topk:ratio=0.01"

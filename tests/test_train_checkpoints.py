@@ -205,13 +205,17 @@ def _held(folder: Path) -> list[str]:
 
 
 def _check_tensorboard(folder: Path) -> None:
-    """Each step once, though steps 29 and 30 were made twice."""
+    """Each step once, though steps 29 and 30 were made twice; and what it cost, as in steps.jsonl."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(folder / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("step/loss")] == list(range(1, 61))
+    sent = [(event.step, event.value) for event in board.Scalars("hvdcomp/bytes_sent")]
+    assert sent == [(line["step"], line["bytes_sent"]) for line in _lines(folder / "steps.jsonl")]
+    assert {round(event.value, 6) for event in board.Scalars("hvdcomp/mean_ratio")} == {0.02}
+    assert "step/bytes_sent" not in board.Tags()["scalars"]
 
 
 @pytest.mark.thorough

@@ -13,7 +13,8 @@ import pytest
 from hvdcomp.train.backends import TORCHRUN, choose
 from hvdcomp.train.options import SetupError
 from tests.launch import run_ranks
-from tests.test_import import fresh_environment, run, source_of_package
+from tests.package_index import fresh_environment, pip_with_index, source_of_package
+from tests.test_import import run
 from tests.test_train_checkpoints import _check_same_run, _summary
 
 pytest.importorskip("sklearn")
@@ -171,12 +172,12 @@ def test_from_nothing_to_the_first_epoch(tmp_path: Path) -> None:
     """Installed with its extras and without Horovod, the first epoch is there a minute after the installation."""
     import torch
 
-    python = fresh_environment(tmp_path)
-    install = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "install"]
+    python = fresh_environment(tmp_path / "venv")
+    pip = pip_with_index(python, tmp_path)
     # First, by its exact version: a range would bring the newest one, with CUDA.
-    run(*install, f"torch=={torch.__version__.partition('+')[0]}")
-    run(*install, f"{source_of_package(tmp_path)}[torch,train]")
-    assert "horovod" not in run(python, "-m", "pip", "list").lower()
+    run(*pip, "install", f"torch=={torch.__version__.partition('+')[0]}")
+    run(*pip, "install", f"{source_of_package(tmp_path / 'source')}[torch,train]")
+    assert "horovod" not in run(*pip, "list").lower()
     torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = time.monotonic()
     said = run(*torchrun, "-m", "hvdcomp", "train", "--epochs", "1", "--compression", "topk:ratio=0.01")

@@ -141,6 +141,7 @@ class Ledger:
         self.steps = 0
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
+        self._timed: StepCost | None = None
         # Steps of the same parts are added up by tensor only when `tensors` is read: doing so in each step would be
         # most of hvdcomp's work where Horovod carries the gradients.
         self._same: StepCost | None = None
@@ -153,6 +154,11 @@ class Ledger:
         """The sums by parameter name."""
         self._add_same()
         return self._tensors
+
+    @property
+    def timed(self) -> StepCost | None:
+        """The newest step whose times are known; None if those of the last step never will be."""
+        return self._timed if self._unsettled or self._timed is self.last else None
 
     def record(self, step: StepCost, settle: Settle | None = None) -> None:
         """Enters a step whose bytes and floats are known.
@@ -170,6 +176,10 @@ class Ledger:
         self._same_steps += 1
         if settle is not None:
             self._unsettled.append(settle)
+        self.settle()
+
+    def settle(self) -> None:
+        """Enters the times that have become known. It waits for nothing."""
         while self._unsettled and self._unsettled[0]():
             self._unsettled.popleft()
 
@@ -237,6 +247,7 @@ class Ledger:
         )
         step.add(times)
         step.seconds = seconds
+        self._timed = step
         self.totals.add(times)
         if self._same is None or step.parts is not self._same.parts:
             self._add_tensors(step.tensors_with(seconds, communicate, times=0))

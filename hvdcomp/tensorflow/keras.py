@@ -28,9 +28,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     - At the end of each epoch it adds `compression_factor` (dense bytes / sent bytes that may leave the node),
       `megabytes_sent` (all that this rank sent, both in that epoch) and `learning_rate` to the logs, where History,
       CSVLogger and the progress bar show them.
-    - On rank 0 it writes the same, and the level of each tensor, as TensorBoard scalars: what was sent since the epoch
-      began.
-
+    - On rank 0 it writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each tensor, the
+      learning rate, and the megabytes sent since the epoch began.
     - It leaves validation out of the times of steps, by which some policies decide.
 
     The decisions themselves do not need it: `fit` without this callback trains alike.
@@ -125,10 +124,10 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     def _write(self, scalars: dict[str, float]) -> None:
         if self._writer is None:
             return
-        step = self._compression.ledger.steps
-        with self._writer.as_default(step=step):
-            for name, value in scalars.items():
-                tf.summary.scalar(f"hvdcomp/{name}", value)
-            for name, level in self._compression.levels.items():
-                tf.summary.scalar(f"hvdcomp/level/{name}", level)
+        written: dict[str, float] = {f"hvdcomp/{name}": value for name, value in scalars.items()}
+        written |= self._compression.metrics()  # the compression factor too is that of a step
+        written |= {f"hvdcomp/level/{name}": level for name, level in self._compression.levels.items()}
+        with self._writer.as_default(step=self._compression.ledger.steps):
+            for name, value in written.items():
+                tf.summary.scalar(name, value)
         self._writer.flush()

@@ -13,7 +13,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +113,24 @@ class RunWriter:
         except OSError as error:
             raise _cannot_write(folder, error) from None
 
-    def step(self, record: dict[str, Any]) -> None:
-        """Add a line to steps.jsonl; its `step` is TensorBoard's step too."""
-        self._write(STEPS, record, "step")
+    def step(
+        self, record: dict[str, Any], cost: dict[str, float | None], metrics: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Add a line to steps.jsonl; its `step` is TensorBoard's step too.
+
+        Args:
+            record: what the step did.
+            cost: what it cost, for the line.
+            metrics: say for TensorBoard what it cost.
+        """
+        scalars = {} if self._board is None else {**_tagged("step", record), **metrics()}
+        self._write(STEPS, {**record, **cost}, scalars)
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Add a line to epochs.jsonl."""
-        self._write(EPOCHS, record, "epoch")
+        self._write(EPOCHS, record, _tagged("epoch", record))
 
-    def _write(self, name: str, record: dict[str, Any], kind: str) -> None:
+    def _write(self, name: str, record: dict[str, Any], scalars: Mapping[str, float | None]) -> None:
         if self.problem is not None:
             return
         try:
@@ -130,7 +139,7 @@ class RunWriter:
             self._note(name, error)
         if self._board is not None:
             try:
-                self._board.scalars(kind, record)
+                self._board.scalars(record["step"], scalars)
             except OSError as error:
                 self._note(TENSORBOARD, error)
 
@@ -184,23 +193,24 @@ class _Board:
             start = SessionLog(status=SessionLog.START)
             self._add(Event(wall_time=time.time(), step=done + 1, session_log=start))
 
-    def scalars(self, kind: str, record: Mapping[str, Any]) -> None:
-        """The numbers of a line, at its step."""
+    def scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Those that are known, at their step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [
-            Summary.Value(tag=f"{kind}/{key}", simple_value=value)
-            for key, value in record.items()
-            if key not in ("step", "epoch") and value is not None
-        ]
-        self._add(Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values)))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def _add(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
 
     def close(self) -> None:
         self._file.close()
+
+
+def _tagged(kind: str, record: Mapping[str, Any]) -> dict[str, float | None]:
+    """The numbers of a line, as TensorBoard's scalars."""
+    return {f"{kind}/{key}": value for key, value in record.items() if key not in ("step", "epoch")}
 
 
 def strict(value: Any) -> Any:

@@ -221,7 +221,7 @@ class Run:
                 "accumulation": accumulation,
                 "ms": milliseconds,
             }
-            self._writer.step({**record, **_cost(self._compression)})
+            self._writer.step(record, _cost(self._compression), self._compression.metrics)
 
     def _end_epoch(self) -> None:
         with self._compression.paused():

@@ -17,6 +17,7 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
+from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import Branches, batch, small_model, weights
 from tests.multirank.training_ddp import (
     assert_same_everywhere,
@@ -259,6 +260,7 @@ def case_loss_scaler_skips_the_step_everywhere() -> None:
             scaler.step(optimizer)
             assert torch.equal(start, weights(model)) == (step == 3)
             scaler.update()
+            assert_metrics(how, dense_bytes=4 * start.numel())
         assert scaler.get_scale() == 512.0
         assert_same_everywhere(weights(model))
 
@@ -272,6 +274,7 @@ def case_levels_change_between_steps() -> None:
             how.set_level(level)
             train(distributed, optimizer, steps=3)
             assert set(how.levels.values()) == {level}
+            assert how.metrics()[f"hvdcomp/mean_{how.settings.compressor.level_name}"] == level
             assert_same_everywhere(weights(model))
         how.set_level(levels[dist.get_rank() % 2])
         told = raised(hvdcomp.RankMismatchError, lambda model=distributed, by=optimizer: train(model, by, steps=1))

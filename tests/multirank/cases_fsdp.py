@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hvdcomp
+from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import batch
 from tests.multirank.training_ddp import assert_same_everywhere, large_model, plain_loss, raised
 
@@ -89,6 +90,7 @@ def case_bytes_are_those_of_a_shard() -> None:
     whole = sum(parameter.numel() for parameter in model.parameters())
     shards = dist.get_world_size() // 2
     assert abs(how.ledger.last.dense_bytes - 4 * whole / shards) < 0.01 * 4 * whole
+    assert_metrics(how, dense_bytes=how.ledger.last.dense_bytes)
 
 
 def case_a_policy_and_a_checkpoint() -> None:

@@ -109,12 +109,16 @@ def case_scalars_are_written_by_rank_0() -> None:
         assert not files
         return
     events = [event for file in files for event in tf.compat.v1.train.summary_iterator(str(file))]
-    steps: dict[str, list[int]] = {}
+    written: dict[str, dict[int, float]] = {}
     for event in events:
         for value in event.summary.value:
-            steps.setdefault(value.tag, []).append(event.step)
-    for name in ("level/dense/kernel", "learning_rate", "compression_factor", "megabytes_sent"):
-        assert steps[f"hvdcomp/{name}"] == [2, 4, 6, 8]
+            written.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+    metrics = compression.metrics()
+    assert metrics["hvdcomp/compression_factor"] > 1
+    for name in ("hvdcomp/level/dense/kernel", "hvdcomp/learning_rate", "hvdcomp/megabytes_sent", *metrics):
+        assert list(written[name]) == [2, 4, 6, 8]
+    for name, value in metrics.items():
+        assert np.isclose(written[name][8], value), name
 
 
 def case_what_would_go_wrong_is_refused_before_training() -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
+from tests.multirank.everywhere import assert_metrics
 from tests.multirank.training_tensorflow import (
     Network,
     TapeTraining,
@@ -255,6 +256,7 @@ def case_levels_change_between_steps_without_a_new_trace() -> None:
             training.compression.set_level(level)
             training.run(3)
             sizes.append(training.compression.ledger.last.bytes_sent)
+            assert_metrics(training.compression, dense_bytes=4 * training.weights.size)
         assert sizes[1] > sizes[0] > sizes[2]
         assert training.traces == 1
         assert_same_everywhere(training.weights)

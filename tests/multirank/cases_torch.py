@@ -14,6 +14,7 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
+from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import Branches
 from tests.multirank.training import (
     assert_same_everywhere,
@@ -338,6 +339,7 @@ def case_non_finite_gradients_are_seen_by_all_and_change_nothing() -> None:
             assert not torch.isfinite(parameter.grad).all()
         after = [array for state in engine.states.values() for array in state.memory + state.compressor]
         assert len(before) == len(after) > 0
+        assert_metrics(how, dense_bytes=4 * weights(model).numel())
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
         train(model, optimizer, steps=2)
         assert_same_everywhere(weights(model))

@@ -1,0 +1,61 @@
+"""A loop in accelerate, resumable: `torchrun --nproc-per-node 2 examples/accelerate_ddp.py FOLDER EPOCHS`.
+
+Hugging Face's accelerate saves what `register_for_checkpointing` was given on its main process only. Residuals differ
+between the ranks, so a hook lets every rank save its own to a file beside the others. Started again with the same
+folder, they go on after the latest epoch that all of them have saved, bit for bit.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed
+from sklearn.datasets import load_digits
+
+import hvdcomp
+
+set_seed(0)
+accelerator = Accelerator(
+    cpu=not torch.cuda.is_available(),
+    gradient_accumulation_steps=2,
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+)
+folder, epochs = Path(sys.argv[1]), int(sys.argv[2])
+images, digits = map(torch.from_numpy, load_digits(return_X_y=True))
+data = torch.utils.data.TensorDataset(images.float() / 16, digits)
+loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # the model is in DistributedDataParallel now
+compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), grad_scaler=accelerator.scaler)
+hvdcomp.ddp.register(model, compression, optimizer.optimizer)
+
+own = f"compression{accelerator.process_index}.pt"
+accelerator.register_save_state_pre_hook(
+    lambda models, weights, place: torch.save(compression.state_dict(), Path(place, own))
+)
+accelerator.register_load_state_pre_hook(
+    lambda models, place: compression.load_state_dict(torch.load(Path(place, own), weights_only=False))
+)
+done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch-*")), default=0)
+if done:
+    accelerator.load_state(str(folder / f"epoch-{done}"))
+
+for epoch in range(done, epochs):
+    loader.set_epoch(epoch)
+    for inputs, classes in loader:
+        with accelerator.accumulate(model):  # only every second backward pass exchanges gradients
+            loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 5.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(str(folder / "new"))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:  # a folder of this name is whole
+        (folder / "new").rename(folder / f"epoch-{epoch + 1}")
+    factor = compression.ledger.totals.compression_factor
+    accelerator.print(f"epoch {epoch + 1}: loss {loss:.3f}, {factor:.1f} times fewer bytes than dense")
+accelerator.end_training()

@@ -1,0 +1,67 @@
+"""What a step cost, as named numbers: what experiment trackers and TensorBoard take."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Any, Protocol
+
+from hvdcomp.bindings.setup import UsedCompression
+from hvdcomp.compressors.choice import Plan
+from hvdcomp.exchange.ledger import Ledger
+
+
+def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
+    """`Compression.metrics`.
+
+    On an accelerator the times are those of the newest step that the device has come to the end of: mostly an earlier
+    one. There are none where the library itself carried the gradients of the latest step.
+
+    Args:
+        plan: of the latest step.
+    """
+    last = ledger.last
+    if last is None:
+        return {}
+    ledger.settle()
+    found: dict[str, float | None] = {
+        "bytes_sent": last.bytes_sent,
+        "bytes_in_node": last.bytes_in_node,
+        "dense_bytes": last.dense_bytes,
+        "compression_factor": last.compression_factor,
+    }
+    timed = ledger.timed
+    if timed is not None:
+        found["encode_seconds"] = timed.encode_seconds
+        found["communicate_seconds"] = timed.communicate_seconds
+        found["decode_seconds"] = timed.decode_seconds
+    levels: dict[str | None, list[float]] = {}
+    for compressor in plan.values():
+        if compressor.level is not None:
+            levels.setdefault(compressor.level_name, []).append(compressor.level)
+    for name, values in levels.items():
+        found[f"mean_{name}"] = fmean(values)
+    return {f"hvdcomp/{name}": float(value) for name, value in found.items() if value is not None}
+
+
+class ScalarWriter(Protocol):
+    """What `write_metrics` needs of a writer."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
+
+
+def write_metrics(compression: UsedCompression, writer: ScalarWriter, step: int | None = None) -> None:
+    """Writes the metrics of the latest step for TensorBoard; nothing before the first step.
+
+        writer = torch.utils.tensorboard.SummaryWriter("runs/mine")
+        ...
+        optimizer.step()
+        hvdcomp.write_metrics(compression, writer)
+
+    Args:
+        compression: at work in the training, whose `metrics` are written.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
+        step: to write them at. Default: the number of steps made, those before a restart included.
+    """
+    at = compression.ledger.steps if step is None else step
+    for name, value in compression.metrics().items():
+        writer.add_scalar(name, value, at)
