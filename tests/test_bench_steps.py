@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,21 +169,24 @@ def test_ranks_are_started_on_all_hosts_and_may_make_groups(
 
 def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(methods: list[str], overlap: str) -> list[str]:
-        return [one.times.name for one in trainings_of("mlp", methods, OVERLAPS[overlap], 4, 0)]
+        return [one.times.name for one in trainings_of(carrier, "mlp", methods, OVERLAPS[overlap], 4, 0)]
 
     class Named:
         numel = 10**7
 
-        def __init__(self, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None) -> None:
+        def __init__(
+            self, _carrier: Any, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None
+        ) -> None:
             self.times = Times(method, overlap_bytes)
 
+    carrier: Any = SimpleNamespace(early_bytes=5 * 10**6)
     monkeypatch.setattr("hvdcomp.bench.steps_worker.Training", Named)
     methods = ["none", "hvd.fp16", "fp16", "qsgd:bits=4"]
     once = ["compute", *methods[:3]]
     assert names(methods, "on") == [*once, "qsgd:bits=4"]
     assert names(methods, "off") == [*once, "qsgd:bits=4, at the end"]
     assert names(methods, "both") == [*once, "qsgd:bits=4", "qsgd:bits=4, at the end"]
-    assert [one.times.name for one in trainings_of("mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
+    assert [one.times.name for one in trainings_of(carrier, "mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
         "qsgd:bits=4, 5,000", "qsgd:bits=4, at the end"
     ]  # fmt: skip
     Named.numel = 10**6  # of which nothing is sent early

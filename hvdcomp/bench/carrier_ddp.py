@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from hvdcomp.bench.carrier import Carrier, Distributed, Ready, named_parameters,
 from hvdcomp.bench.workload import Workload
 from hvdcomp.compression import Compression
 from hvdcomp.compressors import LEAST_BYTES, Compressor
+
+# What decides whether each forward pass takes rank 0's buffers; the older name warns where there is the newer one.
+_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 _MIB = 2**20
 FIRST_BUCKET_BYTES, BUCKET_BYTES = _MIB, 25 * _MIB  # DistributedDataParallel's own sizes
@@ -131,4 +136,5 @@ def _hooked(state, bucket):
 def _wrapped(workload: Workload, bucket_bytes: int | None = None) -> Any:
     """The loss of a workload in DistributedDataParallel, with its own sizes of buckets unless others are given."""
     cap = None if bucket_bytes is None else bucket_bytes / _MIB
-    return DistributedDataParallel(_Loss(workload), bucket_cap_mb=cap, broadcast_buffers=False)
+    options: dict[str, Any] = {_SYNC_BUFFERS: False, "bucket_cap_mb": cap}
+    return DistributedDataParallel(_Loss(workload), **options)
