@@ -467,7 +467,8 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     assert sum(tensor.size for tensor in facts.tensors) == 820_874
     assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01", scattered}
     # What a cast takes beyond a dense step may be nothing.
-    assert all(time.encode_s + time.decode_per_rank_s > 0 for spec, time in facts.compute.encode.items() if spec != "fp16")
+    own = [time for spec, time in facts.compute.encode.items() if spec != "fp16"]
+    assert all(time.encode_s + time.decode_per_rank_s > 0 for time in own)
     assert facts.compute.batch_size == 4
     assert len(facts.compute.ready) == len(facts.tensors)
     assert facts.compute.ready[0][0] < 0.01  # the last layer's gradients are small and come first
@@ -489,16 +490,66 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     assert all(least <= one["step_ms"] < 1000 for one in methods.values())
 
 
-@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
+def test_two_ranks_of_torch_distributed_calibrate_what_advise_reads(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "own_model.py").write_text(OWN)
+    file = tmp_path / "two.json"
+    specs = [word for spec in ("fp16", "topk:ratio=0.01") for word in ("--compressor", spec)]
+    options = ["--model", "own_model:small", *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
+    done = run_ranks(2, "torchrun", ["-m", "hvdcomp", "calibrate", *options], beside(tmp_path), timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert "Without two levels: all ranks are on one node" in done.stdout
+    assert "orovod" not in done.stdout
+    calibration = load(file)
+    assert (calibration.machine["backend"], calibration.machine["ranks"]) == ("ddp", "2")
+    assert calibration.network_source == "hvdcomp calibrate, 2 ranks of torch.distributed"
+    for kind in ALGORITHMS:
+        cost = calibration.network.cost(kind)
+        assert calibration.network.stand_in(kind) is None
+        assert (cost.start_s, cost.fusion_s_per_byte) == (0, 0)
+        assert cost.latency_s > 0
+    facts = calibration.models["own_model:small"]
+    assert (facts.bucket_bytes, facts.early_bytes) == (25 * 2**20, 1_000_000)
+    assert len(facts.compute.ready) == 1  # a bucket for all
+    assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01"}
+    answer = CliRunner().invoke(advise, ["--calibration", str(file), "--world-size", "2", "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert set(json.loads(answer.output)["methods"]) == {"none", "fp16", "topk:ratio=0.01"}
+
+
+@pytest.mark.thorough
+def test_what_rank_0_of_torch_distributed_cannot_do_stops_all_ranks() -> None:
+    pytest.importorskip("torch")
+    arguments = ["-m", "hvdcomp", "calibrate", "--output", "no-such-folder/calibration.json"]
+    done = run_ranks(2, "torchrun", arguments, timeout=90)
+    assert done.returncode != 0
+    assert done.stdout.count("on rank 0: --output no-such-folder/calibration.json cannot be written") == 1
+    assert "calibrate.py" not in done.stdout  # no traceback of ours
+
+
+@pytest.mark.thorough
+def test_horovod_is_refused_under_torchrun() -> None:
+    pytest.importorskip("torch")
+    words = [_COMMAND, "calibrate", "--backend", "horovod"]
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "made up"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2
+    assert "torchrun has started these processes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "controller", ["mpi", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gloo", "torchrun"))]
+)
 def test_four_ranks_on_two_nodes_calibrate_both_links(controller: str, tmp_path: Path) -> None:
-    pytest.importorskip("horovod.torch")
+    pytest.importorskip("torch" if controller == "torchrun" else "horovod.torch")
     (tmp_path / "own_model.py").write_text(OWN)
     file = tmp_path / "four.json"
     two_levels = {"two_level(qsgd:bits=4)", "two_level(powersgd:rank=2)"}
     specs = [word for spec in ("qsgd:bits=4", *sorted(two_levels)) for word in ("--compressor", spec)]
     if controller == "mpi":  # those of the command itself
         specs, two_levels = [], set(TWO_LEVELS)
-    arguments = [_COMMAND, "calibrate", "--model", "own_model:small", *specs, "--seconds", "1", "--batch-size", "4"]
+    program = ["-m", "hvdcomp"] if controller == "torchrun" else [_COMMAND]
+    arguments = [*program, "calibrate", "--model", "own_model:small", *specs, "--seconds", "1", "--batch-size", "4"]
     environment = {**beside(tmp_path), "HVDCOMP_RANKS_PER_NODE": "2"}
     done = run_ranks(4, controller, [*arguments, "--output", str(file)], environment, timeout=240)
     assert done.returncode == 0, done.stdout
