@@ -21,7 +21,8 @@ from hvdcomp.bench.compare import choices, compare, errors, gains
 from hvdcomp.bench.compare_files import auto_summary, summary, write
 from hvdcomp.bench.compare_worker import able_to_take_turns
 from hvdcomp.bench.places import Hosts, Place, parse_hosts, place_of
-from hvdcomp.bench.steps_worker import OVERLAPS, Times, check_method, trainings_of
+from hvdcomp.bench.steps_worker import check_method
+from hvdcomp.bench.trainings import OVERLAPS, Times, trainings_of
 from hvdcomp.commands.bench import command
 from hvdcomp.commands.bench_steps import _steps_command
 from hvdcomp.compressors.protocol import TensorInfo
@@ -182,7 +183,7 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
             self.times = Times(method, overlap_bytes)
 
     carrier: Any = SimpleNamespace(early_bytes=5 * 10**6)
-    monkeypatch.setattr("hvdcomp.bench.steps_worker.Training", Named)
+    monkeypatch.setattr("hvdcomp.bench.trainings.Training", Named)
     methods = ["none", "hvd.fp16", "fp16", "qsgd:bits=4"]
     once = ["compute", *methods[:3]]
     assert names(methods, "on") == [*once, "qsgd:bits=4"]

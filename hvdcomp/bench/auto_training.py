@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdcomp.bench.steps_worker import Training
+from hvdcomp.bench.trainings import Training
 
 if TYPE_CHECKING:
     from hvdcomp.bench.carrier import Carrier, Distributed

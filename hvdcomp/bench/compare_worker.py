@@ -20,7 +20,7 @@ import click
 
 from hvdcomp.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.bench.compare import ratio
-from hvdcomp.bench.steps_worker import COMPUTE, OVERLAPS, Training, Turns, trainings_of
+from hvdcomp.bench.trainings import COMPUTE, OVERLAPS, Training, Turns, trainings_of
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import as_json, save
 from hvdcomp.train.backends import reach

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hvdcomp.bench.models import split_model
 from hvdcomp.bench.places import Hosts, parse_hosts
 from hvdcomp.bench.steps import Options
-from hvdcomp.bench.steps_worker import OVERLAPS
+from hvdcomp.bench.trainings import OVERLAPS
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import STOCK
 from hvdcomp.terminal import make_console, make_table, print_table
