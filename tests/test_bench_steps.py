@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,14 @@ from hvdcomp.bench.compare import choices, compare, errors, gains
 from hvdcomp.bench.compare_files import auto_summary, summary, write
 from hvdcomp.bench.compare_worker import able_to_take_turns
 from hvdcomp.bench.places import Hosts, Place, parse_hosts, place_of
-from hvdcomp.bench.steps_worker import OVERLAPS, Times, trainings_of
+from hvdcomp.bench.steps_worker import check_method
+from hvdcomp.bench.trainings import OVERLAPS, Times, trainings_of
 from hvdcomp.commands.bench import command
 from hvdcomp.commands.bench_steps import _steps_command
 from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
+from tests.launch import run_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -168,21 +172,24 @@ def test_ranks_are_started_on_all_hosts_and_may_make_groups(
 
 def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def names(methods: list[str], overlap: str) -> list[str]:
-        return [one.times.name for one in trainings_of("mlp", methods, OVERLAPS[overlap], 4, 0)]
+        return [one.times.name for one in trainings_of(carrier, "mlp", methods, OVERLAPS[overlap], 4, 0)]
 
     class Named:
         numel = 10**7
 
-        def __init__(self, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None) -> None:
+        def __init__(
+            self, _carrier: Any, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None
+        ) -> None:
             self.times = Times(method, overlap_bytes)
 
-    monkeypatch.setattr("hvdcomp.bench.steps_worker.Training", Named)
+    carrier: Any = SimpleNamespace(early_bytes=5 * 10**6)
+    monkeypatch.setattr("hvdcomp.bench.trainings.Training", Named)
     methods = ["none", "hvd.fp16", "fp16", "qsgd:bits=4"]
     once = ["compute", *methods[:3]]
     assert names(methods, "on") == [*once, "qsgd:bits=4"]
     assert names(methods, "off") == [*once, "qsgd:bits=4, at the end"]
     assert names(methods, "both") == [*once, "qsgd:bits=4", "qsgd:bits=4, at the end"]
-    assert [one.times.name for one in trainings_of("mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
+    assert [one.times.name for one in trainings_of(carrier, "mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
         "qsgd:bits=4, 5,000", "qsgd:bits=4, at the end"
     ]  # fmt: skip
     Named.numel = 10**6  # of which nothing is sent early
@@ -248,6 +255,77 @@ def test_auto_is_given_what_goes_with_the_faster_ones() -> None:
     assert able_to_take_turns([topk, qsgd, power]) == [topk, power]  # what topk keeps would grow in qsgd
     assert able_to_take_turns([qsgd, topk, power, "natural"]) == [qsgd, "natural"]
     assert able_to_take_turns([topk]) == [topk]
+
+
+def test_ddp_is_started_and_compared_as_horovod_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cluster = Started()
+    monkeypatch.setattr(runs, "Cluster", lambda *_: nullcontext(cluster))
+    options = runs.Options(("lstm",), ("two_level(topk:ratio=0.01)",), 4, 60.0, backend="ddp")
+    (found,) = runs.measure([Hosts(3, 2)], ["1gbit"], options, lambda _: None)
+    assert found["steps"] == {}
+    assert cluster.options["backend"] == "torch"
+    assert not any(name.startswith("HOROVOD") for name in cluster.options["env"])
+    words = cluster.command
+    assert words[words.index("--backend") + 1] == "ddp"
+    assert "--compressor" in words
+    command = _steps_command([Hosts(3, 2)], ("1gbit",), options, tmp_path)
+    assert "--backend ddp" in command
+    other = runs.Options(("lstm",), options.compressors, 4, 60.0)
+    assert _steps_command([Hosts(3, 2)], ("1gbit",), other, tmp_path) == command.replace(" --backend ddp", "")
+
+
+def test_the_fp16_of_ddp_is_one_that_gains_are_over() -> None:
+    run = result()
+    run["steps"] = {name.replace("hvd.", "ddp."): one for name, one in run["steps"].items()}
+    rows = compare(run)
+    assert [row.spec for row in rows[:2]] == ["none", "fp16"]
+    assert gains(rows)[0].over_fp16 == gains(compare(result()))[0].over_fp16 == 2.0
+
+
+def test_each_library_has_casts_of_its_own() -> None:
+    check_method("ddp.fp16", "ddp")
+    check_method("topk:ratio=0.01", "ddp")
+    with pytest.raises(SpecError, match=r"one of the library's own: none, ddp\.fp16"):
+        check_method("hvd.fp16", "ddp")
+
+
+_WORKER_OPTIONS = ["--model", "mlp", "--batch-size", "4"]
+
+
+@pytest.mark.thorough
+def test_the_ranks_of_ddp_measure_what_is_compared(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "x.json"
+    words = [*_WORKER_OPTIONS, "--compressor", "topk:ratio=0.01", "--seconds", "1", "--output", str(file)]
+    done = run_ranks(2, "torchrun", ["-m", "hvdcomp.bench.compare_worker", *words], timeout=300)
+    assert done.returncode == 0, done.stdout
+    run = {**json.loads(file.read_text()), "hosts": 1, "ranks_per_host": 2, "rate": "none", "model": "mlp"}
+    assert run["calibration"]["machine"]["backend"] == "ddp"
+    assert run["early_bytes"] == 1_000_000
+    rows = compare(run)
+    assert [row.method for row in rows] == ["none", "ddp.fp16", "topk:ratio=0.01"]
+    assert rows[0].bytes_per_step == 2 * rows[1].bytes_per_step > 25 * rows[2].bytes_per_step
+    assert all(row.predicted_ms > row.compute_ms > 0 for row in rows)
+    assert len(gains(rows)) == 1
+    (auto,) = choices([run])
+    assert auto.compressors == ("topk:ratio=0.01",)
+    assert auto.rounds >= 1
+
+
+@pytest.mark.thorough
+def test_steps_are_measured_under_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "steps.json"
+    words = [*_WORKER_OPTIONS, "--rounds", "1", "--steps", "2", "--overlap", "0", "--overlap", "1500000"]
+    done = run_ranks(2, "torchrun", ["-m", "hvdcomp.bench.steps_worker", *words, "--output", str(file)], timeout=300)
+    assert done.returncode == 0, done.stdout
+    found = json.loads(file.read_text())
+    assert (found["backend"], found["ranks"]) == ("ddp", 2)
+    assert "horovod" not in found["versions"]
+    names = [(one["method"], one["overlap_bytes"]) for one in found["methods"]]
+    own = [(spec, least) for spec in ("topk:ratio=0.01", "powersgd:rank=4") for least in (0, 1_500_000)]
+    assert names == [("none", None), ("ddp.fp16", None), *own]
+    assert all(len(one["step_ms"]) == 1 and len(one["step_ms"][0]) == 2 for one in found["methods"])
 
 
 def test_turns_are_short_where_steps_are_long() -> None:

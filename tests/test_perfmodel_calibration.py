@@ -61,6 +61,7 @@ MEASURED = Calibration(
                 ready=((0.25, 0.5), (1.0, 1.0)),
             ),
             bucket_bytes=64e6,
+            early_bytes=1e6,
             sources={"gamma": "guessed"},
             estimated=("gamma",),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,5 +133,26 @@ def test_the_adviser_counts_with_buckets_that_start_early() -> None:
         return float(Adviser(calibration, early_bytes=early).step_s("topk:ratio=0.01", Setting(RANKS, 1e6)))
 
     # 1.5 MB for each 0.3 s of the slow network: half of it starts after 0.06 s of the pass, which takes 0.2.
-    assert step(None) - step(50e6) == pytest.approx(0.2 - 0.06, abs=0.01)
-    assert Adviser(calibration).step_s("topk:ratio=0.01", Setting(RANKS, 1e6)) < step(None)
+    assert step(0) - step(50e6) == pytest.approx(0.2 - 0.06, abs=0.01)
+    assert Adviser(calibration).step_s("topk:ratio=0.01", Setting(RANKS, 1e6)) < step(0)
+
+
+def test_a_calibration_of_a_library_with_buckets_of_its_own_says_what_starts_early() -> None:
+    from hvdcomp.compressors import TensorInfo
+
+    tensors = tuple(TensorInfo(f"w{place}", (1_000, 500)) for place in range(10))  # 20 MB
+    ready = ((0.2, 0.1), (0.4, 0.3), (1.0, 1.0))
+    compute = replace(compute_of(), encode={"topk:ratio=0.01": EncodeTime(0.01)}, ready=ready)
+    facts = ModelFacts(tensors, compute, 26e6)
+    slow = Setting(RANKS, 1e6)
+
+    def adviser(facts: ModelFacts, early: float | None = None) -> Adviser:
+        return Adviser(Calibration("here", NETWORK, {"model": facts}), early_bytes=early)
+
+    def step(*asked: Any) -> float:
+        return float(adviser(*asked).step_s("topk:ratio=0.01", slow))
+
+    own = replace(facts, early_bytes=1e6)
+    assert step(own) == step(facts, 1e6) < step(own, 0) == step(facts)  # without, 25 MiB are the least
+    assert adviser(facts, 8e6).advise(slow).bucket_bytes is not None
+    assert adviser(own, 8e6).advise(slow).bucket_bytes is None  # nobody could say it to hvdcomp.Compression

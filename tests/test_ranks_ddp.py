@@ -16,6 +16,7 @@ _MODULES = {
     "cases_torch_distributed": _SETTINGS,
     "cases_ddp": _SETTINGS,
     "cases_fsdp": _SETTINGS,
+    "cases_bench_ddp": _SETTINGS,
 }
 
 

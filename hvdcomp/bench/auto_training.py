@@ -7,9 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvdcomp.bench.steps_worker import Training
+from hvdcomp.bench.trainings import Training
+
+if TYPE_CHECKING:
+    from hvdcomp.bench.carrier import Carrier, Distributed
 
 AUTO = "auto"
 
@@ -21,6 +24,7 @@ class AutoTraining(Training):
     """A training with `auto`, whose clock stands still while others have their turn.
 
     Args:
+        carrier: of the gradients.
         compressor: spec of what the policy may choose beside dense and fp16.
         others: specs of more such compressors.
         calibration: a file that rank 0 can read.
@@ -30,6 +34,7 @@ class AutoTraining(Training):
 
     def __init__(
         self,
+        carrier: Carrier,
         compressor: str,
         calibration: Path,
         log: Path,
@@ -41,24 +46,22 @@ class AutoTraining(Training):
         from hvdcomp import Auto
 
         self._settings: dict[str, Any] = {
-            "spec": compressor,
             "policy": Auto(calibration=str(calibration), model=model_name, compressors=tuple(others)),
             "decision_log": log,
         }
+        self._compressor = compressor
         self._others = ExitStack()  # the policy's clock stands still in it
-        super().__init__(AUTO, model_name, batch_size, seed)
+        super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:
         """Trains for `seconds` without turns of others, and at least `_FEWEST` steps."""
-        import horovod.torch as hvd
-
         start, made = time.perf_counter(), 0
         going = True
         while going:
             self.block(_BLOCK, settling=0)
             made += _BLOCK
             mine = made < _FEWEST or time.perf_counter() - start < seconds
-            going = hvd.broadcast_object(mine, name="steps.auto")
+            going = self._carrier.ranks.broadcast(mine, "auto")
         self.forget()
 
     def choice(self) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class AutoTraining(Training):
         stretches = groupby(decided, key=lambda line: line.state["chosen"])
         changes = [(next(lines).from_step, name) for name, lines in stretches]
         return {
-            "compressor": self._settings["spec"],
+            "compressor": self._compressor,
             "chosen": chosen,
             "why": last["why"],
             "predicted_ms": 1000 * last["candidates"][chosen]["seconds"],
@@ -80,10 +83,8 @@ class AutoTraining(Training):
             "changes": changes,
         }
 
-    def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
-        from hvdcomp.compression import Compression
-
-        return Compression.from_spec(named_parameters=named, seed=seed, **self._settings)
+    def _compressed(self, name: str, **options: Any) -> Distributed:
+        return self._carrier.compressed(self._workload, self._compressor, name, **options, **self._settings)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -91,4 +92,5 @@ class AutoTraining(Training):
         try:
             yield
         finally:
+            assert self.compression is not None
             self._others.enter_context(self.compression.paused())

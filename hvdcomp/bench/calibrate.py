@@ -9,20 +9,20 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import numpy as np
+import torch
 
+from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import NOISY, Reading
 from hvdcomp.bench.levels import find_levels
 from hvdcomp.bench.probe_model import probe_model
-from hvdcomp.bench.probe_network import IN_LEVELS, Kind, cycle_seconds, probe_network
+from hvdcomp.bench.probe_network import IN_LEVELS, Kind, probe_network
 from hvdcomp.bench.workload import build
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.perfmodel.calibration import Calibration
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
-from hvdcomp.train import environment
 
 NETWORK_SHARE = 0.3  # of the time of a calibration
 Show = Callable[[str], None]
@@ -37,6 +37,7 @@ class Calibrated:
 
 
 def calibrate(
+    carrier: Carrier,
     models: Sequence[str],
     compressors: Sequence[Compressor],
     *,
@@ -50,6 +51,7 @@ def calibrate(
     """Measures network and models. To be called on every rank, two or more, with the same arguments.
 
     Args:
+        carrier: of the gradients.
         models: as for `hvdcomp.bench.workload.build`.
         compressors: whose encoding to time.
         name: of the calibration.
@@ -64,11 +66,11 @@ def calibrate(
         SpecError: for a compressor in two levels, where there are none.
         ConfigurationError: as of `find_levels`.
     """
-    levels = find_levels()
+    levels = find_levels(carrier.communicator())
     for one in compressors:
         levels.check(one)
-    largest = _largest(models, compressors, levels.ranks_per_node, batch_size, seed)
-    network = probe_network(largest, levels, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
+    largest = _largest(models, compressors, carrier.ranks.size, levels.ranks_per_node, batch_size, seed)
+    network = probe_network(largest, carrier, levels, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
     readings = {f"network, {what}": one for what, one in network.readings.items()}
     facts = {}
     for model in models:
@@ -76,6 +78,7 @@ def calibrate(
             model,
             compressors,
             network.network,
+            carrier,
             levels,
             batch_size=batch_size,
             seed=seed,
@@ -91,10 +94,10 @@ def calibrate(
         name=name,
         network=network.network,
         models=facts,
-        machine=machine_facts(),
+        machine=machine_facts(carrier),
         noise=float(np.median([one.spread for one in readings.values()])),
         noise_note=noise_note(noisy),
-        network_source=f"hvdcomp calibrate, {hvd.size()} ranks",
+        network_source=f"hvdcomp calibrate, {carrier.ranks.size} ranks of {carrier.network}",
     )
     return Calibrated(calibration, noisy)
 
@@ -108,25 +111,28 @@ def noise_note(noisy: dict[str, Reading]) -> str:
     return f"{said}. Too noisy to trust, as repeated medians differ by more than {NOISY:.0%}: {which}"
 
 
-def machine_facts() -> dict[str, str]:
+def machine_facts(carrier: Carrier) -> dict[str, str]:
     """What the numbers depend on, in words."""
-    import torch
-
     return {
         "host": platform.node(),
         "processor": platform.machine(),
         "cores": str(os.cpu_count()),
-        "ranks": str(hvd.size()),
-        "ranks per host": str(hvd.local_size()),
+        "ranks": str(carrier.ranks.size),
+        "ranks per host": str(carrier.ranks.local_size),
         "threads of PyTorch": str(torch.get_num_threads()),
-        "Horovod's controller": environment.controller(hvd),
-        "Horovod's cycle": f"{1000 * cycle_seconds():g} ms",
-        **{package: importlib.metadata.version(package) for package in ("hvdcomp", "torch", "horovod")},
+        "backend": carrier.ranks.backend,
+        **carrier.facts(),
+        **{package: importlib.metadata.version(package) for package in ("hvdcomp", "torch")},
     }
 
 
 def _largest(
-    models: Sequence[str], compressors: Sequence[Compressor], ranks_per_node: int | None, batch_size: int, seed: int
+    models: Sequence[str],
+    compressors: Sequence[Compressor],
+    ranks: int,
+    ranks_per_node: int | None,
+    batch_size: int,
+    seed: int,
 ) -> dict[Kind, int]:
     """By kind of collective, and among whom, the bytes of the largest in a step of any model, of one rank; every way to
     exchange counts, because `advise` shows them all."""
@@ -136,9 +142,9 @@ def _largest(
         found |= dict.fromkeys(IN_LEVELS, 0.0)
         ways += [both for one in ways if (both := in_two_levels(one)) is not None]
     for model in models:
-        tensors = build(model, batch_size, seed, hvd.rank()).tensors()
+        tensors = build(model, batch_size, seed, rank=0).tensors()
         for compressor in ways:
-            for collectives in exchange_of(compressor, tensors, hvd.size(), ranks_per_node).rounds:
+            for collectives in exchange_of(compressor, tensors, ranks, ranks_per_node).rounds:
                 for one in collectives:
                     if (kind := (one.kind, one.among)) in found:
                         found[kind] = max(found[kind], one.bytes)

@@ -10,7 +10,7 @@ from typing import Any
 from hvdcomp.bench.places import Place, place_of
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Exchange, Setting, from_json
+from hvdcomp.perfmodel import STOCK_SPECS, UNCOMPRESSED, Adviser, Exchange, Setting, from_json
 from hvdcomp.policies import median_with_error
 
 TWO_LEVELS, SCATTER = "two levels", "scatter"
@@ -22,8 +22,8 @@ class Row(Place):
     """One method in one place. Times in ms, of one step.
 
     Attributes:
-        method: the spec, or the name of one of Horovod's own, with ", at the end" where nothing is sent before the end
-            of the backward pass although it could be.
+        method: the spec, or the name of one of the library's own, with ", at the end" where nothing is sent before the
+            end of the backward pass although it could be.
         spec: of the compressor.
         way: "allreduce", "gather", "scatter" or "two levels".
         overlap: whether gradients are sent during the backward pass.
@@ -110,7 +110,7 @@ def compare(run: dict[str, Any]) -> list[Row]:
     specs = {
         name: str(parse_compressor(STOCK_SPECS.get(name) or one.get("method", name))) for name, one in measured.items()
     }
-    early_bytes = run.get("early_bytes")
+    early_bytes = run.get("early_bytes") or 0  # of earlier versions, whose steps send all at the end
     adviser = Adviser(calibration, model, list(specs.values()), early_bytes)
     ranks = int(calibration.machine["ranks"])
     compute = calibration.models[model].compute
@@ -128,7 +128,7 @@ def compare(run: dict[str, Any]) -> list[Row]:
                 method=method,
                 spec=spec,
                 way=_way(adviser.compressors[spec], exchange),
-                overlap=exchange.overlapped or (early and 0 < (early_bytes or 0) < exchange.dense_bytes),
+                overlap=exchange.overlapped or (early and 0 < early_bytes < exchange.dense_bytes),
                 measured_ms=one["median_ms"],
                 low_ms=low,
                 high_ms=high,
@@ -198,9 +198,9 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
     found = []
     for place in dict.fromkeys(row.place for row in rows):
         here = [row for row in rows if row.place == place]
-        stock = {row.method: row for row in here if row.method in STOCK_SPECS}
+        stock = {STOCK_SPECS[row.method]: row for row in here if row.method in STOCK_SPECS}
         others = [row for row in here if row.method not in STOCK_SPECS]
-        if others and len(stock) == len(STOCK_SPECS):
+        if others and stock.keys() == set(STOCK_SPECS.values()):
             best = min(others, key=lambda row: row.measured_ms)
             found.append(
                 Gain(
@@ -208,8 +208,8 @@ def gains(rows: Sequence[Row]) -> list[Gain]:
                     best=best.method,
                     way=best.way,
                     overlap=best.overlap,
-                    over_dense=stock["none"].measured_ms / best.measured_ms,
-                    over_fp16=stock["hvd.fp16"].measured_ms / best.measured_ms,
+                    over_dense=stock[UNCOMPRESSED].measured_ms / best.measured_ms,
+                    over_fp16=stock["fp16"].measured_ms / best.measured_ms,
                     predicted_best=min(others, key=lambda row: row.predicted_ms).method,
                 )
             )

@@ -14,16 +14,21 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hvdcomp.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.bench.compare import ratio
-from hvdcomp.bench.steps_worker import COMPUTE, OVERLAPS, STOCK, Training, Turns, trainings_of
-from hvdcomp.compressors import BUCKET_BYTES
+from hvdcomp.bench.trainings import COMPUTE, OVERLAPS, Training, Turns, trainings_of
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import as_json, save
+from hvdcomp.train.backends import reach
+from hvdcomp.train.options import BACKENDS
+from hvdcomp.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from hvdcomp.bench.carrier import Carrier
 
 PROGRESS = "PROGRESS "
 _FAR = 1.3  # times the best: dense that takes longer than this takes no turns with `auto`
@@ -38,6 +43,7 @@ _LONGEST = 3  # times the seconds of a calibration, after which these turns end 
 @click.option("--compressor", "specs", multiple=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="auto: what the launcher is for.")
 @click.option("--overlap", type=click.Choice(list(OVERLAPS)), default="on", help="How compressors are measured.")
 @click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after them.")
@@ -48,6 +54,7 @@ def main(
     specs: tuple[str, ...],
     batch_size: int,
     seed: int,
+    backend: str,
     overlap: str,
     seconds: float,
     with_auto: bool,
@@ -56,19 +63,21 @@ def main(
 ) -> None:
     """Calibrates and measures, and writes what was found."""
     from hvdcomp.bench.calibrate import calibrate
+    from hvdcomp.bench.carriers import carrier_on
     from hvdcomp.train import environment
-    from hvdcomp.train.ranks_horovod import HorovodRanks
 
-    ranks = HorovodRanks("torch")
+    ranks = reach(backend, "torch")
+    carrier = carrier_on(ranks)
     environment.use_threads(ranks.local_size)
 
     def show(what: str) -> None:
         if ranks.rank == 0 and not quiet:
             print(f"{PROGRESS}{what}", flush=True)
 
-    others = trainings_of(model, (*STOCK, *specs), OVERLAPS[overlap], batch_size, seed)
-    turns = Turns(others, lambda what: show(f"measuring, {what}"))
+    others = trainings_of(carrier, model, (*carrier.stock, *specs), OVERLAPS[overlap], batch_size, seed)
+    turns = Turns(carrier, others, lambda what: show(f"measuring, {what}"))
     made = calibrate(
+        carrier,
         [model],
         [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
         name=output.stem,
@@ -83,9 +92,9 @@ def main(
         file = output.with_name(f"{output.stem}.calibration.json")
         if ranks.rank == 0:
             save(made.calibration, file)
-        own, *rest = given = _given(specs, others)
-        auto = AutoTraining(own, file, output.with_suffix(".jsonl"), model, batch_size, seed, others=rest)
-        found = _measure_auto(auto, others, seconds, lambda what: show(f"auto, {what}"))
+        own, *rest = given = _given(specs, others, ranks)
+        auto = AutoTraining(carrier, own, file, output.with_suffix(".jsonl"), model, batch_size, seed, others=rest)
+        found = _measure_auto(carrier, auto, others, seconds, lambda what: show(f"auto, {what}"))
         steps[AUTO] = {**found, "compressors": given}
     if ranks.rank == 0:
         noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
@@ -96,21 +105,21 @@ def main(
             "steps": steps,
             "alone": COMPUTE,
             "auto": AUTO,
-            "early_bytes": BUCKET_BYTES,
+            "early_bytes": carrier.early_bytes,
         }
         output.write_text(json.dumps(result) + "\n")
+    ranks.close()
 
 
 def _measure_auto(
-    auto: AutoTraining, others: Sequence[Training], seconds: float, show: Callable[[str], None]
+    carrier: Carrier, auto: AutoTraining, others: Sequence[Training], seconds: float, show: Callable[[str], None]
 ) -> dict[str, Any]:
     """What was measured of `auto` in turns with nothing but its rivals; on rank 0 also what it chose."""
-    import horovod.torch as hvd
-
-    best, *rest = hvd.broadcast_object(_rivals(others), name="steps.rivals")
+    ranks = carrier.ranks
+    best, *rest = ranks.broadcast(_rivals(others), "rivals")
     show("begins")
     auto.begin(_ALONE * seconds)
-    turns = Turns([auto, *(one for one in others if one.times.name in (best, *rest))], show)
+    turns = Turns(carrier, [auto, *(one for one in others if one.times.name in (best, *rest))], show)
     start = time.perf_counter()
     going = True
     while going:
@@ -118,18 +127,16 @@ def _measure_auto(
         against = {training.times.name: training.times.step_ms for training in turns.trainings}
         known = turns.rounds >= _FEWEST_ROUNDS and ratio(against[AUTO], against[best])[1] <= _SURE
         # On rank 0's word: clocks differ.
-        going = hvd.broadcast_object(not known and time.perf_counter() - start < _LONGEST * seconds, name="steps.going")
+        going = ranks.broadcast(not known and time.perf_counter() - start < _LONGEST * seconds, "going")
     measured = auto.times.as_json()
-    return measured | ({**auto.choice(), "best": best, "against": against} if hvd.rank() == 0 else {})
+    return measured | ({**auto.choice(), "best": best, "against": against} if ranks.rank == 0 else {})
 
 
-def _given(specs: Sequence[str], others: Sequence[Training]) -> list[str]:
+def _given(specs: Sequence[str], others: Sequence[Training], ranks: Ranks) -> list[str]:
     """What `auto` may choose from, the same on all ranks: of the compressors those that go with faster ones."""
-    import horovod.torch as hvd
-
     times = {spec: [one.times.as_json()["median_ms"] for one in others if one.times.method == spec] for spec in specs}
     fastest_first = sorted(specs, key=lambda spec: min(times[spec]))
-    return hvd.broadcast_object(able_to_take_turns(fastest_first), name="steps.given")
+    return ranks.broadcast(able_to_take_turns(fastest_first), "given")
 
 
 def able_to_take_turns(specs: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Whether the ranks of this run have two levels to exchange in. PyTorch's binding."""
+"""Whether the ranks of this run have two levels to exchange in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.errors import SpecError, UnevenNodesError
-from hvdcomp.torch import all_ranks
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,13 @@ class Levels:
             )
 
 
-def find_levels() -> Levels:
+def find_levels(ranks: Communicator) -> Levels:
     """The levels of all ranks, which make their groups here. To be called on every rank.
 
     Raises:
         ConfigurationError: on every rank, if Horovod lets nobody make process sets, or the environments of the ranks
             differ.
     """
-    ranks = all_ranks()
     try:
         inside, nodes = (ranks.part(group).world_size for group in ("node", "across"))
     except UnevenNodesError:

@@ -1,4 +1,5 @@
-"""What collectives cost here, measured through Horovod itself, by all ranks at once. PyTorch's binding, on the CPU.
+"""What collectives cost here, measured through the library that carries gradients, by all ranks at once. PyTorch, on
+the CPU.
 
 Where there are two levels, the groups of each exchange at the same time, and share links as they do in training.
 
@@ -8,15 +9,15 @@ Where it does, there are two more, and the median sees little of it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import horovod.torch as hvd
+import numpy as np
 import torch
 
+from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import Reading, extra_per_byte, fit_collective, reading
 from hvdcomp.bench.levels import Levels
 from hvdcomp.communicators import Communicator
@@ -60,33 +61,27 @@ class NetworkProbe:
     readings: dict[str, Reading]
 
 
-def cycle_seconds() -> float:
-    """Horovod's cycle time, as it was set or is by default."""
-    return float(os.environ.get("HOROVOD_CYCLE_TIME") or 1.0) / 1000
-
-
-def fusion_threshold() -> int:
-    """Bytes that Horovod sends at a time at most, as it was set or is by default."""
-    return int(os.environ.get("HOROVOD_FUSION_THRESHOLD") or 128 * 1024 * 1024) or 1
-
-
-def probe_network(largest: Mapping[Kind, int], levels: Levels, seconds: float, show: Show) -> NetworkProbe:
-    """Measures each kind of collective by size, the adding up of float16, and Horovod's fusion.
+def probe_network(
+    largest: Mapping[Kind, int], carrier: Carrier, levels: Levels, seconds: float, show: Show
+) -> NetworkProbe:
+    """Measures each kind of collective by size, the adding up of float16, and the fusion of several tensors.
 
     To be called on every rank, with the same arguments.
 
     Args:
         largest: by kind, in the order in which they are to be measured, the bytes that a rank hands to the largest one
             that matters: each kind among all ranks, and `IN_LEVELS` where there are two levels.
+        carrier: of the gradients.
         levels: of the ranks.
         seconds: about how long to take.
         show: called with what comes next.
     """
     sizes = {kind: _sizes(most) for kind, most in largest.items()}
-    alike = ("float32", "float16", "fused")
+    fuses = carrier.fused_allreduce is not None
+    alike = ("float32", "float16", *(["fused"] if fuses else []))
     number = sum(map(len, sizes.values())) + len(alike) * _COMPARED
     longest = min(_LONGEST_S, max(_SHORTEST_S, seconds / (len(sizes) + len(alike)) / _RUNS))
-    measuring = _Measuring(levels, seconds / number, longest, show)
+    measuring = _Measuring(carrier, levels, seconds / number, longest, show)
     costs: dict[Kind, CollectiveCost] = {}
     for (kind, among), wanted in sizes.items():
         times = measuring.by_size((kind,), wanted, among)[kind]
@@ -94,16 +89,16 @@ def probe_network(largest: Mapping[Kind, int], levels: Levels, seconds: float, s
             compared = [size for size in times if size >= _LEAST][-_COMPARED:]
         ranks = levels.ranks.part(among).world_size
         handed = [_handed(kind, size, ranks) for size in times]
-        cost = fit_collective(kind, _FITTED[kind], ranks, handed, list(times.values()), cycle_seconds())
+        cost = fit_collective(kind, _FITTED[kind], ranks, handed, list(times.values()), carrier.start_s)
         costs[kind, among] = cost
     # In turns, as it is their differences that count.
-    plain, half, fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
-    traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(hvd.size())).bytes) for size in compared]
+    plain, half, *fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
+    traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(carrier.ranks.size)).bytes) for size in compared]
     float16 = extra_per_byte(traffic, half, plain)
     reduced, scattered = costs["allreduce", "all"], costs["reducescatter", "all"]
     costs["allreduce", "all"] = reduced = replace(
         reduced,
-        fusion_s_per_byte=extra_per_byte(compared, fused, plain),
+        fusion_s_per_byte=extra_per_byte(compared, fused[0], plain) if fuses else 0.0,
         reduction_s_per_byte={"float16": float16} if float16 else {},
     )
     added = reduction_of_scatter(reduced.reduction_s_per_byte)
@@ -133,13 +128,15 @@ class _Measuring:
     """Times collectives, by kind and size, and keeps what was measured.
 
     Args:
+        carrier: whose collectives they are.
         levels: of the ranks.
         seconds: for each kind and size, in the mean.
         longest: seconds of a collective; sizes that would take longer are left out, but for the first few.
         show: called with what comes next.
     """
 
-    def __init__(self, levels: Levels, seconds: float, longest: float, show: Show) -> None:
+    def __init__(self, carrier: Carrier, levels: Levels, seconds: float, longest: float, show: Show) -> None:
+        self._carrier = carrier
         self._longest = longest
         self._per_size = seconds / _SMALL_SHARE / _PASSES
         self._ranks = levels.ranks
@@ -182,34 +179,39 @@ class _Measuring:
 
     def _sample(self, kind: str, size: int, among: str) -> tuple[list[float], float]:
         """Seconds of several collectives, each the mean of all ranks, and of one before them."""
-        carry_out = _collective(self._ranks.part(among), kind, size)
+        carry_out = self._collective(self._ranks.part(among), kind, size)
         carry_out()  # Horovod negotiates a new name
-        first = _agreed([_timed(carry_out)])[0]
+        first = self._agreed([_timed(carry_out)])[0]
         count = int(min(_MOST, max(_FEWEST, self._per_size / max(first, 1e-6))))
-        return _agreed([_timed(carry_out) for _ in range(count)]), first
+        return self._agreed([_timed(carry_out) for _ in range(count)]), first
 
+    def _collective(self, ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
+        """A function that carries out one collective under a name of its own; all are means, as gradients are.
 
-def _collective(ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
-    """A function that carries out one collective under a name of its own; all are means, as gradients are.
+        Args:
+            ranks: the communicator.
+            kind: one of `ALGORITHMS`; or an allreduce of "float32", of "float16", or of several tensors, "fused".
+            size: bytes that a rank hands over, about.
+        """
+        name = f"hvdcomp.calibrate.{kind}.{size}"
+        handed = _handed(kind, size, ranks.world_size)
+        if kind == "fused":
+            fused_allreduce = self._carrier.fused_allreduce
+            assert fused_allreduce is not None
+            parts = [torch.zeros(size // 4 // _FUSED_PARTS) for _ in range(_FUSED_PARTS)]
+            return lambda: fused_allreduce(parts, name)
+        if kind in ("allgather", "alltoall"):
+            sent = torch.zeros(handed, dtype=torch.uint8)
+            start = getattr(ranks, f"start_{kind}")
+            return lambda: ranks.wait(start(sent, name))
+        dtype, width = (torch.float16, 2) if kind == "float16" else (torch.float32, 4)
+        reduced = torch.zeros(handed // width, dtype=dtype)
+        start = ranks.start_reducescatter if kind == "reducescatter" else ranks.start_allreduce
+        return lambda: ranks.wait(start(reduced, "mean", name))
 
-    Args:
-        ranks: the communicator.
-        kind: one of `ALGORITHMS`; or an allreduce of "float32", of "float16", or of several tensors, "fused".
-        size: bytes that a rank hands over, about.
-    """
-    name = f"hvdcomp.calibrate.{kind}.{size}"
-    handed = _handed(kind, size, ranks.world_size)
-    if kind == "fused":
-        parts = [torch.zeros(size // 4 // _FUSED_PARTS) for _ in range(_FUSED_PARTS)]
-        return lambda: hvd.synchronize(hvd.grouped_allreduce_async_(parts, name=name, op=hvd.Average))
-    if kind in ("allgather", "alltoall"):
-        sent = torch.zeros(handed, dtype=torch.uint8)
-        start = getattr(ranks, f"start_{kind}")
-        return lambda: ranks.wait(start(sent, name))
-    dtype, width = (torch.float16, 2) if kind == "float16" else (torch.float32, 4)
-    reduced = torch.zeros(handed // width, dtype=dtype)
-    start = ranks.start_reducescatter if kind == "reducescatter" else ranks.start_allreduce
-    return lambda: ranks.wait(start(reduced, "mean", name))
+    def _agreed(self, seconds: list[float]) -> list[float]:
+        """The means of all ranks: the same on each, so that all decide alike."""
+        return (self._carrier.ranks.sum(np.array(seconds), "agreed") / self._carrier.ranks.size).tolist()
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
@@ -223,12 +225,6 @@ def _timed(carry_out: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     carry_out()
     return time.perf_counter() - begin
-
-
-def _agreed(seconds: list[float]) -> list[float]:
-    """The means of all ranks: the same on each, so that all decide alike."""
-    mine = torch.tensor(seconds, dtype=torch.float64)
-    return hvd.allreduce(mine, name=f"hvdcomp.calibrate.agreed.{len(seconds)}", op=hvd.Average).tolist()
 
 
 def _in_words(size: int) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hvdcomp import TwoLevel
+from hvdcomp.bench.carrier import Carrier, Distributed
 from hvdcomp.bench.fit import Reading
-from hvdcomp.compression import Compression
+from hvdcomp.bench.workload import Workload
 from hvdcomp.compressors import BUCKET_BYTES, Compressor, TensorInfo
 from hvdcomp.perfmodel.compute import Compute
 from hvdcomp.perfmodel.exchanges import exchange_of
@@ -35,41 +35,33 @@ class OverlapTrial:
     early_bytes: int
     ranks: int
 
-    def compression(self, way: str, named: Sequence[tuple[str, Any]], seed: int) -> Compression:
-        """For one way, `EARLY` or `AT_END`.
+    def distributed(self, way: str, workload: Workload, carrier: Carrier, seed: int) -> Distributed:
+        """The training of one way, `EARLY` or `AT_END`.
 
         Args:
-            named: the parameters.
             seed: of the compressor.
         """
-        return Compression(
-            self.compressor,
-            named_parameters=named,
-            seed=seed,
-            overlap=way == EARLY,
-            bucket_bytes=self.early_bytes,
-        )
+        options = {"seed": seed, "overlap": way == EARLY}
+        return carrier.compressed(workload, str(self.compressor), way, bucket_bytes=self.early_bytes, **options)
 
     def hidden_share(
         self,
         network: Network,
         compute: Compute,
         tensors: Sequence[TensorInfo],
-        bucket_bytes: float,
         at_end: Reading,
         early: Reading,
     ) -> tuple[float | None, str]:
         """`Compute.hides`, or None if it cannot be told here; and why it is that.
 
         Args:
-            network, compute: as measured, with the compressor's encode time.
+            network, compute: as measured, with the compressor's encode time, and the moment of each gradient.
             tensors: of the model.
-            bucket_bytes: as for `predict`.
             at_end, early: steps of both ways, as measured.
         """
         exchange = exchange_of(self.compressor, tensors, self.ranks)
         encode, setting = compute.encode[str(self.compressor)], Setting(self.ranks)
-        known = (network, replace(compute, hides=1.0), exchange, bucket_bytes, setting, encode)
+        known = (network, replace(compute, hides=1.0), exchange, float(self.early_bytes), setting, encode)
         whole, least = (float(predict(*known, one).total) for one in (None, float(self.early_bytes)))
         could = whole - least
         what = f"{self.compressor} in buckets of {self.early_bytes:,} bytes could save {1e3 * could:.2f} ms"
@@ -79,9 +71,10 @@ class OverlapTrial:
         return min(max((at_end.seconds - early.seconds) / could, 0.0), 1.0), f"measured: {what}; {times}"
 
 
-def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], ranks: int) -> OverlapTrial | None:
+def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier: Carrier) -> OverlapTrial | None:
     """The compressor that sends most, of those whose buckets can start in the backward pass and that exchange in one
     level; None if there is none."""
+    ranks = carrier.ranks.size
     sent = {
         one: exchange.bytes
         for one in specs
@@ -92,5 +85,6 @@ def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], ranks: 
     if not sent:
         return None
     whole = sum(4 * tensor.size for tensor in tensors)
-    early_bytes = max(1, min(BUCKET_BYTES, whole // _FEWEST_BUCKETS))
+    least = carrier.early_bytes if carrier.own_buckets else 1
+    early_bytes = max(least, min(BUCKET_BYTES, whole // _FEWEST_BUCKETS))
     return OverlapTrial(max(sent, key=lambda one: sent[one]), early_bytes, ranks)

@@ -19,6 +19,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 
 _WORKER = "hvdcomp.bench.compare_worker"
 _PROGRESS = "PROGRESS "  # the beginning of its lines of progress
+_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # by backend, how a cluster starts its ranks
 _FIRST_LINES, _LAST_LINES = 30, 15  # of what a failed run said: the first rank to fail speaks first
 
 
@@ -36,6 +37,7 @@ class Options:
             backward pass, "both" for each in both ways.
         batch_size: of one rank.
         seconds: for calibrating each model, about; all else takes a multiple of it.
+        backend: "horovod", or "ddp" for DistributedDataParallel.
     """
 
     models: tuple[str, ...]
@@ -43,6 +45,7 @@ class Options:
     batch_size: int
     seconds: float
     overlap: str = "on"
+    backend: str = "horovod"
 
     def compressors_on(self, hosts: Hosts) -> tuple[str, ...]:
         """Those that are measured there: where hosts have one rank each, two levels would be one."""
@@ -136,18 +139,21 @@ def measure(
 
 def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str], None]) -> dict[str, Any]:
     name, hosts = place.in_words(), place.cluster
-    # All methods' names of all tensors are to stay known to Horovod: it forgets the oldest of more than 1,024, and then
-    # negotiates them again in every turn.
-    env = {"OMP_NUM_THREADS": "1", "HOROVOD_CACHE_CAPACITY": "16384"}
-    if hosts.ranks > 1:
-        env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # without which there are no two levels
+    env = {"OMP_NUM_THREADS": "1"}
+    if options.backend == "horovod":
+        # All methods' names of all tensors are to stay known to Horovod: it forgets the oldest of more than 1,024, and
+        # then negotiates them again in every turn.
+        env["HOROVOD_CACHE_CAPACITY"] = "16384"
+        if hosts.ranks > 1:
+            env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # without which there are no two levels
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{hosts.in_words()}, {place.rate}.json"
         words = ["--model", place.model, *_arguments(options, hosts), "--output", str(file)]
         said: list[str] = []
         take = _taker(said, lambda what: show(f"{name}: {what}"))
         ranks = hosts.number * hosts.ranks
-        code = cluster.run([sys.executable, "-m", _WORKER, *words], ranks=ranks, output=take, env=env)
+        command = [sys.executable, "-m", _WORKER, *words]
+        code = cluster.run(command, ranks=ranks, output=take, env=env, backend=_STARTED_FOR[options.backend])
         if code != 0 or not file.exists():
             raise StepsError(f"the run of {name} ended with code {code}:\n{_shortened(said)}")
         return json.loads(file.read_text())
@@ -155,7 +161,7 @@ def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str],
 
 def _arguments(options: Options, hosts: Hosts) -> list[str]:
     words = [word for spec in options.compressors_on(hosts) for word in ("--compressor", spec)]
-    words += ["--batch-size", str(options.batch_size), "--overlap", options.overlap]
+    words += ["--backend", options.backend, "--batch-size", str(options.batch_size), "--overlap", options.overlap]
     return [*words, "--seconds", str(options.seconds)]
 
 

@@ -1,4 +1,4 @@
-"""Measures the time of a training step with several compressions, on every rank of a Horovod run.
+"""Measures the time of a training step with several compressions, on every rank of a run.
 
     python -m hvdcomp.bench.cluster run --hosts 4 --rate 100mbit -- \\
         python -m hvdcomp.bench.steps_worker --model mlp --method none --method topk:ratio=0.01 --output steps.json
@@ -11,243 +11,27 @@ does the same training without any communication. The time of a step is that of 
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hvdcomp.compressors import BUCKET_BYTES
+from hvdcomp.bench.trainings import COMPUTE, Training, trainings_of
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.errors import SpecError
-from hvdcomp.train.options import MODELS, SetupError
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.perfmodel import STOCK
+from hvdcomp.train.backends import choose, reach
+from hvdcomp.train.options import BACKENDS, MODELS, SetupError
 
-STOCK = ("none", "hvd.fp16")  # Horovod's own compressions, without hvdcomp
-COMPUTE = "compute"  # training alone: no gradient leaves the rank
-OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
-"""The `overlap_bytes` of `Times` with which compressors are compared, by what is asked for."""
+if TYPE_CHECKING:
+    from hvdcomp.bench.carrier import Carrier
 
-# After others had their turn: the engine's collectives have the same names for all methods, and a known name with
-# another size costs Horovod a negotiation.
-_SETTLING_STEPS = 2
-
-
-@dataclass
-class Times:
-    """What was measured of one method.
-
-    Attributes:
-        overlap_bytes: of gradients, the least that a bucket holds that starts in the backward pass; 0 where none does,
-            None for what hvdcomp does by itself.
-        step_ms: of each round, the times of its steps in milliseconds, of the slowest rank.
-        bytes_per_step: that one rank hands to the collectives.
-        encode_ms, communicate_ms, decode_ms: rank 0's own, means per step, where hvdcomp's engine does the work.
-    """
-
-    method: str
-    overlap_bytes: int | None = None
-    step_ms: list[list[float]] = field(default_factory=list)
-    bytes_per_step: float = 0.0
-    dense_bytes: int = 0
-    encode_ms: float | None = None
-    communicate_ms: float | None = None
-    decode_ms: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The method, and how it overlaps if that was asked for: what tells it from all others."""
-        if self.overlap_bytes is None:
-            return self.method
-        return f"{self.method}, {f'{self.overlap_bytes:,}' if self.overlap_bytes else 'at the end'}"
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields, with the median and the quartiles of all steps."""
-        steps = [time for block in self.step_ms for time in block]
-        low, middle, high = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
-        return {**vars(self), "median_ms": middle, "quartiles_ms": [low, high]}
-
-
-class Training:
-    """A model trained with one method on one batch of random data, a block of steps at a time.
-
-    Args:
-        method: one of `STOCK`, `COMPUTE`, or the spec of a compressor.
-        model_name, batch_size, seed: as for `hvdcomp.bench.workload.build`.
-        overlap_bytes: as of `Times`.
-    """
-
-    def __init__(
-        self, method: str, model_name: str, batch_size: int, seed: int, overlap_bytes: int | None = None
-    ) -> None:
-        import horovod.torch as hvd
-
-        from hvdcomp.bench.workload import build
-
-        self.workload = build(model_name, batch_size, seed, hvd.rank())
-        self.model = self.workload.model
-        self.numel = sum(parameter.numel() for parameter in self.model.parameters())
-        self.times = Times(method, overlap_bytes, dense_bytes=4 * self.numel)
-        self.compression: Any = None  # of hvdcomp
-        self.optimizer = self._optimizer(method, seed)
-        self._counted = 0
-
-    def _optimizer(self, method: str, seed: int) -> Any:
-        import horovod.torch as hvd
-        import torch
-
-        plain = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
-        if method == COMPUTE:
-            return plain
-        # Names of their own: a known name with another shape costs Horovod a negotiation.
-        own = method if self.times.overlap_bytes is None else f"{method}.{self.times.overlap_bytes}"
-        named = [(f"{own}.{name}", parameter) for name, parameter in self.model.named_parameters()]
-        compression: Any
-        if method in STOCK:
-            compression = hvd.Compression.none if method == "none" else hvd.Compression.fp16
-            self.times.bytes_per_step = self.numel * (4 if method == "none" else 2)
-        else:
-            compression = self.compression = self._compression(named, seed)
-        return hvd.DistributedOptimizer(plain, named_parameters=named, compression=compression)
-
-    def _compression(self, named: list[tuple[str, Any]], seed: int) -> Any:
-        from hvdcomp.compression import Compression
-
-        overlap: dict[str, Any] = {}
-        if self.times.overlap_bytes is not None:
-            overlap["overlap"] = self.times.overlap_bytes > 0
-        if self.times.overlap_bytes:
-            overlap["bucket_bytes"] = self.times.overlap_bytes
-        return Compression.from_spec(self.times.method, named_parameters=named, seed=seed, **overlap)
-
-    def _turn(self) -> AbstractContextManager[None]:
-        """Surrounds the steps of a block."""
-        return nullcontext()
-
-    def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
-        """Makes the steps of one round, in step with all other ranks, and adds their times.
-
-        Args:
-            steps: that count.
-            settling: that go before them.
-        """
-        import horovod.torch as hvd
-        import torch
-
-        hvd.barrier()
-        with self._turn():
-            for _ in range(settling):
-                self._step()
-            before = self._costs()
-            mine = torch.tensor([self._step() for _ in range(steps)], dtype=torch.float64)
-            after = self._costs()
-        slowest = hvd.allreduce(mine, op=hvd.Max, name="steps.times")
-        self.times.step_ms.append((1000 * slowest).tolist())
-        if self.compression is not None:
-            self._add_costs(before, after, steps)
-
-    def forget(self) -> None:
-        """Drops what was measured so far."""
-        self.times.step_ms = []
-        self._counted = 0
-
-    def _step(self) -> float:
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.workload.loss().backward()
-        self.optimizer.step()
-        return time.perf_counter() - start
-
-    def _costs(self) -> dict[str, float | None]:
-        return {} if self.compression is None else dict(vars(self.compression.ledger.totals))
-
-    def _add_costs(self, before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
-        """Enters the means per step over all rounds that count."""
-        total = self._counted + steps
-        for key, name, unit in (
-            ("bytes_sent", "bytes_per_step", 1),
-            ("encode_seconds", "encode_ms", 1000),
-            ("communicate_seconds", "communicate_ms", 1000),
-            ("decode_seconds", "decode_ms", 1000),
-        ):
-            if after[key] is None:
-                continue
-            grown = unit * (after[key] - (before[key] or 0))
-            past = self._counted * (getattr(self.times, name) or 0.0)
-            setattr(self.times, name, (past + grown) / total)
-        self._counted = total
-
-
-class Turns:
-    """Trainings that take turns, a round at a time.
-
-    Args:
-        trainings: that take turns; what was measured of them before is forgotten.
-        show: called on every rank with what comes next.
-
-    Attributes:
-        rounds: made so far.
-    """
-
-    def __init__(self, trainings: Sequence[Training], show: Callable[[str], None]) -> None:
-        import horovod.torch as hvd
-
-        from hvdcomp.bench.workload import turn_of
-
-        self.trainings, self.rounds = trainings, 0
-        self._show = show
-        step_s = []
-        for training in trainings:
-            show(f"warming up: {training.times.method}")
-            training.forget()
-            training.block(1, settling=1)
-            step_s.append(training.times.step_ms[-1][0] / 1000)
-            training.forget()
-        self._turns = [turn_of(one) for one in hvd.broadcast_object(step_s, name="steps.turn")]
-
-    def round(self) -> None:
-        """Each has its turn; each round begins with another."""
-        from hvdcomp.bench.workload import in_turn
-
-        self._show(f"steps: round {self.rounds + 1}")
-        for training, (settling, steps) in in_turn(list(zip(self.trainings, self._turns, strict=True)), self.rounds):
-            training.block(steps, settling)
-        self.rounds += 1
-
-
-def trainings_of(
-    model: str, methods: Sequence[str], overlaps: Sequence[int | None], batch_size: int, seed: int
-) -> list[Training]:
-    """The trainings to be compared, that without any communication first.
-
-    Args:
-        overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if there are none, with
-            what hvdcomp does by itself. Training alone, and what Horovod itself carries, is there once; so are all
-            compressors of a model that is too small for hvdcomp to send anything of it early by itself.
-    """
-    compute = Training(COMPUTE, model, batch_size, seed)
-    if None in overlaps and 4 * compute.numel <= BUCKET_BYTES:
-        overlaps = (None,)
-    return [
-        compute,
-        *(
-            Training(method, model, batch_size, seed, least)
-            for method in methods
-            for least in (overlaps or (None,) if _may_overlap(method) else (None,))
-        ),
-    ]
-
-
-def _may_overlap(method: str) -> bool:
-    if method in STOCK:
-        return False
-    return any(one.wire_dtype("float32") is None for one in parse_compressor(method).leaves())
+_METHODS = ("topk:ratio=0.01", "powersgd:rank=4")  # beside the library's own
 
 
 def measure(
+    carrier: Carrier,
     model: str,
     methods: list[str],
     *,
@@ -261,6 +45,7 @@ def measure(
     """Trains with all methods in turns; returns the trainings with their times.
 
     Args:
+        carrier: of the gradients.
         overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if there are none, with
             what hvdcomp does by itself.
         rounds: blocks of each method that count; one more goes before as a warm-up.
@@ -269,28 +54,33 @@ def measure(
     """
     from hvdcomp.bench.workload import in_turn
 
-    trainings = trainings_of(model, methods, overlaps, batch_size, seed)
+    trainings = trainings_of(carrier, model, methods, overlaps, batch_size, seed)
     for number in range(rounds + 1):
         show(number)
         for training in in_turn(trainings, number):
-            training.block(steps)
             if number == 0:
+                training.block(steps, settling=carrier.warm_up)
                 training.forget()
+            else:
+                training.block(steps)
     return trainings
 
 
-def check_method(method: str) -> None:
+def check_method(method: str, backend: str) -> None:
     """Sees that a method can be measured.
 
+    Args:
+        backend: a key of `STOCK`.
+
     Raises:
-        SpecError: for what is neither in STOCK nor the spec of a compressor.
+        SpecError: for what is neither the library's own nor the spec of a compressor.
     """
-    if method in STOCK:
+    if method in STOCK[backend]:
         return
     try:
         parse_compressor(method)
     except SpecError as error:
-        raise SpecError(f"{error}; or one of Horovod's own: {', '.join(STOCK)}") from None
+        raise SpecError(f"{error}; or one of the library's own: {', '.join(STOCK[backend])}") from None
 
 
 @click.command()
@@ -300,9 +90,15 @@ def check_method(method: str) -> None:
     "methods",
     multiple=True,
     metavar="SPEC",
-    default=("none", "hvd.fp16", "topk:ratio=0.01", "powersgd:rank=4"),
+    help="'none' and 'hvd.fp16' are Horovod's own, 'none' and 'ddp.fp16' DistributedDataParallel's; others are "
+    f"compressors of hvdcomp. Repeat.  [default: the library's own, {', '.join(_METHODS)}]",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
     show_default=True,
-    help="'none' and 'hvd.fp16' are Horovod's own; others are compressors of hvdcomp. Repeat.",
+    help="Horovod, or DistributedDataParallel; auto: what the launcher is for.",
 )
 @click.option(
     "--overlap",
@@ -319,47 +115,63 @@ def check_method(method: str) -> None:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--rate", help="Of the links, to be noted in the file.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="The JSON file that rank 0 writes.")
-def main(methods: tuple[str, ...], rate: str | None, output: Path, **options: Any) -> None:
-    """Measures the time of a training step with several compressions. To be run under Horovod."""
+def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path, **options: Any) -> None:
+    """Measures the time of a training step with several compressions. To be run under a launcher of ranks."""
     try:
+        backend = choose(backend, "torch")
+        methods = methods or (*STOCK[backend], *_METHODS)
         for method in methods:
-            check_method(method)
-    except SpecError as error:
+            check_method(method, backend)
+    except (SetupError, SpecError) as error:
         raise click.UsageError(str(error)) from None
     if len(set(methods)) < len(methods):
         raise click.UsageError("a method is given twice")
 
-    import horovod.torch as hvd
     from rich.console import Console
     from rich.progress import Progress
 
+    from hvdcomp.bench.carriers import carrier_on
     from hvdcomp.train import environment
 
     environment.prepare_mpi()
-    hvd.init()
-    environment.use_threads(hvd.local_size())
-    if hvd.size() < 2:
-        raise click.UsageError("steps are measured on two ranks or more; start this under Horovod")
-    console = Console(highlight=False, soft_wrap=True, quiet=hvd.rank() != 0)
-    with Progress(console=console, disable=hvd.rank() != 0, transient=True) as progress:
+    ranks = reach(backend, "torch")
+    environment.use_threads(ranks.local_size)
+    if ranks.size < 2:
+        raise click.UsageError("steps are measured on two ranks or more; start this with horovodrun or torchrun")
+    carrier = carrier_on(ranks)
+    console = Console(highlight=False, soft_wrap=True, quiet=ranks.rank != 0)
+    with Progress(console=console, disable=ranks.rank != 0, transient=True) as progress:
         task = progress.add_task(f"{options['model']}, {len(methods)} methods", total=options["rounds"] + 1)
         try:
             trainings = measure(
-                methods=list(methods), show=lambda number: progress.update(task, completed=number), **options
+                carrier,
+                methods=list(methods),
+                show=lambda number: progress.update(task, completed=number),
+                **options,
             )
-        except (SetupError, SpecError) as error:
+        except (SetupError, SpecError, ConfigurationError) as error:
             raise click.ClickException(str(error)) from None
-    if hvd.rank() != 0:
-        return
+    if ranks.rank == 0:
+        _write(output, console, trainings, carrier, {**options, "rate": rate})
+    ranks.close()
+
+
+def _write(
+    output: Path, console: Any, trainings: Sequence[Training], carrier: Carrier, options: dict[str, Any]
+) -> None:
+    """Writes the file, and shows the medians."""
+    from hvdcomp.train import environment
+
+    ranks = carrier.ranks
     compute, *others = (training.times.as_json() for training in trainings)
     result = {
         **options,
-        "ranks": hvd.size(),
-        "ranks_per_host": hvd.local_size(),
-        "rate": rate,
-        "controller": environment.controller(hvd),
+        "ranks": ranks.size,
+        "ranks_per_host": ranks.local_size,
+        "backend": ranks.backend,
+        "controller": ranks.controller,
         "parameters": trainings[0].numel,
-        "versions": environment.versions(),
+        "versions": environment.versions(backend=ranks.backend),
         COMPUTE: {key: compute[key] for key in ("step_ms", "median_ms", "quartiles_ms")},
         "methods": others,
     }

@@ -81,10 +81,9 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--bucket-bytes",
     type=click.IntRange(0),
-    default=BUCKET_BYTES,
-    show_default=True,
     help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all at its end, as in "
-    "TensorFlow. For calibrations that say when gradients are ready.",
+    "TensorFlow. For calibrations that say when gradients are ready.  "
+    f"[default: {BUCKET_BYTES}; of DistributedDataParallel, its buckets]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 def command(
@@ -97,7 +96,7 @@ def command(
     axis: tuple[str, np.ndarray] | None,
     growth: float | None,
     output: Path | None,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     as_json: bool,
 ) -> None:
     """Say whether compression would pay, and which.
@@ -110,7 +109,7 @@ def command(
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
         known = load(calibration)
-        adviser = Adviser(known, model or next(iter(known.models)), compressors or None, bucket_bytes or None)
+        adviser = Adviser(known, model or next(iter(known.models)), compressors or None, bucket_bytes)
         advice = adviser.advise(setting)
         swept = None if axis is None else sweep(adviser, setting, *axis, growth)
     except (CalibrationError, SpecError, ValueError) as error:

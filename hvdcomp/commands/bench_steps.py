@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hvdcomp.bench.models import split_model
 from hvdcomp.bench.places import Hosts, parse_hosts
 from hvdcomp.bench.steps import Options
-from hvdcomp.bench.steps_worker import OVERLAPS
+from hvdcomp.bench.trainings import OVERLAPS
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.perfmodel import STOCK
 from hvdcomp.terminal import make_console, make_table, print_table
 
 _STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called
@@ -51,7 +52,14 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     metavar="SPEC",
     default=("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"),
     show_default=True,
-    help="Beside dense and Horovod's fp16; repeat.",
+    help="Beside dense and the library's own fp16; repeat.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(list(STOCK)),
+    default="horovod",
+    show_default=True,
+    help="What carries gradients: Horovod, or DistributedDataParallel.",
 )
 @click.option(
     "--overlap",
@@ -93,7 +101,8 @@ def steps(
 ) -> None:
     """Compare predicted with measured times of steps, on emulated clusters (needs root and iproute2).
 
-    On each cluster: calibrates, and in turns with that trains with dense gradients, Horovod's fp16 and each compressor.
+    On each cluster: calibrates, and in turns with that trains with dense gradients, fp16 as Horovod or
+    DistributedDataParallel has it, and each compressor.
     """
     from hvdcomp.bench import steps as runs
     from hvdcomp.bench.compare import choices, compare, gains
@@ -174,6 +183,8 @@ def _steps_command(clusters: list[Hosts], rates: tuple[str, ...], options: Optio
     words = ["hvdcomp bench steps", "--hosts", ",".join(map(str, clusters)), "--rate", ",".join(rates)]
     words += ["--model", ",".join(options.models), "--batch-size", str(options.batch_size)]
     words += [word for spec in options.compressors for word in ("--compressor", shlex.quote(spec))]
+    if options.backend != "horovod":
+        words += ["--backend", options.backend]
     if options.overlap != "on":
         words += ["--overlap", options.overlap]
     return " ".join([*words, "--seconds", f"{options.seconds:g}", "--output", str(output)])

@@ -19,7 +19,9 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import environment
-from hvdcomp.train.options import MODELS, SetupError
+from hvdcomp.train.backends import reach
+from hvdcomp.train.options import BACKENDS, MODELS, SetupError
+from hvdcomp.train.ranks import RunRefused
 
 if TYPE_CHECKING:
     from hvdcomp.bench.calibrate import Calibrated
@@ -42,7 +44,14 @@ COMPRESSORS = (
     "powersgd:rank=4",
 )
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
-_START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
+_START = (
+    "horovodrun -np 2 hvdcomp calibrate --output calibration.json, or "
+    "torchrun --nproc-per-node 2 -m hvdcomp calibrate --output calibration.json"
+)
+_NEEDS = (
+    "PyTorch and Horovod: pip install 'hvdcomp[torch,build]', then hvdcomp build-horovod; or PyTorch alone, started "
+    "with torchrun"
+)
 
 
 @click.command(epilog=f"Start it as training is started: {_START}")
@@ -66,6 +75,13 @@ _START = "horovodrun -np 2 hvdcomp calibrate --output calibration.json"
     show_default=f"{', '.join(COMPRESSORS)}; with several ranks on each of several hosts also {', '.join(TWO_LEVELS)}",
     help="Repeat.",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    show_default=True,
+    help="What carries gradients: Horovod, or DistributedDataParallel; auto: what the launcher is for.",
+)
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Of one rank.")
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="About how long.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -82,46 +98,44 @@ def command(
     context: click.Context,
     models: tuple[str, ...],
     specs: tuple[str, ...],
+    backend: str,
     output: Path,
     name: str | None,
     **options: Any,
 ) -> None:
     """Measure network, passes and compressors for `hvdcomp advise`.
 
-    Measures through Horovod, on all ranks at once: what collectives cost by their size, the passes of a model alone and
-    while gradients travel, what encoding and decoding with each compressor takes, and how much of the exchange hides
-    behind the backward pass. With several ranks on each of several hosts, collectives within hosts and between them
-    too. PyTorch, on the CPU.
+    Measures through Horovod or torch.distributed, on all ranks at once: what collectives cost by their size, the passes
+    of a model alone and while gradients travel, what encoding and decoding with each compressor takes, and how much of
+    the exchange hides behind the backward pass. With several ranks on each of several hosts, collectives within hosts
+    and between them too. PyTorch, on the CPU.
     """
     environment.prepare_mpi()
     allow_process_sets()
     try:
-        import horovod.torch as hvd
-
+        from hvdcomp.bench.carriers import carrier_on
         from hvdcomp.bench.levels import find_levels
-        from hvdcomp.train.ranks import RunRefused
-        from hvdcomp.train.ranks_horovod import HorovodRanks
+
+        ranks = reach(backend, "torch")
+        carrier = carrier_on(ranks)
+    except SetupError as error:
+        raise click.UsageError(str(error), context) from None
     except ImportError as error:
-        raise click.ClickException(
-            f"{error}; hvdcomp calibrate needs PyTorch and Horovod: pip install 'hvdcomp[torch,build]', "
-            "then hvdcomp build-horovod"
-        ) from None
+        raise click.ClickException(f"{error}; hvdcomp calibrate needs {_NEEDS}") from None
     try:
-        ranks = HorovodRanks("torch")
         environment.check_world_size(ranks.size)
         if ranks.size < 2:
             raise SetupError(f"with one rank there is no network to measure; start several: {_START}")
         environment.use_threads(ranks.local_size)
-        levels = find_levels()
+        levels = find_levels(carrier.communicator())
         if levels.ranks_per_node is not None and not _given(context, "specs"):
             specs += TWO_LEVELS
         compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels))
         ranks.check_same({"options": (models, specs, sorted(options.items()))})
     except (RunRefused, SetupError, ConfigurationError) as refused:
-        if hvd.rank() == 0:
+        if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
-        if hvd.size() > 1:
-            hvd.barrier()  # a launcher ends the others as soon as one rank is gone: rank 0 speaks first
+        ranks.close()
         context.exit(2)
 
     from hvdcomp.bench.calibrate import calibrate
@@ -132,6 +146,7 @@ def command(
     with Progress(*columns, console=console, disable=ranks.rank != 0, transient=True) as progress:
         task = progress.add_task("starting")
         made = calibrate(
+            carrier,
             models,
             compressors,
             name=name or output.stem,
@@ -147,6 +162,7 @@ def command(
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
         click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output} --world-size {ranks.size}")
+    ranks.close()
 
 
 def _checked(
@@ -237,7 +253,7 @@ def _models_table(calibration: Calibration) -> Table:
             "backward pass": compute.backward_s,
             "optimizer": compute.optimizer_s,
             "engine without payload": compute.engine_s,
-            "Horovod handing back": compute.horovod_s,
+            "dense gradients handed back": compute.horovod_s,
         }
         ranks, inside = int(calibration.machine["ranks"]), calibration.network.ranks_per_node
         for spec, one in compute.encode.items():

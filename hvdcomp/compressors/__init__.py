@@ -4,7 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import BUCKET_BYTES
+from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -32,6 +32,7 @@ __all__ = [
     "BUCKET_BYTES",
     "COMPRESSORS",
     "EXAMPLES",
+    "LEAST_BYTES",
     "MEMORIES",
     "Compressor",
     "NoCompression",

@@ -10,7 +10,7 @@ arXiv:2103.00543, section 4.1 and appendices B to D.
 
 from __future__ import annotations
 
-from hvdcomp.perfmodel.advice import STOCK_SPECS, UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.advice import STOCK, STOCK_SPECS, UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, as_json, from_json, load, presets, save
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of, exchange_of_plan
@@ -23,6 +23,7 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequenti
 __all__ = [
     "ALGORITHMS",
     "LIMITS",
+    "STOCK",
     "STOCK_SPECS",
     "UNCOMPRESSED",
     "Advice",

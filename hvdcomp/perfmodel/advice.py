@@ -22,10 +22,12 @@ from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
 UNCOMPRESSED = "none"  # the spec
-STOCK_SPECS = {"none": UNCOMPRESSED, "hvd.fp16": "fp16"}
-"""Horovod's own compressions, by the spec that describes the same exchange."""
+_CASTS = (UNCOMPRESSED, "fp16")  # what a library sends itself; the time of the cast counts only where it was measured
+STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
+"""By backend of `hvdcomp.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""
+STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, _CASTS, strict=True)}
+"""The libraries' own compressions, by the spec that describes the same exchange."""
 
-_CASTS = (UNCOMPRESSED, "fp16")  # what Horovod carries itself; the time of the cast counts only where it was measured
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
 """What buckets that start in the backward pass may hold, in bytes of gradients: of equally fast ones, the first."""
@@ -40,7 +42,7 @@ class Method:
     Attributes:
         spec: of the compressor.
         exchange: what it sends.
-        encode: what encoding and decoding take; None if Horovod carries it and no time is known.
+        encode: what encoding and decoding take; None if the library sends it itself and no time is known.
         parts: of the step's time, s.
         at_end_s: time of a step that sends all after the backward pass, s; None if this one sends nothing before.
         limited_by: the largest of the parts: "compute", "encode", "network" or "latency".
@@ -75,7 +77,7 @@ class Advice:
         winner: the spec of the fastest; None for one rank, where there is nothing to exchange.
         runner_up: the second; None if there is only one method.
         bucket_bytes: with which a step of the winner would be faster by more than the calibration can tell apart; None
-            if with no other.
+            if with no other, or if they are the library's.
         within_noise: whether the winner's lead over the second is less than the calibration can tell apart.
         least_factor: see `least_compression_factor`; None where no factor is enough.
     """
@@ -98,12 +100,12 @@ class Adviser:
             where they can be, and in two levels if the calibration knows nodes of several ranks. Dense and fp16 are
             looked at in any case.
         early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, `bucket_bytes` of
-            `hvdcomp.Compression`; None if it sends all at its end, as in TensorFlow. It matters where the calibration
-            says when gradients are ready.
+            `hvdcomp.Compression`; 0 if it sends all at its end, as in TensorFlow; None for what the calibration says,
+            or else for hvdcomp's default. It matters where the calibration says when gradients are ready.
 
     Attributes:
         compressors: by spec.
-        encode: by spec what encoding and decoding take; None if Horovod carries it and no time is known.
+        encode: by spec what encoding and decoding take; None if the library sends it itself and no time is known.
 
     Raises:
         CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
@@ -115,12 +117,12 @@ class Adviser:
         calibration: Calibration,
         model: str | None = None,
         specs: Sequence[str] | None = None,
-        early_bytes: float | None = BUCKET_BYTES,
+        early_bytes: float | None = None,
     ) -> None:
-        self._early_bytes = early_bytes
         self.calibration = calibration
         self.model = _model_name(calibration, model)
         self.facts: ModelFacts = calibration.models[self.model]
+        self._early_bytes = (self.facts.early_bytes or BUCKET_BYTES) if early_bytes is None else early_bytes
         known = self.facts.compute.encode
         wanted = list(map(parse_compressor, [*_CASTS, *(known if specs is None else specs)]))
         if specs is None:
@@ -189,7 +191,7 @@ class Adviser:
 
     def _parts_of(self, spec: str, exchange: Exchange, setting: Setting, early: bool) -> Parts:
         network, facts = self.calibration.network, self.facts
-        times = (facts.bucket_bytes, setting, self.encode[spec], self._early_bytes if early else None)
+        times = (facts.bucket_bytes, setting, self.encode[spec], (self._early_bytes if early else 0) or None)
         return predict(network, facts.compute, exchange, *times)
 
     def step_s(self, spec: str, setting: Setting) -> Any:
@@ -243,7 +245,7 @@ class Adviser:
 
     def _better_buckets(self, method: Method, setting: Setting) -> int | None:
         """See `Advice.bucket_bytes`."""
-        if method.at_end_s is None:
+        if method.at_end_s is None or self.facts.early_bytes is not None:
             return None
         times = {size: float(self._with(size).step_s(method.spec, setting)) for size in BUCKET_SIZES}
         best = min(times, key=lambda size: times[size])

@@ -37,6 +37,8 @@ class ModelFacts:
         compute: its times.
         bucket_bytes: how much the framework sends at a time during the backward pass; where `compute.ready` is known,
             how much at most (Horovod's fusion threshold).
+        early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, where it takes the
+            library's buckets (DistributedDataParallel); None where that is said to `hvdcomp.Compression`.
         shapes: the name of a model of `hvdcomp.perfmodel.shapes` that the tensors are of, or None.
         sources: where numbers are from, by field.
         estimated: names of fields that are not measured, but estimated as `sources` says.
@@ -45,6 +47,7 @@ class ModelFacts:
     tensors: tuple[TensorInfo, ...]
     compute: Compute
     bucket_bytes: float
+    early_bytes: float | None = None
     shapes: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     estimated: tuple[str, ...] = ()
@@ -272,6 +275,7 @@ def _model(fields: Fields) -> ModelFacts:
             ready=_ready(fields),
         ),
         bucket_bytes=fields.number("bucket_bytes", above=0),
+        early_bytes=fields.number("early_bytes", above=0) if fields.has("early_bytes") else None,
         shapes=shapes,
         sources=fields.section("sources", optional=True).texts(),
         estimated=tuple(fields.list_of_texts("estimated")),
@@ -340,6 +344,7 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
         **{name: value for name, value in optional.items() if value},
         **({} if compute.hides == 1 else {"hides": compute.hides}),
         "bucket_bytes": facts.bucket_bytes,
+        **({} if facts.early_bytes is None else {"early_bytes": facts.early_bytes}),
         "sources": dict(facts.sources),
         "estimated": list(facts.estimated),
         "encode": {

@@ -48,10 +48,12 @@ class Compute:
         forward_s: the forward pass and all else that is neither backward pass nor exchange; None if not known.
         optimizer_s: the optimizer's step, which does not depend on the batch.
         engine_s: what a step through hvdcomp's engine takes beside passes, encoding and its collectives: the numbers
-            that ride along, and Horovod's handling of each tensor.
-        horovod_s: what a step takes, after its last collective, in which Horovod carries the gradients itself.
-        ready: when Horovod can send what during the backward pass: pairs of the share of all bytes, up to 1, and of
-            the share of the backward pass after which that share of the bytes is ready. Both rise. Empty if not known.
+            that ride along, and the handling of each tensor by Horovod or DistributedDataParallel.
+        horovod_s: what a step takes, after its last collective, in which Horovod or DistributedDataParallel carries the
+            gradients itself.
+        ready: when that library can send what during the backward pass: pairs of the share of all bytes, up to 1, and
+            of the share of the backward pass after which that share of the bytes is ready. Both rise. Empty if not
+            known. Horovod can send each gradient by itself, DistributedDataParallel its buckets.
         gamma: by how much communication that runs at the same time slows the backward pass, 1 or more.
         hides: of the time that hvdcomp's engine would save by sending during the backward pass if computing and sending
             shared nothing but what gamma says, the share that it really saves; from 0 to 1. Where one processor core

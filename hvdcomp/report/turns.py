@@ -74,7 +74,7 @@ def load_turns(file: Path) -> Turns:
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
         ranks = int(calibration.machine["ranks"])
         batch_size = calibration.models[name].compute.batch_size
-        early = content.get("early_bytes")
+        early = content.get("early_bytes") or 0  # files of earlier versions are of steps that send all at the end
         networks = {rate: _with_links(calibration, speed) for rate, speed in _SPEEDS.items()}
         advisers = {rate: Adviser(there, name, list(specs), early) for rate, there in networks.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SpecError, CalibrationError) as error:
