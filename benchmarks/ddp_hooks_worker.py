@@ -27,7 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
-from hvdcomp.bench.workload import Workload, build, in_turn, turn_of
+from hvdcomp.bench.carrier_ddp import Loss
+from hvdcomp.bench.workload import build, in_turn, turn_of
+from hvdcomp.train.ddp_learner import OWN_BUFFERS
 
 COMPUTE, DENSE = "compute", "DDP"
 # DDP makes its buckets anew after its first step, PowerSGD's hooks compress from the third on, and hvdcomp sends during
@@ -63,18 +65,6 @@ HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 _IN_ONE_BUCKET = ("powerSGD_hook", "batched_powerSGD_hook")
 
 
-class Loss(torch.nn.Module):
-    """A workload as a module whose output is the loss: DDP has to be what is called."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.model = workload.model
-        self._loss = workload.loss
-
-    def forward(self) -> torch.Tensor:
-        return self._loss()
-
-
 class Training:
     """A model that trains with one method on one batch of random data, a block of steps at a time.
 
@@ -95,7 +85,7 @@ class Training:
     def _distributed(self, loss: Loss, seed: int) -> DistributedDataParallel:
         buckets = {"bucket_cap_mb": 1 + 4 * self.numel // 2**20} if self.method in _IN_ONE_BUCKET else {}
         # Buffers are the same work for all methods, and none of theirs.
-        model = DistributedDataParallel(loss, forward_sync_buffers=False, **buckets)
+        model = DistributedDataParallel(loss, **OWN_BUFFERS, **buckets)
         if self.method in HOOKS:
             make_state, hook = HOOKS[self.method]
             model.register_comm_hook(make_state(), hook)

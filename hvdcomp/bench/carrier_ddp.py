@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ from hvdcomp.bench.carrier import Carrier, Distributed, Ready, named_parameters,
 from hvdcomp.bench.workload import Workload
 from hvdcomp.compression import Compression
 from hvdcomp.compressors import LEAST_BYTES, Compressor
-
-# What decides whether each forward pass takes rank 0's buffers; the older name warns where there is the newer one.
-_NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+from hvdcomp.train.ddp_learner import OWN_BUFFERS
 
 _MIB = 2**20
 FIRST_BUCKET_BYTES, BUCKET_BYTES = _MIB, 25 * _MIB  # DistributedDataParallel's own sizes
@@ -57,9 +53,7 @@ class DDPCarrier(Carrier):
         return Distributed(model, sgd(workload))
 
     def with_cast(self, workload: Workload, compressor: Compressor, name: str) -> Distributed:
-        model = _wrapped(workload)
-        model.register_comm_hook(_Cast(compressor, self.ranks.size), _hooked)
-        return Distributed(model, sgd(workload))
+        return self.compressed(workload, str(compressor), name)
 
     def compressed(
         self, workload: Workload, spec: str, name: str, *, bucket_bytes: int | None = None, **options: Any
@@ -81,7 +75,7 @@ class DDPCarrier(Carrier):
         return tuple(full if full and full[-1] == ready[-1] else [*full, ready[-1]])
 
 
-class _Loss(torch.nn.Module):
+class Loss(torch.nn.Module):
     """A workload as a module, so that a loss of any form passes through DistributedDataParallel."""
 
     def __init__(self, workload: Workload) -> None:
@@ -111,22 +105,6 @@ class _OneNumber:
         return there
 
 
-class _Cast:
-    """Sends each bucket in the element type that a compressor gives it."""
-
-    def __init__(self, compressor: Compressor, ranks: int) -> None:
-        self._compressor = compressor
-        self._ranks = ranks
-
-    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Called by DistributedDataParallel for each bucket."""
-        buffer = bucket.buffer()
-        wire = self._compressor.wire_dtype(str(buffer.dtype).removeprefix("torch."))
-        sent = buffer.div_(self._ranks).to(getattr(torch, wire or ""))
-        work: Any = dist.all_reduce(sent, async_op=True)
-        return work.get_future().then(lambda _: buffer.copy_(sent))
-
-
 def _hooked(state, bucket):
     """What DistributedDataParallel calls. It compares annotations with its own, and does not know those that are kept
     as strings."""
@@ -136,5 +114,5 @@ def _hooked(state, bucket):
 def _wrapped(workload: Workload, bucket_bytes: int | None = None) -> Any:
     """The loss of a workload in DistributedDataParallel, with its own sizes of buckets unless others are given."""
     cap = None if bucket_bytes is None else bucket_bytes / _MIB
-    options: dict[str, Any] = {_SYNC_BUFFERS: False, "bucket_cap_mb": cap}
-    return DistributedDataParallel(_Loss(workload), **options)
+    options: dict[str, Any] = {**OWN_BUFFERS, "bucket_cap_mb": cap}
+    return DistributedDataParallel(Loss(workload), **options)

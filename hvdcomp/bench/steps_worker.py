@@ -153,7 +153,7 @@ def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path,
             raise click.ClickException(str(error)) from None
     if ranks.rank == 0:
         _write(output, console, trainings, carrier, {**options, "rate": rate})
-    ranks.close()
+    ranks.leave(0)
 
 
 def _write(

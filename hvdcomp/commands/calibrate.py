@@ -135,7 +135,7 @@ def command(
     except (RunRefused, SetupError, ConfigurationError) as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
-        ranks.close()
+        ranks.leave(2)
         context.exit(2)
 
     from hvdcomp.bench.calibrate import calibrate
@@ -162,7 +162,7 @@ def command(
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
         click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output} --world-size {ranks.size}")
-    ranks.close()
+    ranks.leave(0)
 
 
 def _checked(

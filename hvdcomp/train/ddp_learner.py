@@ -13,9 +13,9 @@ import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.train.torch_learner import TorchLearner, loss_of
 
-# What decides whether each forward pass takes rank 0's buffers; the older name warns where there is the newer one.
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False}
+"""The option with which a forward pass leaves buffers alone. Its older name warns where there is the newer one."""
 
 
 class DDPLearner(TorchLearner):
@@ -23,7 +23,7 @@ class DDPLearner(TorchLearner):
 
     def broadcast(self) -> None:
         # Each rank's normalization layers keep statistics of their own until the end of an epoch, as under Horovod.
-        options: dict[str, Any] = {_SYNC_BUFFERS: False}
+        options: dict[str, Any] = {**OWN_BUFFERS}
         if self._options.bucket_bytes is not None:
             options["bucket_cap_mb"] = self._options.bucket_bytes / 2**20
         self._ddp = DistributedDataParallel(self._model, **options)  # takes rank 0's weights and buffers
