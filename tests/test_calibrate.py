@@ -537,9 +537,8 @@ def test_horovod_is_refused_under_torchrun() -> None:
     assert "torchrun has started these processes" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "controller", ["mpi", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("gloo", "torchrun"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("controller", ["mpi", "gloo", "torchrun"])
 def test_four_ranks_on_two_nodes_calibrate_both_links(controller: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if controller == "torchrun" else "horovod.torch")
     (tmp_path / "own_model.py").write_text(OWN)

@@ -299,6 +299,7 @@ if rank == 0:
     assert "holds no checkpoint that can be read" in " ".join(said.split())
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_written_ends_all_ranks_with_the_first_cause(tmp_path: Path) -> None:
     """On a full disk, and where a file has taken a folder's place."""
     folder, output = tmp_path / "c", tmp_path / "b"

@@ -62,9 +62,8 @@ def _train(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "kind", ["topk", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in _KINDS if kind != "topk")]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", _KINDS)
 def test_weights_are_those_of_horovod(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
     summaries = []

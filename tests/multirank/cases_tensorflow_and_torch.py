@@ -20,6 +20,7 @@ from tests.multirank.training_tensorflow import (
     own_generator,
     sgd,
 )
+from tests.multirank.worker import thorough
 
 # PyTorch's optimizers import Triton, which ends a process that has TensorFlow unless hvdcomp has loaded it before.
 cuda.available()
@@ -59,6 +60,7 @@ def _presences(spec: str, tensors: int, steps: int) -> int:
     return 0 if spec in ("none", "fp16") else PRESENCE_BYTES * (tensors - 1) * steps
 
 
+@thorough
 def case_both_frameworks_train_alike() -> None:
     hvd_torch.init()
     assert hvd_torch.rank() == hvd.rank()
