@@ -54,14 +54,11 @@ class Ranks(ABC):
         """Wait until every rank is here."""
         self.gather(None, "barrier")
 
-    def close(self) -> None:
-        """End the connection; nothing works afterwards. A launcher ends all ranks as soon as one is gone: so each
-        waits until all are here, and what rank 0 has to say is said."""
-        self.barrier()
-
     def leave(self, code: int) -> None:
-        """`close` at the end of a program, which exits with `code` afterwards: the library may do that at once."""
-        self.close()
+        """End the connection at the end of a program, which exits with `code` afterwards: the library may do that at
+        once. A launcher ends all ranks as soon as one is gone: so each waits until all are here, and what rank 0 has to
+        say is said."""
+        self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
         """The sum over the ranks of arrays of one shape: the same bits on every rank, in the arrays' own precision."""

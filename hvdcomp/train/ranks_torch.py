@@ -44,12 +44,9 @@ class TorchRanks(Ranks):
         dist.broadcast_object_list(box)
         return box[0]
 
-    def close(self) -> None:
-        super().close()
-        dist.destroy_process_group()
-
     def leave(self, code: int) -> None:
-        self.close()
+        super().leave(code)
+        dist.destroy_process_group()
         # PyTorch 2.13 does not end Gloo's threads with the group. One that still drops a tensor while the interpreter
         # ends would take the process with it, by SIGABRT, and torchrun would call a finished training failed
         # (https://github.com/pytorch/pytorch/pull/179291).
