@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.bindings import frameworks as _frameworks
+from hvdcomp.bindings.elastic import track as track
 from hvdcomp.bindings.metrics import write_metrics as write_metrics
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
@@ -70,6 +71,7 @@ except PackageNotFoundError:  # a checkout that nobody has installed
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
 __all__ = [
     "__version__",
+    "track",
     "write_metrics",
     *sorted(name for name, value in globals().items() if isinstance(value, type)),
 ]

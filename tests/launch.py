@@ -14,9 +14,10 @@ import pytest
 _BIN = Path(sys.executable).parent
 # `horovodrun`, but for its question whether Horovod was built with Gloo: to answer it, it imports TensorFlow each time.
 _HOROVODRUN = """
-from horovod.runner import launch
-launch.gloo_built = lambda verbose=False: True
-launch.run_commandline()
+if __name__ == "__main__":
+    from horovod.runner import launch
+    launch.gloo_built = lambda verbose=False: True
+    launch.run_commandline()
 """
 
 
@@ -34,6 +35,7 @@ def run_ranks(
     timeout: float = 300,
     horovodrun: Sequence[str] = (sys.executable, "-c", _HOROVODRUN),
     python: str | Path = sys.executable,
+    hosts: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python arguments...` on `count` ranks of this machine and waits.
 
@@ -42,13 +44,18 @@ def run_ranks(
         timeout: seconds, after which all ranks are killed and TimeoutExpired is raised.
         horovodrun: the program that starts ranks with Gloo.
         python: the interpreter.
+        hosts: a program that prints the hosts there are, for an elastic job of Gloo, of 1 to 3 ranks; None for a job
+            whose ranks never change.
 
     Returns:
         The finished launcher with its output; the exit code is not checked.
     """
     if not available(controller):
         pytest.skip(f"no launcher for {controller} ranks is installed")
-    if controller == "gloo":
+    if controller == "gloo" and hosts is not None:
+        launcher = [*horovodrun, "-np", str(count), "--min-np", "1", "--max-np", "3", "--gloo"]
+        launcher += ["--host-discovery-script", str(hosts), "--network-interface", "lo"]
+    elif controller == "gloo":
         launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
     elif controller == "torchrun":
         launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]

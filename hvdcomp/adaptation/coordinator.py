@@ -19,6 +19,7 @@ from typing import Any
 
 from hvdcomp.adaptation.channel import Broadcaster, DecisionChannel
 from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.adaptation.observers import Observers
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.run_log import RunLog
@@ -76,6 +77,7 @@ class Coordinator:
         self._ended: Statistics | None = None  # of a period that is over, and waits for the learning rate that follows
         self._first_rates: Rates | None = None  # of the period under way, at its first step
         self._rates: Rates = ()  # of the latest step
+        self._partial = False  # whether rank 0 has not seen all of the period under way, which then has no decision
         self.decision: Decision = BatchSize()
         self._obey(policy.decision(self.channel.state))
 
@@ -101,6 +103,14 @@ class Coordinator:
         if self._decides_before_step and self.decision.sets_batch_size:
             self._decide_by(rates())
             self.receive()
+
+    def give_up_decision(self) -> None:
+        """Forgets a decision that is on its way to ranks that are no longer there. Rank 0 goes over to it."""
+        if self.channel.in_flight:
+            self.channel.in_flight = False
+            if self.channel.decides:
+                self.channel.enter(self.channel.latest)
+                self._obey(self.policy.decision(self.channel.state))
 
     def receive(self) -> None:
         """Takes up a decision that is on its way, between two steps."""
@@ -174,6 +184,10 @@ class Coordinator:
         if self._ended is not None and self.policy.lag:
             self._decide_by(self._rates)
         if request.period is None or not self.progress.ends(request.period, epoch_ended):
+            return
+        partial, self._partial = self._partial, False
+        if partial and AccumulatedGradients.tells & request.ever:
+            self.observers.clear()
             return
         statistics = self._period_statistics(request.period.steps)
         self.observers.clear()
@@ -256,6 +270,7 @@ class Coordinator:
             "progress": [self.progress.step, self.progress.epoch, self.progress.taken],
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
             "period_rates": self._first_rates,
+            "partial": self._partial,
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
@@ -270,7 +285,8 @@ class Coordinator:
         self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, place: Callable[[Array, str], Array]
     ) -> None:
         """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
-        if own is None and self.channel.decides:
+        self._partial = shared.get("partial", False)
+        if own is None and self.channel.decides and not self._partial:
             raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
         self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]

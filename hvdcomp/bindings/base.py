@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.bindings import checkpoint
+from hvdcomp.bindings import checkpoint, elastic
 from hvdcomp.bindings.decisions import BatchInForce, make_coordinator
 from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
@@ -20,7 +20,7 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.agreement import require_same_levels
+from hvdcomp.exchange.agreement import refused_on_every_rank, require_same_levels
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.waste import WasteWarning
@@ -55,19 +55,28 @@ class Binding(Training):
         like: Array,
     ) -> None:
         self.setup = setup
-        self.communicator = communicator
         self.like = like
-        self._loss_scale: float | None = None
-        self._refused: str | None = None  # why this rank cannot make the step that has begun
-        settings = setup.compression.settings
-        if settings.overlap is True and not self.overlaps:
+        self._tensors = list(tensors)
+        self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
+        self._rolled_back: Mapping[str, Any] | None = None
+        if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
                 "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
                 'leave it at "auto"'
             )
+        self.meet(communicator)
+
+    def meet(self, communicator: Ranks) -> None:
+        """Makes all that knows the ranks, for those of this communicator."""
+        self.communicator = communicator
+        self._loss_scale: float | None = None
+        self._refused: str | None = None  # why this rank cannot make the step that has begun
+        self._met = False  # whether the ranks have the same state, after they may have changed
+        setup = self.setup
+        settings = setup.compression.settings
         self.engine = Engine(
             communicator,
-            tensors,
+            self._tensors,
             settings.compressor,
             memory=settings.memory,
             seed=settings.seed,
@@ -83,6 +92,42 @@ class Binding(Training):
         self._first_steps = FirstSteps(self, errors)
         self.presence = PRESENCE
 
+    # A change of the ranks, in an elastic job.
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether `follow_ranks` is due: the ranks are others now, or are to go on from an earlier state."""
+        return self._rolled_back is not None or self.communicator.is_stale
+
+    def roll_back(self, state: Mapping[str, Any]) -> None:
+        """Lets the next step go on from an earlier `state_dict`, on all ranks, instead of from what is known now."""
+        self._rolled_back = state
+
+    def follow_ranks(self) -> None:
+        """Goes on with the ranks that there are now; what they have in common follows in the first step.
+
+        Every rank does so, or is new. It raises ConfigurationError on every rank if any cannot go on.
+        """
+        communicator = self.communicator.anew()
+        with refused_on_every_rank(communicator, self.like):
+            self._carried = self.state_dict() or None  # nothing, if it goes back to the beginning
+            self._rolled_back = None
+            if self._batch is not None:
+                self._batch.undo()
+            self.meet(communicator)
+
+    def meet_elastic_ranks(self) -> None:
+        if self._met or (self._carried is None and not elastic.may_change()):
+            return
+        self._met = True
+        carried, self._carried = self._carried, None
+        state = self.state_dict() if carried is None else carried
+        agreed = elastic.meet(
+            self.communicator, self.like, state, carried is not None, self.sums, self.pack, self.unpack
+        )
+        with refused_on_every_rank(self.communicator, self.like):
+            self.load_state_dict(agreed)
+
     # A step.
 
     def begin(self) -> None:
@@ -93,12 +138,8 @@ class Binding(Training):
         Raises:
             RankMismatchError: on every rank, if the settings or the weights of any differ.
         """
-        if self.communicator.is_stale:
-            raise ConfigurationError(
-                f"Horovod was started anew, and rank {self.communicator.rank} of {self.communicator.world_size} is now "
-                "another one: hvdcomp does not follow elastic changes by itself. After each make a new "
-                "hvdcomp.Compression and hvd.DistributedOptimizer, and give it the old one's state_dict()."
-            )
+        if self.is_stale:
+            self.follow_ranks()
         self._first_steps.compare()
         settings = self.setup.compression.settings
         if isinstance(settings.policy, LevelSchedule):
@@ -215,12 +256,19 @@ class Binding(Training):
         """`Compression.accumulation`, after what is decided has been put into the optimizer."""
         if self.coordinator is None or self._batch is None:
             return 1
+        if self.is_stale:
+            return self._batch.current.accumulation
         self.coordinator.settle(self.learning_rates)
         self._batch.apply()
         return self._batch.current.accumulation
 
     def state_dict(self) -> dict[str, Any]:
         """`Compression.state_dict`."""
+        for earlier in (self._rolled_back, self._carried):
+            if earlier is not None:
+                return dict(earlier)
+        if self.is_stale and self.coordinator is not None:
+            self.coordinator.give_up_decision()
         if self.coordinator is not None and self._batch is not None:
             self.coordinator.receive()
             self._batch.apply()

@@ -100,6 +100,11 @@ class BatchInForce:
             self._training.follow_batch_size(self.current)
         return changed
 
+    def undo(self) -> None:
+        """Sets the optimizer back to the batch size of the start."""
+        if self.current != BatchSize():
+            self._training.follow_batch_size(BatchSize())
+
     def require_same(self) -> None:
         """Raises ConfigurationError if a step begins at another batch size than that in force."""
         if self._coordinator.batch_size != self.current:

@@ -52,9 +52,10 @@ class FirstSteps:
         if self.agreed:
             return
         training = self._training
-        step = training.engine.step_number
         if self._first is None:
-            self._first = step
+            training.meet_elastic_ranks()
+            self._first = training.engine.step_number
+        step = training.engine.step_number
         weights_due = step - self._first >= training.steps_before_broadcast
         if self._settings_agreed and not weights_due:
             return

@@ -54,8 +54,12 @@ class Framework(Protocol):
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises ConfigurationError if `Compression` may not be given this optimizer, or none at all."""
 
-    def check_making(self) -> None:
-        """Raises ConfigurationError if no `Compression` may be made at this moment."""
+    def prepare(self, kind: type) -> None:
+        """Prepares for a `Compression`, the `kind`, that is being made.
+
+        Raises:
+            ConfigurationError: if none may be made at this moment.
+        """
 
     def check_wrapping(self) -> None:
         """Raises ConfigurationError if Horovod may not wrap the optimizer that it is about to wrap."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.coordinator import Coordinator
@@ -81,6 +82,24 @@ class Training(ABC):
     @abstractmethod
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
+
+    @property
+    def sums(self) -> bool:
+        """Whether the ranks' gradients are added up instead of averaged."""
+        return False
+
+    @abstractmethod
+    def meet_elastic_ranks(self) -> None:
+        """Goes on from what rank 0 knows, where the ranks may have changed, before the first step with those that there
+        are now; waits for all. It does nothing if it was called before."""
+
+    def pack(self, state: Mapping[str, Any]) -> bytes:
+        """Bytes that `unpack` on another rank makes the same state of."""
+        return pickle.dumps(state)
+
+    def unpack(self, packed: bytes) -> dict[str, Any]:
+        """What `pack` was given, with arrays on the host."""
+        return pickle.loads(packed)
 
     @abstractmethod
     def copy(self, array: Array) -> Array:

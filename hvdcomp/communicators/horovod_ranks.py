@@ -12,6 +12,8 @@ from hvdcomp.communicators.nodes import DYNAMIC
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
+_SHUTDOWNS = "hvdcomp_shutdowns"  # of Horovod's library, where its Python keeps it
+
 
 class HorovodRanks(Ranks):
     """The ranks of a Horovod process set: what a communicator over Horovod knows beside how to communicate.
@@ -31,6 +33,7 @@ class HorovodRanks(Ranks):
     def __init__(self, hvd: Any, process_set: Any) -> None:
         super().__init__()
         self._hvd = hvd
+        self._generation = generation(hvd)
         self._process_set = process_set
         self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
         self.included = process_set.included()
@@ -65,12 +68,42 @@ class HorovodRanks(Ranks):
 
     @property
     def is_stale(self) -> bool:
-        return self._rank_and_size() != (self.rank, self.world_size)
+        return generation(self._hvd) != self._generation
+
+    def anew(self) -> Ranks:
+        if self._process_set.process_set_id != 0:
+            raise ConfigurationError(
+                f"{self._process_set} is gone: Horovod forgets process sets when its ranks change. In an elastic job "
+                "compression works among all ranks; leave out process_set"
+            )
+        return type(self)()  # type: ignore[call-arg]
 
     @property
     def root(self) -> int:
         """The number, among all of Horovod's ranks, of the one that is first in the process set."""
         return self._process_set.ranks[0] if self._process_set.ranks else 0
+
+
+def generation(hvd: Any) -> int:
+    """How often Horovod was shut down in this process since this was first asked for.
+
+    Horovod does not tell. After an elastic change rank and size may be those of before, though another worker has gone
+    and a new one has come. So the function by which Horovod's Python shuts its library down is counted here.
+
+    Args:
+        hvd: Horovod's module for the framework.
+    """
+    library = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics.MPI_LIB_CTYPES
+    if not hasattr(library, _SHUTDOWNS):
+        shut_down = library.horovod_shutdown
+
+        def counted() -> Any:
+            setattr(library, _SHUTDOWNS, getattr(library, _SHUTDOWNS) + 1)
+            return shut_down()
+
+        setattr(library, _SHUTDOWNS, 0)
+        library.horovod_shutdown = counted
+    return getattr(library, _SHUTDOWNS)
 
 
 def _process_set(hvd: Any, ranks: list[int]) -> Any:

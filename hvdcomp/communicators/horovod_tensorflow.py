@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow.mpi_ops import global_process_set
 
 from hvdcomp.arrays.tensorflow_tensors import array_of, tensor_of
@@ -59,6 +60,12 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         part.on_device = self.on_device
         return part
 
+    def anew(self) -> HorovodTensorFlowCommunicator:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        made = super().anew()
+        assert isinstance(made, HorovodTensorFlowCommunicator)
+        return made
+
     def gather_bytes(self, mine: np.ndarray, name: str) -> Array:
         return self.wait(self.start_allgather(mine, name))
 
@@ -98,7 +105,11 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         on_device = None if isinstance(given[0], np.ndarray) else self.on_device
         tensors = list(map(tensor_of, given)) if on_device is None else on_device.tensors(given)
         signature = tuple((one.kind, tensor.dtype, one.name) for one, tensor in zip(collectives, tensors, strict=True))
-        results = self._operation(signature)(*tensors)
+        try:
+            results = self._operation(signature)(*tensors)
+        except tf.errors.OpError as error:
+            # As PyTorch's Horovod says it. Its elastic mode for TensorFlow knows a failure by the name of an operation.
+            raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
         for one, array in zip(collectives, arrays, strict=True):
             one.result = array

@@ -90,6 +90,14 @@ class Ranks(Communicator):
         """Whether the library was started anew with other ranks."""
         return False
 
+    def anew(self) -> Ranks:
+        """The communicator of all ranks that there are, after `is_stale`.
+
+        Raises:
+            ConfigurationError: on every rank, if these were but some of all.
+        """
+        raise NotImplementedError
+
     def check_grouping(self) -> None:
         """Raises ConfigurationError if these ranks cannot be split into groups."""
 

@@ -27,9 +27,11 @@ import tensorflow as tf
 
 from hvdcomp.arrays.tensorflow_tensors import in_graph
 from hvdcomp.arrays.types import Array
+from hvdcomp.bindings import elastic
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
+from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import changes_batch_size
@@ -103,16 +105,20 @@ class TensorFlowBinding(Binding):
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         self._on_device = None
-        if communicator.world_size > 1:
+        if communicator.world_size > 1 or elastic.may_change():
             self._on_device = device_of(self._variables.values(), says=communicator.rank == 0)
-        communicator.on_device = self._on_device
         tensors = [_described(name, variable) for name, variable in self._variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
+
+    def meet(self, communicator: Ranks) -> None:
+        assert isinstance(communicator, HorovodTensorFlowCommunicator)
+        communicator.on_device = self._on_device
+        super().meet(communicator)
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
         # With one rank, and outside of the process set, Horovod exchanges nothing, but traces this branch all the same.
-        if self.communicator.world_size == 1:
+        if self.communicator.world_size == 1 and not elastic.may_change():
             if not self.communicator.included:
                 self._check(gradients_call(tensor))
             return tensor, _Ticket(None, tensor.dtype)
@@ -168,8 +174,6 @@ class TensorFlowBinding(Binding):
                 ordered = list(names.values())
                 put = in_graph if self._on_device is None else self._on_device.in_graph
                 results = put(lambda *arrays: self._step(ordered, arrays), gradients, "hvdcomp_step")
-            if call.op == hvd.Sum:
-                results = [result * tf.cast(self.communicator.world_size, result.dtype) for result in results]
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
     def _name(self, variable: tf.Variable) -> str:
@@ -203,24 +207,39 @@ class TensorFlowBinding(Binding):
 
     def _begin(self) -> int:
         """Begins a step on all ranks, or on none: afterwards Horovod waits for what each rank puts in."""
+        if self.is_stale:
+            self.follow_ranks()
+        if self.communicator.world_size == 1:  # the others of an elastic job are gone, and Horovod exchanges nothing
+            self.meet_elastic_ranks()
+            return self.engine.step_number
         self.begin()
         started = self.communicator.start_allreduce(np.array([self.presence]), "sum", "hvdcomp.presence")
         self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
 
     def _step(self, names: list[str], gradients: Sequence[Array]) -> list[Array]:
+        ranks = self.communicator.world_size
+        if ranks == 1:
+            return list(gradients)
         tensors = [self.engine.tensors[name] for name in names]
         given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
         results = self.run_engine(given)
-        return [results[one.name].reshape(one.own_shape) for one in tensors]
+        means = [results[one.name].reshape(one.own_shape) for one in tensors]
+        return [mean * ranks for mean in means] if self.sums else means
 
     def _begin_casts(self, names: Set[str]) -> int:
-        if not self.agreed:
+        if self.is_stale or not self.agreed:
             self._begin()  # where the ranks compare what they were told
+        if self.communicator.world_size == 1:
+            return self.engine.step_number
         self.engine.enter_casts(names)
         return self.engine.step_number
 
     # What `Binding` asks of the framework.
+
+    @property
+    def sums(self) -> bool:
+        return self._facts_of_call.get("op") == hvd.Sum
 
     def facts(self) -> dict[str, Any]:
         return self._facts_of_call

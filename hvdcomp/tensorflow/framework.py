@@ -34,7 +34,7 @@ def check_optimizer(optimizer: Any) -> None:
     """Any will do until a learning rate is asked of it."""
 
 
-def check_making() -> None:
+def prepare(kind: type) -> None:
     if _is_imported():
         from hvdcomp.tensorflow.caller import refuse_to_be_traced
 

@@ -22,6 +22,7 @@ from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
+from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
@@ -48,7 +49,6 @@ class TorchBinding(TorchTraining):
     def __init__(self, setup: Setup) -> None:
         optimizer = _checked_optimizer(setup)
         communicator = HorovodTorchCommunicator(setup.process_set or getattr(optimizer, "process_set", None))
-        self._everyone = Everyone(communicator)
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
             self._horovods = HorovodOptimizer(optimizer, parameters)
@@ -56,6 +56,10 @@ class TorchBinding(TorchTraining):
             self.overlaps = on_host(parameters) or setup.compression.settings.overlap is True
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
+
+    def meet(self, communicator: Ranks) -> None:
+        super().meet(communicator)
+        self._everyone = Everyone(communicator)
         self._casting = False
         self._pending: dict[str, torch.Tensor] = {}
         self._results: dict[str, torch.Tensor] = {}
@@ -64,7 +68,7 @@ class TorchBinding(TorchTraining):
         self._passthrough = Passthrough(self.engine, self._parameters, self._names, self._optimizer, self.observe)
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
-        if not self._open:
+        if not self._open or self.is_stale:
             self.begin()
         if self._casting:
             sent = self._passthrough.compress(tensor)
@@ -119,20 +123,23 @@ class TorchBinding(TorchTraining):
     @torch.no_grad()
     def _run_pending(self, presence: int) -> None:
         """Runs the engine on what is pending; `presence` is what Horovod made of the ranks' numbers."""
-        summed = getattr(self._optimizer, "op", hvd.Average) == hvd.Sum
         try:
-            self.check_presence(presence if summed else presence * self.communicator.world_size)
+            self.check_presence(presence if self.sums else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
             self._horovods.finish()
             raise
         self._everyone.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
-        if summed:
+        if self.sums:
             for result in self._results.values():
                 result.mul_(self.communicator.world_size)
 
     # What `Binding` asks of the framework.
+
+    @property
+    def sums(self) -> bool:
+        return getattr(self._optimizer, "op", hvd.Average) == hvd.Sum
 
     def presence_bytes(self, tensors: int) -> int:
         return PRESENCE_BYTES * (tensors + bool(self.engine.overlap.era))

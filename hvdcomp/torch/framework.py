@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from hvdcomp.bindings.elastic import may_change
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.parameters import unique
@@ -36,8 +38,12 @@ def check_optimizer(optimizer: Any) -> None:
     )
 
 
-def check_making() -> None:
-    """Nothing is wrong at any moment."""
+def prepare(kind: type) -> None:
+    """Horovod's elastic state learns how to keep a compression, if it may be used."""
+    if "horovod.torch.elastic" in sys.modules or ("horovod.torch" in sys.modules and may_change()):
+        from hvdcomp.torch.elastic import register
+
+        register(kind)
 
 
 def check_wrapping() -> None:

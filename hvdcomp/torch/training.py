@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,14 @@ class TorchTraining(Binding):
             if "betas" in group and group["betas"][0]:
                 return f"betas={tuple(group['betas'])}"
         return None
+
+    def pack(self, state: Mapping[str, Any]) -> bytes:
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        return stream.getvalue()
+
+    def unpack(self, packed: bytes) -> dict[str, Any]:
+        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()
