@@ -1,8 +1,7 @@
 """Training that goes on when workers come and go: Horovod's elastic mode, with compressed gradients.
 
-After every change Horovod calls `train` again, on what was committed last. Model, optimizer and compression are made
-anew each time, because they belong to the ranks that there were. Of the compression, levels, policy and warm starts go
-on; what ranks had not sent yet (residuals) starts at zero.
+After every change Horovod calls `train` again, on what was committed last. The compression is part of the state: levels,
+policy and warm starts go on, and what a rank had not sent yet stays with it.
 """
 
 import os
@@ -22,23 +21,22 @@ COMMIT = 20  # steps between commits: what a change may cost at most
 images, digits = load_digits(return_X_y=True)
 images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
 
+hvd.init()
+torch.manual_seed(1)
+device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).to(device)
+compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    named_parameters=model.named_parameters(),
+    compression=compression,
+)
+
 
 @hvd.elastic.run
 def train(state):
-    torch.manual_seed(1)
-    device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), named_parameters=model.named_parameters())
-    if state.saved is not None:
-        model.load_state_dict(state.saved["model"])
-        optimizer.load_state_dict(state.saved["optimizer"])
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
-    if state.saved is not None and state.saved["compression"]:
-        compression.load_state_dict(state.saved["compression"])
     if hvd.rank() == 0:
         print(f"step {state.step}: {hvd.size()} ranks", flush=True)
-
     while state.step < STEPS:
         # Every rank draws the same order and takes its own part, however many ranks there are.
         order = np.random.default_rng(state.step).permutation(len(digits))
@@ -48,21 +46,14 @@ def train(state):
         loss.backward()
         optimizer.step()
         state.step += 1
-        if state.step % COMMIT == 0:
-            state.saved = {
-                "model": {name: value.cpu() for name, value in model.state_dict().items()},
-                "optimizer": optimizer.state_dict(),
-                "compression": compression.state_dict(),
-            }
-            state.commit()  # raises if workers came or went
         if hvd.rank() == 0 and state.step % 200 == 0:
             print(f"step {state.step}: loss {loss.item():.4f}", flush=True)
-
-    with torch.no_grad():
-        right = (model(images.to(device)).argmax(1).cpu() == digits).float().mean().item()
-    if hvd.rank() == 0:
-        print(f"step {state.step}: {right:.1%} of the training digits right", flush=True)
+        if state.step % COMMIT == 0:
+            state.commit()  # raises if workers came or went
 
 
-hvd.init()
-train(hvd.elastic.TorchState(step=0, saved=None))
+train(hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, step=0))
+with torch.no_grad():
+    right = (model(images.to(device)).argmax(1).cpu() == digits).float().mean().item()
+if hvd.rank() == 0:
+    print(f"step {STEPS}: {right:.1%} of the training digits right", flush=True)
