@@ -1,7 +1,7 @@
 """Training that goes on when workers come and go: Horovod's elastic mode, with compressed gradients.
 
-After every change Horovod calls `train` again, on what was committed last. The compression is part of the state: levels,
-policy and warm starts go on, and what a rank had not sent yet stays with it.
+After every change Horovod calls `train` again, on what was committed last. The compression is part of the state:
+levels, policy and warm starts go on, and what a rank had not sent yet stays with it.
 """
 
 import os
