@@ -99,6 +99,7 @@ class TensorFlowBinding(Binding):
         self._scaled: ScaledRate | None = None
         self._traced: _Traced | None = None
         self._facts_of_call: dict[str, Any] = {}
+        self._summed = False  # whether Horovod was told to take the sum of the gradients, and not their mean
         self._trained: set[str] = set()  # names of variables that had a gradient in any trace
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
@@ -148,6 +149,7 @@ class TensorFlowBinding(Binding):
             if isinstance(gradient, tf.Tensor)
         }
         self._facts_of_call = {"op": call.op, "prescale_factor": call.prescale_factor}
+        self._summed = call.op == hvd.Sum
         self._steps_per_call = call.steps_per_execution
         self._trained.update(names.values())
         settings = self.setup.compression.settings
@@ -168,7 +170,7 @@ class TensorFlowBinding(Binding):
                 ordered = list(names.values())
                 put = in_graph if self._on_device is None else self._on_device.in_graph
                 results = put(lambda *arrays: self._step(ordered, arrays), gradients, "hvdcomp_step")
-            if call.op == hvd.Sum:
+            if self._summed:
                 results = [result * tf.cast(self.communicator.world_size, result.dtype) for result in results]
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
@@ -253,9 +255,16 @@ class TensorFlowBinding(Binding):
     def copy(self, array: Array) -> Array:
         return np.array(array) if self._on_device is None else self._on_device.to_host(array)
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._summed:
+            state["own"]["op"] = "sum"
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with tf.init_scope():  # the first step may be being traced
             super().load_state_dict(state)
+        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call will tell
 
     def place(self, array: Any, name: str) -> Array:
         on_host = np.array(array)  # also of a tensor, which older states hold
