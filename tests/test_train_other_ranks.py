@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.report.replay import replay
 from tests.launch import run_ranks
 from tests.test_train_checkpoints import _lines, _summary
 
@@ -96,8 +97,10 @@ def test_two_ranks_then_one_then_two(controller: str, tmp_path: Path) -> None:
     assert [line["step"] for line in _lines(tmp_path / "run" / "steps.jsonl")] == list(range(1, 76))
     assert summary["accuracy"] > 0.8
     if controller == "torchrun":
-        decisions = [line for line in _lines(tmp_path / "run" / "decisions.jsonl") if line["kind"] == "decision"]
-        assert [line["statistics"]["step"] for line in decisions] == [20, 50, 75], "at the end of each epoch"
+        log = tmp_path / "run" / "decisions.jsonl"
+        decisions = [line for line in _lines(log) if line["kind"] == "decision"]
+        assert [line["step"] for line in decisions] == [20, 50, 75], "at the end of each epoch"
+        assert replay(log).difference is None
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp import TwoLevel
+from hvdcomp import TwoLevel, state_for
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics
@@ -90,6 +90,12 @@ def case_a_state_for_other_ranks() -> None:
         resumed = TapeTraining("topk:ratio=0.05", tape={"op": op})
         resumed.compression.load_state_dict(state, optimizer=resumed.optimizer)
         assert resumed.compression.state_dict()["own"].get("op") == state["own"].get("op"), "before any step"
+    kept = state["own"]["residuals"]["first"]
+    # As older states have them.
+    tensors = {"first": {**kept, "arrays": [tf.constant(array) for array in kept["arrays"]]}}
+    older = {**state, "own": {**state["own"], "rank": 0, "size": 1, "op": None, "residuals": tensors}}
+    twice = state_for([older], 0, 2)["own"]["residuals"]["first"]["arrays"][0]
+    assert np.array_equal(twice, 2 * kept["arrays"][0])
 
 
 @thorough
