@@ -14,6 +14,7 @@ from typing import Any
 from hvdcomp.bindings import frameworks as _frameworks
 from hvdcomp.bindings.elastic import track as track
 from hvdcomp.bindings.metrics import write_metrics as write_metrics
+from hvdcomp.bindings.world import state_for as state_for
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors import Compressor as Compressor
@@ -71,6 +72,7 @@ except PackageNotFoundError:  # a checkout that nobody has installed
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
 __all__ = [
     "__version__",
+    "state_for",
     "track",
     "write_metrics",
     *sorted(name for name, value in globals().items() if isinstance(value, type)),

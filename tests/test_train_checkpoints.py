@@ -247,8 +247,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     for number, message in enumerate(refused, 1):
         assert message in said
         assert f"run {number} ends on rank 0 with 2" in said
-    other_ranks = _run(2, tmp_path, [{"options": [*base, "--output", output]}])
-    assert other_ranks.count("is of a run with ranks=1, and this one has 2") == 1
+    others = [[*base, "--output", output], [*base, "--output", output, "--seed", "1"]]
+    other_ranks = _run(2, tmp_path, [{"options": one} for one in others])
+    assert other_ranks.count("checkpoint of 1 rank, this run has 2 ranks") == 1
+    assert other_ranks.count("is of a run with seed=0, and this one has 1") == 1
+    for rank in (0, 1):
+        assert f"run 0 ends on rank {rank} with 0" in other_ranks
+        assert f"run 1 ends on rank {rank} with 2" in other_ranks
 
 
 @pytest.mark.thorough

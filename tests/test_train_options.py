@@ -37,6 +37,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"data": "cifar10"}, "--data cifar10 is read from a folder"),
         ({"data_dir": Path("x")}, "--data digits needs no --data-dir"),
         ({"overlap": "yes"}, "--overlap 'yes' is unknown; choose one of auto, on, off"),
+        ({"residuals": "sum"}, "--residuals 'sum' is unknown; choose one of keep, drop"),
         ({"framework": "tensorflow", "overlap": "on"}, "--overlap on: --framework tensorflow hands over all gradients"),
         ({"bucket_bytes": 0}, "--bucket-bytes 0: at least 1 byte"),
         ({"framework": "tensorflow", "bucket_bytes": 5}, "--bucket-bytes 5: --framework tensorflow hands over all"),

@@ -59,6 +59,18 @@ class Progress:
             self.epoch += 1
             self.taken = 0
 
+    def go_on_after(self, steps_per_epoch: int | None, accumulation: int) -> None:
+        """Notes that `taken` was counted where an epoch had another number of steps, as on other ranks it has: the same
+        share of the epoch is over, or a part of a step less.
+
+        Args:
+            steps_per_epoch: of then; None if that is not known.
+            accumulation: as of `grow`.
+        """
+        if steps_per_epoch and self.steps_per_epoch and steps_per_epoch != self.steps_per_epoch:
+            self.taken = self.taken * self.steps_per_epoch // steps_per_epoch
+            self.grow(accumulation)
+
     def ends(self, period: Period, epoch_ended: bool) -> bool:
         """Whether a period ends with the step that just ended."""
         if period.until:

@@ -122,9 +122,7 @@ class Binding(Training):
         self._met = True
         carried, self._carried = self._carried, None
         state = self.state_dict() if carried is None else carried
-        agreed = elastic.meet(
-            self.communicator, self.like, state, carried is not None, self.sums, self.pack, self.unpack
-        )
+        agreed = elastic.meet(self.communicator, self.like, state, carried is not None, self.pack, self.unpack)
         with refused_on_every_rank(self.communicator, self.like):
             self.load_state_dict(agreed)
 

@@ -93,7 +93,7 @@ def restore(
         if communicator.rank == 0:
             warnings.warn(
                 f"the checkpoint was written by {own['size']} ranks, this run has {communicator.world_size}: what was "
-                "left to be sent (residuals) is lost and starts at zero",
+                "left to be sent (residuals) is lost and starts at zero; hvdcomp.state_for keeps it",
                 stacklevel=2,
             )
     elif own["rank"] != communicator.rank:
@@ -112,16 +112,26 @@ def restore(
     engine.ledger.steps = own["steps"]
 
 
-def _checked(
-    state: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The two parts, if they suit the engine and the policy."""
+def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What is shared, and what is the rank's own.
+
+    Raises:
+        ConfigurationError: if it is no state, or one of another version.
+    """
     shared, own = state.get("shared"), state.get("own")
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
         raise ConfigurationError(
             "this is not a state of hvdcomp.Compression, or one of another version; give what "
             "compression.state_dict() returned"
         )
+    return shared, own
+
+
+def _checked(
+    state: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The two parts, if they suit the engine and the policy."""
+    shared, own = parts_of(state)
     tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
     theirs = shared["tensors"]
     if theirs != tensors:

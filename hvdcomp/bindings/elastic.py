@@ -20,6 +20,7 @@ from hvdcomp.adaptation.channel import CommunicatorBroadcaster, MessageChannel
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.setup import require_compression
+from hvdcomp.bindings.world import renumbered
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
@@ -61,7 +62,6 @@ def meet(
     like: Array,
     state: Mapping[str, Any],
     carried: bool,
-    sums: bool,
     pack: Callable[[Mapping[str, Any]], bytes],
     unpack: Callable[[bytes], dict[str, Any]],
 ) -> dict[str, Any]:
@@ -72,7 +72,6 @@ def meet(
         like: an array of the framework and place that it works on.
         state: of this rank, as of `checkpoint.state_of`.
         carried: whether the state is from before a change; else this rank is new, or the job has just begun.
-        sums: whether gradients are added up instead of averaged.
         pack, unpack: make bytes of what the ranks have in common, and the other way.
 
     Returns:
@@ -80,7 +79,7 @@ def meet(
     """
     rank, ranks = communicator.rank, communicator.world_size
     everyone = _gather(communicator, like, survivor(state) if carried else NEW)
-    own = _own(state["own"], rank, ranks, sums) if carried else dict(state["own"])
+    own = renumbered(state["own"], rank, ranks) if carried else dict(state["own"])
     shared = dict(state["shared"])
     if carried and rank == 0 and own["coordinator"] is None and shared["coordinator"] is not None:
         shared["coordinator"] = {**shared["coordinator"], "ended": None, "partial": True}
@@ -90,18 +89,6 @@ def meet(
     if rank == 0 and (said := _said(everyone)):
         warnings.warn(said, stacklevel=2)
     return {"shared": shared, "own": own}
-
-
-def _own(own: Mapping[str, Any], rank: int, ranks: int, sums: bool) -> dict[str, Any]:
-    """What a rank that survived keeps, under its new number."""
-    factor = 1.0 if sums else ranks / own["size"]
-    residuals = {
-        name: {**kept, "arrays": [array * factor if factor != 1 else array for array in kept["arrays"]]}
-        for name, kept in own["residuals"].items()
-    }
-    # Only the rank that was 0 knows what was measured for the next decision.
-    measured = own["coordinator"] if rank == own["rank"] == 0 else None
-    return {**own, "rank": rank, "size": ranks, "residuals": residuals, "coordinator": measured}
 
 
 def _gather(communicator: Ranks, like: Array, mine: Survivor) -> list[Survivor]:

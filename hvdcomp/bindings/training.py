@@ -83,11 +83,6 @@ class Training(ABC):
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
 
-    @property
-    def sums(self) -> bool:
-        """Whether the ranks' gradients are added up instead of averaged."""
-        return False
-
     @abstractmethod
     def meet_elastic_ranks(self) -> None:
         """Goes on from what rank 0 knows, where the ranks may have changed, before the first step with those that there

@@ -10,7 +10,16 @@ import click
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
-from hvdcomp.train.options import BACKENDS, DATA, FRAMEWORKS, MODELS, OVERLAP, SetupError, TrainingOptions
+from hvdcomp.train.options import (
+    BACKENDS,
+    DATA,
+    FRAMEWORKS,
+    MODELS,
+    OVERLAP,
+    RESIDUALS,
+    SetupError,
+    TrainingOptions,
+)
 
 _DEFAULTS = TrainingOptions()
 _NEEDS = {
@@ -116,6 +125,11 @@ _START = (
     type=int,
     metavar="STEPS",
     shown="at the end of each epoch",
+)
+@_option(
+    "--residuals",
+    "Going on from a checkpoint: keep what its ranks had left to send, on any number of ranks, or drop it.",
+    type=click.Choice(RESIDUALS),
 )
 @_option("--samples", "Train on the first N samples only.", type=int, metavar="N", shown="all")
 @_option("--label-noise", "Fraction of training labels drawn at random.", type=float)

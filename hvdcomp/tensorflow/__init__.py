@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdcomp.tensorflow.checkpoint import CompressionState
+    from hvdcomp.tensorflow.checkpoint import CompressionState, saved_state
 
-__all__ = ["CompressionState"]
+__all__ = ["CompressionState", "saved_state"]
 
 
 def __getattr__(name: str) -> Any:

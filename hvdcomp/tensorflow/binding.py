@@ -101,6 +101,7 @@ class TensorFlowBinding(Binding):
         self._scaled: ScaledRate | None = None
         self._traced: _Traced | None = None
         self._facts_of_call: dict[str, Any] = {}
+        self._summed = False  # whether Horovod was told to take the sum of the gradients, and not their mean
         self._trained: set[str] = set()  # names of variables that had a gradient in any trace
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
@@ -154,6 +155,7 @@ class TensorFlowBinding(Binding):
             if isinstance(gradient, tf.Tensor)
         }
         self._facts_of_call = {"op": call.op, "prescale_factor": call.prescale_factor}
+        self._summed = call.op == hvd.Sum
         self._steps_per_call = call.steps_per_execution
         self._trained.update(names.values())
         settings = self.setup.compression.settings
@@ -225,7 +227,7 @@ class TensorFlowBinding(Binding):
         given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
         results = self.run_engine(given)
         means = [results[one.name].reshape(one.own_shape) for one in tensors]
-        return [mean * ranks for mean in means] if self.sums else means
+        return [mean * ranks for mean in means] if self._summed else means
 
     def _begin_casts(self, names: Set[str]) -> int:
         if self.is_stale or not self.agreed:
@@ -236,10 +238,6 @@ class TensorFlowBinding(Binding):
         return self.engine.step_number
 
     # What `Binding` asks of the framework.
-
-    @property
-    def sums(self) -> bool:
-        return self._facts_of_call.get("op") == hvd.Sum
 
     def facts(self) -> dict[str, Any]:
         return self._facts_of_call
@@ -272,9 +270,16 @@ class TensorFlowBinding(Binding):
     def copy(self, array: Array) -> Array:
         return np.array(array) if self._on_device is None else self._on_device.to_host(array)
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._summed:
+            state["own"]["op"] = "sum"
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with tf.init_scope():  # the first step may be being traced
             super().load_state_dict(state)
+        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call will tell
 
     def place(self, array: Any, name: str) -> Array:
         on_host = np.array(array)  # also of a tensor, which older states hold

@@ -4,7 +4,8 @@
         model=model, optimizer=optimizer, compression=hvdcomp.tensorflow.CompressionState(compression)
     )
 
-Residuals differ between the ranks: to lose nothing, let every rank save to a path of its own.
+Residuals differ between the ranks: to lose nothing, let every rank save to a path of its own. `saved_state` reads what
+is in such a checkpoint, for `hvdcomp.state_for`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdcomp.bindings.setup import UsedCompression
+from hvdcomp.errors import ConfigurationError
 
 _ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
 _PAIRS = "pairs of hvdcomp"  # the key of an object that stands for one whose keys are no text, which JSON has not
@@ -45,9 +47,32 @@ class CompressionState(tf.train.experimental.PythonState):
 
     def deserialize(self, string_value: bytes) -> None:
         """Restores what `serialize` returned."""
-        with zipfile.ZipFile(io.BytesIO(string_value)) as archive:
-            state = json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive))
-        self._compression.load_state_dict(state)
+        self._compression.load_state_dict(_state_in(string_value))
+
+
+def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
+    """The state that a `CompressionState` has saved, as `Compression.state_dict` returned it.
+
+    Args:
+        path: of a checkpoint, as `tf.train.Checkpoint.save` and `write` return it.
+        name: under which the `CompressionState` was given to `tf.train.Checkpoint`.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    try:
+        return _state_in(tf.train.load_checkpoint(path).get_tensor(f"{name}/.ATTRIBUTES/py_state"))
+    except tf.errors.NotFoundError as error:
+        raise ConfigurationError(
+            f"{path} holds no state of hvdcomp.Compression with the name {name!r}: {error.message}; give the path of a "
+            "checkpoint, and the name under which its tf.train.Checkpoint was given hvdcomp.tensorflow.CompressionState"
+        ) from None
+
+
+def _state_in(serialized: bytes) -> dict[str, Any]:
+    """What `CompressionState.serialize` was made from."""
+    with zipfile.ZipFile(io.BytesIO(serialized)) as archive:
+        return dict(json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive)))
 
 
 def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:

@@ -5,6 +5,8 @@ compression, and where the run was. It is written under another name and renamed
 so that a folder of this name is complete; only then is all but it and the one before it removed. A file SHA256SUMS, as
 `sha256sum` writes and checks it, holds the digests of all others. They are checked before a run goes on: if the newest
 checkpoint is damaged, all ranks go on from the one before it.
+
+A run may go on with another number of ranks. Each then goes on from the files of the old ranks that `sources` names.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -33,8 +35,12 @@ _FORMATS = (1, _FORMAT)  # the first one had no digests
 _COMPLETE = re.compile(r"step-(\d+)")
 _PART = ".part"
 _DIGESTS = "SHA256SUMS"
-# What a run may go on with changed: where things are and are shown, how long it is, when gradients are sent.
-_MAY_CHANGE = {"epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes"}
+# What a run may go on with changed: where things are and are shown, how long it is, when gradients are sent, and what
+# becomes of residuals. So may the number of ranks, which is among the facts.
+_MAY_CHANGE = {
+    *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals")
+}
+_RANKS = "ranks"
 
 Done = TypeVar("Done")
 
@@ -76,17 +82,20 @@ class Checkpoints:
 
     Attributes:
         damaged: what is wrong with checkpoints newer than the one that was found, the same on all ranks.
+        old_ranks: how many ranks saved the one that was found.
     """
 
     def __init__(self, options: TrainingOptions, facts: Mapping[str, Any], ranks: Ranks) -> None:
         assert options.checkpoint_folder is not None
         self.folder = options.checkpoint_folder
         self._every = options.checkpoint_every
+        self._residuals = options.residuals
         self._ranks = ranks
         kept = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
-        self._facts = json.loads(json.dumps({**kept, "ranks": ranks.size}))
+        self._facts = json.loads(json.dumps({**kept, _RANKS: ranks.size}))
         self._saved = -1  # the step of the newest that is not damaged
         self.damaged: list[str] = []
+        self.old_ranks = ranks.size
 
     def due(self, step: int) -> bool:
         """Whether there is to be one after this step."""
@@ -100,7 +109,7 @@ class Checkpoints:
     def find(self) -> dict[str, Any] | None:
         """What `save` was given for the newest checkpoint that is not damaged; None if there is no checkpoint.
 
-        Call it on every rank.
+        A rank that the run did not have gets what another one saved. Call it on every rank.
 
         Raises:
             RunRefused: on every rank, if it is of another run, or all are damaged.
@@ -159,13 +168,13 @@ class Checkpoints:
         return None
 
     def _record(self, place: Path) -> dict[str, Any]:
-        """What `save` wrote of this rank's run.
+        """What `save` wrote of this rank's run, or of rank 0's, where the run had fewer ranks.
 
         Raises:
             OSError, ValueError: if it cannot be read, or is something else.
         """
         file = place / self._run_file(self._ranks.rank)
-        if not file.exists():  # the run had fewer ranks, as rank 0's file says
+        if not file.exists():
             file = place / self._run_file(0)
         try:
             record = json.loads(file.read_bytes())
@@ -182,7 +191,8 @@ class Checkpoints:
         record = self._record(place)
         if record["format"] not in _FORMATS:
             raise SetupError(f"{place} is of another version of hvdcomp; name another --checkpoint-folder")
-        for name in sorted({*record["facts"], *self._facts}):
+        self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
+        for name in sorted({*record["facts"], *self._facts} - {_RANKS}):
             then, now = record["facts"].get(name), self._facts.get(name)
             if then != now:
                 raise SetupError(
@@ -190,6 +200,27 @@ class Checkpoints:
                     "name another --checkpoint-folder"
                 )
         return record["run"]
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """The old ranks whose files this rank goes on from; the first is this rank itself, if it was there."""
+        rank = self._ranks.rank
+        return range(rank, self.old_ranks, self._ranks.size) or [rank % self.old_ranks]
+
+    @property
+    def change(self) -> str | None:
+        """What happens to what the ranks had left to send, for the user; None if nothing does."""
+        then, now = self.old_ranks, self._ranks.size
+        if self._residuals == "drop":
+            kept = "is dropped, as --residuals drop says"
+        elif then == now:
+            return None
+        elif then < now:
+            kept = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
+        else:
+            most = -(-then // now)
+            kept = f"is kept, {'' if then % now == 0 else 'up to '}{most} old ranks in each"
+        return f"checkpoint of {_counted(then)}, this run has {_counted(now)}: what was left to be sent {kept}"
 
     def restore(self, learner: Learner) -> None:
         """Puts the checkpoint that was found into the learner. Call it on every rank.
@@ -201,7 +232,7 @@ class Checkpoints:
 
         def restored() -> bool:
             try:
-                learner.restore(place)
+                learner.restore(place, self.sources, self._ranks.size)
             except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
                 raise SetupError(f"{place} cannot be read: {error!r}; remove it, or name another folder") from None
             return True
@@ -285,6 +316,10 @@ class Checkpoints:
     @staticmethod
     def _run_file(rank: int) -> str:
         return f"run-{rank}.json"
+
+
+def _counted(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
 def _to_disk(path: Path) -> None:

@@ -7,7 +7,7 @@ hold what differs. Arguments and results are NumPy arrays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +100,13 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def restore(self, folder: Path) -> None:
-        """Load what `save` wrote with the same number of ranks; after `distribute` and before the first step.
+    def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
+        """Load what `save` wrote, with any number of ranks; after `distribute` and before the first step.
+
+        Args:
+            sources: the ranks of then from whose files this rank goes on: in all by the first, and by the others in
+                what was left to be sent.
+            ranks: of now.
 
         Raises:
             ConfigurationError: the files are those of another model or compression.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
+RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
@@ -73,6 +74,7 @@ class TrainingOptions:
     tensorboard: bool = False
     checkpoint_folder: Path | None = None
     checkpoint_every: int | None = None  # steps; None: at the end of each epoch
+    residuals: str = "keep"
     samples: int | None = None
     label_noise: float = 0.0
     image_size: int = 32  # synthetic
@@ -106,6 +108,7 @@ class TrainingOptions:
             ("--model", self.model, MODELS),
             ("--data", self.data, DATA),
             ("--overlap", self.overlap, OVERLAP),
+            ("--residuals", self.residuals, RESIDUALS),
         ):
             if value not in known:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")

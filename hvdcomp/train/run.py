@@ -18,7 +18,7 @@ from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
-from hvdcomp.train.data import epoch_shard, evaluation_shard
+from hvdcomp.train.data import epoch_shard, evaluation_shard, steps_per_epoch
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.options import TrainingOptions
@@ -77,17 +77,30 @@ class Run:
 
     def go_on_from(self, saved: dict[str, Any]) -> None:
         """Go on from where `_position` told when this was saved."""
+        assert self._checkpoints is not None
         for name in _KEPT:
             setattr(self, f"_{name}", saved[name])
-        self._augmenting.bit_generator.state = saved["augmenting"]
+        self._taken = self._taken_of(self._checkpoints.old_ranks)
+        if self._checkpoints.sources[0] == self._ranks.rank:  # else another rank draws so
+            self._augmenting.bit_generator.state = saved["augmenting"]
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
         now = time.perf_counter()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
-        assert self._checkpoints is not None
         for damage in self._checkpoints.damaged:
             self._reporter.say(f"passed over a checkpoint: {damage}")
         self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}")
+        if self._checkpoints.change is not None:
+            self._reporter.say(self._checkpoints.change)
+
+    def _taken_of(self, old_ranks: int) -> int:
+        """The batches that are the same share of an epoch as those that the old ranks took, or a part of one less: as
+        policies that count epochs go on."""
+        options = self._options
+        assert options.batch_size is not None
+        samples = len(self._data.train_x)
+        then = steps_per_epoch(samples, old_ranks, options.batch_size, options.backward_passes_per_step)
+        return self._taken * self._steps_per_epoch // then
 
     def _position(self) -> dict[str, Any]:
         """Where this rank is in the run, as JSON."""

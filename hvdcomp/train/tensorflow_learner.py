@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
+import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError, RankMismatchError
-from hvdcomp.tensorflow import CompressionState
+from hvdcomp.tensorflow import CompressionState, saved_state
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -107,22 +108,27 @@ class TensorFlowLearner(Learner):
             variable.assign(values[variable.name])
 
     def save(self, folder: Path) -> list[Path]:
+        assert self._compression is not None
         prefix = f"rank-{self._rank}"
         try:
-            self._checkpoint().write(str(folder / prefix))
+            self._checkpoint(compression=CompressionState(self._compression)).write(str(folder / prefix))
         except tf.errors.OpError as error:
             raise OSError(error.message.rpartition("}} ")[2]) from None  # without the place in TensorFlow's graph
         return list(folder.glob(f"{prefix}.*"))
 
-    def restore(self, folder: Path) -> None:
-        self._checkpoint().read(str(folder / f"rank-{self._rank}")).assert_consumed()
-
-    def _checkpoint(self) -> tf.train.Checkpoint:
-        """Draws of dropout start anew: TensorFlow counts them where no checkpoint reaches."""
+    def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
         assert self._compression is not None
-        return tf.train.Checkpoint(
-            model=self._model, optimizer=self._optimizer, compression=CompressionState(self._compression)
-        )
+        paths = [str(folder / f"rank-{source}") for source in sources]
+        read = self._checkpoint().read(paths[0])
+        read.assert_existing_objects_matched()
+        read.expect_partial()  # the compression's state is read below
+        states = (saved_state(path) for path in paths)
+        state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
+        self._compression.load_state_dict(state)
+
+    def _checkpoint(self, **more: Any) -> tf.train.Checkpoint:
+        """Draws of dropout start anew: TensorFlow counts them where no checkpoint reaches."""
+        return tf.train.Checkpoint(model=self._model, optimizer=self._optimizer, **more)
 
     # Traced.
 

@@ -7,8 +7,9 @@ fused allreduce may change the last bits.
 from __future__ import annotations
 
 import io
+import itertools
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.files import write_file
 from hvdcomp.train import environment
@@ -131,19 +133,24 @@ class TorchLearner(Learner):
             write_file(file, buffer.getbuffer())
         return list(contents)
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
         assert self._compression is not None
-        shared, own = (
-            torch.load(folder / name, map_location=self._device, weights_only=True)
-            for name in (_SHARED, _OWN.format(self._rank))
-        )
+
+        def read(name: str) -> dict[str, Any]:
+            return dict(torch.load(folder / name, map_location=self._device, weights_only=True))
+
+        first, *others = sources
+        shared, own = read(_SHARED), read(_OWN.format(first))
         self._model.load_state_dict(shared["model"])
         self._model.load_state_dict(own["buffers"], strict=False)
         self._optimizer.load_state_dict(shared["optimizer"])
-        torch.set_rng_state(own["random"].cpu())
-        if own["cuda_random"] is not None and self._device.type == "cuda":
-            torch.cuda.set_rng_state(own["cuda_random"].cpu())
-        self._compression.load_state_dict(own["compression"], optimizer=self._optimizer)
+        if first == self._rank:  # else another rank draws so
+            torch.set_rng_state(own["random"].cpu())
+            if own["cuda_random"] is not None and self._device.type == "cuda":
+                torch.cuda.set_rng_state(own["cuda_random"].cpu())
+        states = itertools.chain([own["compression"]], (read(_OWN.format(other))["compression"] for other in others))
+        state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
+        self._compression.load_state_dict(state, optimizer=self._optimizer)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -8,10 +8,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp import TwoLevel
+from hvdcomp import TwoLevel, state_for
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
-from tests.multirank.everywhere import assert_metrics
+from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics
 from tests.multirank.training_tensorflow import (
     Network,
     TapeTraining,
@@ -80,6 +80,22 @@ def case_op_sum() -> None:
     for spec in ("topk:ratio=1", "none"):
         ours = TapeTraining(spec, optimizer=sgd(0.05 / hvd.size()), tape={"op": hvd.Sum}).run(10)
         np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-3, atol=1e-5)
+
+
+def case_a_state_for_other_ranks() -> None:
+    for op in (hvd.Average, hvd.Sum):
+        training = TapeTraining("topk:ratio=0.05", tape={"op": op}).run(3)
+        state = training.compression.state_dict()
+        assert_goes_on_with_other_ranks(state, hvd.allgather_object, op == hvd.Sum)
+        resumed = TapeTraining("topk:ratio=0.05", tape={"op": op})
+        resumed.compression.load_state_dict(state, optimizer=resumed.optimizer)
+        assert resumed.compression.state_dict()["own"].get("op") == state["own"].get("op"), "before any step"
+    kept = state["own"]["residuals"]["first"]
+    # As older states have them.
+    tensors = {"first": {**kept, "arrays": [tf.constant(array) for array in kept["arrays"]]}}
+    older = {**state, "own": {**state["own"], "rank": 0, "size": 1, "op": None, "residuals": tensors}}
+    twice = state_for([older], 0, 2)["own"]["residuals"]["first"]["arrays"][0]
+    assert np.array_equal(twice, 2 * kept["arrays"][0])
 
 
 @thorough

@@ -22,6 +22,7 @@ from tests.multirank.training_tensorflow import (
     assert_same_everywhere,
     batch,
     gathered,
+    raised,
     sgd,
 )
 from tests.multirank.worker import thorough
@@ -202,6 +203,13 @@ def case_tensorflows_own_checkpoint() -> None:
 
         whole.run(9)
         path = checkpoint(whole).save(f"{folder}/saved")
+        read, now = hvdcomp.tensorflow.saved_state(path), whole.compression.state_dict()
+        assert read["shared"]["coordinator"] == now["shared"]["coordinator"]
+        for name, kept in now["own"]["residuals"].items():
+            assert np.array_equal(read["own"]["residuals"][name]["arrays"][0], kept["arrays"][0])
+        for wrong in ((path, "other"), (f"{folder}/none", "compression")):
+            told = raised(hvdcomp.ConfigurationError, lambda wrong=wrong: hvdcomp.tensorflow.saved_state(*wrong))
+            assert f"{wrong[0]} holds no state of hvdcomp.Compression with the name {wrong[1]!r}" in told
         resumed.generator.bit_generator.state = whole.generator.bit_generator.state
         resumed.epoch, resumed.left = whole.epoch, whole.left
         checkpoint(resumed).restore(path).assert_consumed()

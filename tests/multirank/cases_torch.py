@@ -14,7 +14,7 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
-from tests.multirank.everywhere import assert_metrics
+from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics
 from tests.multirank.models import Branches
 from tests.multirank.training import (
     assert_same_everywhere,
@@ -86,6 +86,14 @@ def case_op_sum() -> None:
         train(ours, distribute(ours, compression(spec, ours), rate, op=hvd.Sum), steps=10)
         train(theirs, distribute(theirs, hvd.Compression.none, 0.05), steps=10)
         torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-3, atol=1e-5)
+
+
+def case_a_state_for_other_ranks() -> None:
+    for op in (hvd.Average, hvd.Sum):
+        model = small_model()
+        how = compression("topk:ratio=0.05", model)
+        train(model, distribute(model, how, op=op), steps=3)
+        assert_goes_on_with_other_ranks(how.state_dict(), hvd.allgather_object, op == hvd.Sum)
 
 
 def case_hooks_in_different_order_and_missing_gradients() -> None:

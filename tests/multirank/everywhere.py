@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 import hvdcomp
 
 
@@ -40,3 +42,30 @@ def assert_metrics(compression: hvdcomp.Compression, dense_bytes: int) -> None:
     assert told["hvdcomp/compression_factor"] == dense_bytes / last.bytes_sent > 1
     for phase in ("encode", "communicate", "decode"):
         assert told[f"hvdcomp/{phase}_seconds"] == getattr(last, f"{phase}_seconds") > 0
+
+
+def assert_goes_on_with_other_ranks(state: dict[str, Any], gather: Callable[[Any], list[Any]], summed: bool) -> None:
+    """Asserts that `hvdcomp.state_for` hands on to any number of ranks what all of these had left to send.
+
+    Args:
+        state: of this rank.
+        gather: as in `raised_everywhere`.
+        summed: whether the training takes the sum of the gradients, and not their mean.
+    """
+    states = gather(state)
+    assert ("op" in state["own"]) == summed
+
+    def pending(of: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+        share = 1 if summed else 1 / len(of)
+        return {
+            name: share * np.sum([np.asarray(one["own"]["residuals"][name]["arrays"][-1], float) for one in of], axis=0)
+            for name in of[0]["own"]["residuals"]
+        }
+
+    before = pending(states)
+    assert any(values.any() for values in before.values())
+    for ranks in (1, len(states), len(states) + 1):
+        after = pending([hvdcomp.state_for(iter(states), rank, ranks) for rank in range(ranks)])
+        assert after.keys() == before.keys()
+        for name, values in before.items():
+            np.testing.assert_allclose(after[name], values, rtol=1e-4, atol=1e-6)
