@@ -131,6 +131,12 @@ _START = (
     "Going on from a checkpoint: keep what its ranks had left to send, on any number of ranks, or drop it.",
     type=click.Choice(RESIDUALS),
 )
+@_option(
+    "--elastic",
+    "Go on from the checkpoint when ranks come and go: under horovodrun --host-discovery-script.",
+    is_flag=True,
+    shown=False,
+)
 @_option("--samples", "Train on the first N samples only.", type=int, metavar="N", shown="all")
 @_option("--label-noise", "Fraction of training labels drawn at random.", type=float)
 @_option("--image-size", "Pixels on a side of synthetic images.", type=int)
@@ -154,7 +160,7 @@ def command(context: click.Context, **options: Any) -> None:
         from hvdcomp.train.ranks import RunRefused
         from hvdcomp.train.trainer import train
 
-        learner_class(chosen.framework, choose(chosen.backend, chosen.framework))
+        learner_class(chosen.framework, choose(chosen.backend, chosen.framework, chosen.elastic))
         ranks = reach(chosen.backend, chosen.framework)
     except SetupError as error:
         raise click.UsageError(str(error), context) from None
@@ -163,7 +169,12 @@ def command(context: click.Context, **options: Any) -> None:
             f"{error}; hvdcomp train --framework {chosen.framework} needs {_NEEDS[chosen.framework]}"
         ) from None
     try:
-        summary = train(chosen, ranks)
+        if chosen.elastic:
+            from hvdcomp.train.elastic import train_elastic
+
+            summary, ranks = train_elastic(chosen)
+        else:
+            summary = train(chosen, ranks)
     except RunRefused as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()

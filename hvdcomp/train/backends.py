@@ -12,18 +12,21 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of a process that torchrun has started."""
 
 
-def choose(backend: str, framework: str, environment: Mapping[str, str] = os.environ) -> str:
+def choose(
+    backend: str, framework: str, elastic: bool = False, environment: Mapping[str, str] = os.environ
+) -> str:
     """The backend that is meant: "auto" is what the launcher is for.
 
     Args:
         backend: one of `options.BACKENDS`.
         framework: one of `options.FRAMEWORKS`.
+        elastic: whether ranks are to come and go while they train.
 
     Returns:
         "horovod" or "ddp".
 
     Raises:
-        SetupError: TensorFlow cannot be trained that way.
+        SetupError: TensorFlow cannot be trained that way, or ranks cannot come and go.
     """
     by_torchrun = TORCHRUN in environment
     chosen = backend if backend != "auto" else "ddp" if by_torchrun else "horovod"
@@ -37,6 +40,11 @@ def choose(backend: str, framework: str, environment: Mapping[str, str] = os.env
         raise SetupError(
             "--backend horovod: torchrun has started these processes, and Horovod does not know it: start them with "
             "horovodrun, or leave out --backend"
+        )
+    if chosen == "ddp" and elastic:
+        raise SetupError(
+            "--elastic is for Horovod. torchrun starts all ranks again when some come or go: leave out --elastic, and "
+            "give torchrun --max-restarts and --nnodes MIN:MAX; with --checkpoint-folder the run goes on"
         )
     return chosen
 

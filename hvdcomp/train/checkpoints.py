@@ -38,7 +38,8 @@ _DIGESTS = "SHA256SUMS"
 # What a run may go on with changed: where things are and are shown, how long it is, when gradients are sent, and what
 # becomes of residuals. So may the number of ranks, which is among the facts.
 _MAY_CHANGE = {
-    *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals")
+    *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
+    "elastic",
 }
 _RANKS = "ranks"
 

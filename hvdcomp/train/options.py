@@ -75,6 +75,7 @@ class TrainingOptions:
     checkpoint_folder: Path | None = None
     checkpoint_every: int | None = None  # steps; None: at the end of each epoch
     residuals: str = "keep"
+    elastic: bool = False
     samples: int | None = None
     label_noise: float = 0.0
     image_size: int = 32  # synthetic
@@ -185,6 +186,10 @@ class TrainingOptions:
             (
                 self.checkpoint_every is None or self.checkpoint_every >= 1,
                 f"--checkpoint-every {self.checkpoint_every}: at least 1 step",
+            ),
+            (
+                not self.elastic or self.checkpoint_folder is not None,
+                "--elastic needs --checkpoint-folder, from where the run goes on when ranks come and go",
             ),
             (
                 self.checkpoint_every is None or self.checkpoint_folder is not None,

@@ -28,6 +28,7 @@ class Ranks(ABC):
         local_rank, local_size: the same, on this host.
         controller: what carries the library's own messages: "mpi" or "gloo".
         restarts: how often the launcher has started these ranks again, after one had failed.
+        elastic: whether the run goes on when ranks come and go.
     """
 
     backend: ClassVar[str]
@@ -37,6 +38,7 @@ class Ranks(ABC):
     local_size: int
     controller: str
     restarts: int = 0
+    elastic: bool = False
 
     @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:
@@ -49,6 +51,16 @@ class Ranks(ABC):
     @abstractmethod
     def broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's value."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether this rank has heard that there are to be other ranks, as some rank does in an elastic job."""
+        return False
+
+    def meet_anew(self) -> None:
+        """Ends the run on this rank, which goes on from its checkpoint with the ranks that there are then. All ranks
+        of an elastic job do so that do not leave it."""
+        raise NotImplementedError
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

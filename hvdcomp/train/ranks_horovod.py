@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvdcomp.train import environment
 from hvdcomp.train.ranks import Ranks
 
+if TYPE_CHECKING:
+    from hvdcomp.train.elastic import Changes
+
 
 class HorovodRanks(Ranks):
     """All ranks, reached through the Horovod of one framework, which is initialized if it was not.
+
+    Args:
+        changes: of the ranks, in an elastic job; else None.
 
     Raises:
         ImportError: Horovod was not built for this framework.
@@ -18,7 +26,7 @@ class HorovodRanks(Ranks):
 
     backend = "horovod"
 
-    def __init__(self, framework: str) -> None:
+    def __init__(self, framework: str, changes: Changes | None = None) -> None:
         self._hvd = importlib.import_module(f"horovod.{framework}")
         if not self._hvd.is_initialized():
             self._hvd.init()
@@ -27,6 +35,21 @@ class HorovodRanks(Ranks):
         self.local_rank = self._hvd.local_rank()
         self.local_size = self._hvd.local_size()
         self.controller = environment.controller(self._hvd)
+        self._changes = changes
+        if changes is not None:
+            self.elastic, self.restarts = True, changes.met
+
+    @property
+    def changed(self) -> bool:
+        return self._changes is not None and self._changes.due
+
+    def meet_anew(self) -> None:
+        raise HostsUpdatedInterrupt(skip_sync=True)  # there is nothing but the checkpoint
+
+    def leave(self, code: int) -> None:
+        # Who was told to stop leaves an elastic job alone.
+        if not (self.elastic and code):
+            super().leave(code)
 
     def gather(self, value: Any, name: str) -> list[Any]:
         # Named, as Horovod's own choice of name depends on the value's type.

@@ -180,15 +180,17 @@ class Run:
     def _agree(self, save: bool = False) -> str | None:
         """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
         told = self._warnings is not None and self._warnings.told
-        answers = self._ranks.gather((self._finite, told, self._steps_to_next_check(), self._unwritten), "agree")
-        finite, stop, steps, unwritten = zip(*answers, strict=True)
+        mine = (self._finite, told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
+        finite, stop, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):
             return "diverged"
-        if self._checkpoints is not None and (save or any(stop)):
+        if self._checkpoints is not None and (save or any(stop) or any(changed)):
             with self._compression.paused():
                 self._checkpoints.save(self._step, self._learner, self._position)
+        if any(changed) or (self._ranks.elastic and any(stop) and not told):
+            self._ranks.meet_anew()
         return "stopped" if any(stop) else None
 
     def _steps_to_next_check(self) -> int:

@@ -65,7 +65,8 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
 
 
 def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
-    environment.check_world_size(ranks.size)
+    if not ranks.elastic:  # what the launcher has set was true at the start
+        environment.check_world_size(ranks.size)
     return options.resolved()
 
 
