@@ -228,8 +228,12 @@ def _facts_of(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def _known(array: Array) -> Array:
-    """The array in NumPy or PyTorch: states of earlier versions hold TensorFlow's tensors."""
-    return np.array(array) if type(array).__module__.startswith("tensorflow") else array
+    """The array as one that array functions know: states of earlier versions hold tensors of other frameworks too."""
+    try:
+        arrays_for(array)
+    except TypeError:
+        return np.array(array)
+    return array
 
 
 def _wide(array: Array) -> Array:
