@@ -1,0 +1,83 @@
+"""`hvdcomp train --elastic` on real ranks: some come, one goes, and the run goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.commands.train import command
+from tests.launch import run_ranks
+
+# Two ranks, from the 40th step on three, and from the 400th on one. What was once so stays so, though after a failure
+# there are fewer steps.
+_HOSTS = """#!/bin/sh
+made=$(cat {output}/steps.jsonl 2>/dev/null | wc -l)
+[ $made -ge 40 ] && touch {folder}/grown
+[ $made -ge 400 ] && touch {folder}/shrunk
+[ -e {folder}/shrunk ] && exec echo localhost:1
+echo localhost:2
+[ -e {folder}/grown ] && echo 127.0.0.1:1
+true
+"""
+# The rank that has come is told to go before its 15th step: Horovod calls its host 127.0.0.1.
+_TOLD = """
+import os, signal
+from hvdcomp.commands.train import command
+from hvdcomp.train.run import Run
+
+real_step, made = Run._timed_step, 0
+
+def step(self, *batch):
+    global made
+    made += 1
+    if made == 15 and os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+        os.kill(os.getpid(), signal.{signal})
+    return real_step(self, *batch)
+
+Run._timed_step = step
+command(prog_name="train")
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("framework", "signal"), [("torch", "SIGKILL"), ("torch", "SIGTERM"), ("tensorflow", "SIGKILL")]
+)
+def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
+    output, hosts, program = tmp_path / "out", tmp_path / "hosts", tmp_path / "program.py"
+    hosts.write_text(_HOSTS.format(output=output, folder=tmp_path))
+    hosts.chmod(0o755)
+    program.write_text(_TOLD.replace("{signal}", signal))
+    words = [
+        *(str(program), "--elastic", "--framework", framework, "--model", "mlp", "--data", "digits", "--seed", "3"),
+        *("--epochs", "12", "--batch-size", "8", "--lr", "0.01", "--compression", "topk:ratio=0.2", "--no-progress"),
+        *("--checkpoint-folder", str(tmp_path / "saved"), "--checkpoint-every", "20", "--output", str(output)),
+    ]
+    environment = {"COLUMNS": "200", "HOROVOD_GLOO_TIMEOUT_SECONDS": "10", "PYTHONPATH": os.getcwd()}
+    done = run_ranks(2, "gloo", words, environment, hosts=hosts)
+
+    assert done.returncode == 0, done.stdout[-6000:]
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["status"], summary["identical"], summary["world_size"]) == ("finished", True, 1)
+    assert summary["accuracy"] > 0.8
+    grown, left, shrunk = summary["resumed_at"]
+    assert 40 <= grown < left < 400 <= shrunk
+    if signal == "SIGTERM":
+        assert left == grown + 15  # the step that it was told in is saved
+    else:
+        assert left % 20 == 0
+    steps = [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, summary["steps"] + 1))
+    for then, now in (("2 ranks", "3 ranks"), ("3 ranks", "2 ranks"), ("2 ranks", "1 rank")):
+        assert f"checkpoint of {then}, this run has {now}: what was left to be sent is kept" in done.stdout
+
+
+def test_what_elastic_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = CliRunner().invoke(command, ["--elastic", "--backend", "ddp", "--checkpoint-folder", "x"])
+    assert said.exit_code == 2
+    assert "--elastic is for Horovod. torchrun starts all ranks again when some come or go" in said.output
