@@ -56,7 +56,8 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     words = [
         *(str(program), "--elastic", "--framework", framework, "--model", "mlp", "--data", "digits", "--seed", "3"),
         *("--epochs", "12", "--batch-size", "8", "--lr", "0.01", "--compression", "topk:ratio=0.2", "--no-progress"),
-        *("--checkpoint-folder", str(tmp_path / "saved"), "--checkpoint-every", "20", "--output", str(output)),
+        *("--checkpoint-folder", str(tmp_path / "saved"), "--output", str(output)),
+        *("--checkpoint-every", "20" if signal == "SIGKILL" else "100000"),
     ]
     environment = {"COLUMNS": "200", "HOROVOD_GLOO_TIMEOUT_SECONDS": "10", "PYTHONPATH": os.getcwd()}
     done = run_ranks(2, "gloo", words, environment, hosts=hosts)
@@ -68,7 +69,8 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     grown, left, shrunk = summary["resumed_at"]
     assert 40 <= grown < left < 400 <= shrunk
     if signal == "SIGTERM":
-        assert left == grown + 15  # the step that it was told in is saved
+        assert grown + 15 <= left <= grown + 35  # all saved as soon as they heard of it
+        assert "exit with status code 213" in done.stdout
     else:
         assert left % 20 == 0
     steps = [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()]
