@@ -70,7 +70,7 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     assert 40 <= grown < left < 400 <= shrunk
     if signal == "SIGTERM":
         assert grown + 15 <= left <= grown + 35  # all saved as soon as they heard of it
-        assert "exit with status code 213" in done.stdout
+        assert "exit with status code 213" in done.stdout, done.stdout
     else:
         assert left % 20 == 0
     steps = [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()]

@@ -57,9 +57,12 @@ class Ranks(ABC):
         """Whether this rank has heard that there are to be other ranks, as some rank does in an elastic job."""
         return False
 
-    def meet_anew(self) -> None:
-        """Ends the run on this rank, which goes on from its checkpoint with the ranks that there are then. All ranks
-        of an elastic job do so that do not leave it."""
+    def meet_anew(self, without_me: bool) -> None:
+        """Ends the run on all ranks of an elastic job, which go on from its checkpoint with those that there are then.
+
+        Args:
+            without_me: whether this rank ends with the exit code of one that has saved.
+        """
         raise NotImplementedError
 
     def barrier(self) -> None:

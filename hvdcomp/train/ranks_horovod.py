@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
+from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
 from hvdcomp.train.ranks import Ranks
 
@@ -43,13 +44,10 @@ class HorovodRanks(Ranks):
     def changed(self) -> bool:
         return self._changes is not None and self._changes.due
 
-    def meet_anew(self) -> None:
+    def meet_anew(self, without_me: bool) -> None:
+        if without_me:
+            raise SystemExit(EXIT_SAVED)
         raise HostsUpdatedInterrupt(skip_sync=True)  # there is nothing but the checkpoint
-
-    def leave(self, code: int) -> None:
-        # Who was told to stop leaves an elastic job alone.
-        if not (self.elastic and code):
-            super().leave(code)
 
     def gather(self, value: Any, name: str) -> list[Any]:
         # Named, as Horovod's own choice of name depends on the value's type.

@@ -189,8 +189,8 @@ class Run:
         if self._checkpoints is not None and (save or any(stop) or any(changed)):
             with self._compression.paused():
                 self._checkpoints.save(self._step, self._learner, self._position)
-        if any(changed) or (self._ranks.elastic and any(stop) and not told):
-            self._ranks.meet_anew()
+        if any(changed) or (self._ranks.elastic and any(stop) and not all(stop)):
+            self._ranks.meet_anew(without_me=told)
         return "stopped" if any(stop) else None
 
     def _steps_to_next_check(self) -> int:
