@@ -10,41 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from horovod.common.elastic import State
-
 from hvdcomp.train.options import TrainingOptions
 from hvdcomp.train.ranks import Ranks
+from hvdcomp.train.ranks_horovod import Changes, HorovodRanks
 from hvdcomp.train.trainer import train
-
-
-class Changes(State):
-    """What Horovod tells of changes of the ranks. It keeps nothing: the checkpoint does.
-
-    Args:
-        hvd: Horovod's module for the framework.
-
-    Attributes:
-        due: whether this rank has heard of a change since the last one.
-        met: how often the ranks have met anew.
-    """
-
-    def __init__(self, hvd: Any) -> None:
-        super().__init__(hvd.broadcast_object, hvd.rank)
-        self.due = False
-        self.met = 0
-
-    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        super().on_hosts_updated(timestamp, update_res)
-        self.due = True
-
-    def reset(self) -> None:
-        self.due = False
-        self.met += 1
-
-    def save(self) -> None:
-        """Nothing: `Checkpoints` does."""
-
-    restore = sync = save
 
 
 def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
@@ -53,8 +22,6 @@ def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
     Returns:
         The summary, and the ranks that there were in the end.
     """
-    from hvdcomp.train.ranks_horovod import HorovodRanks
-
     hvd = importlib.import_module(f"horovod.{options.framework}")
     elastic = importlib.import_module(f"horovod.{options.framework}.elastic")
 

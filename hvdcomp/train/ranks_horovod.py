@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
 
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.train import environment
 from hvdcomp.train.ranks import Ranks
 
-if TYPE_CHECKING:
-    from hvdcomp.train.elastic import Changes
+
+class Changes(State):
+    """What Horovod tells of changes of the ranks. It keeps nothing: the checkpoint does.
+
+    Args:
+        hvd: Horovod's module for the framework.
+
+    Attributes:
+        due: whether this rank has heard of a change since the last one.
+        met: how often the ranks have met anew.
+    """
+
+    def __init__(self, hvd: Any) -> None:
+        super().__init__(hvd.broadcast_object, hvd.rank)
+        self.due = False
+        self.met = 0
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        super().on_hosts_updated(timestamp, update_res)
+        self.due = True
+
+    def reset(self) -> None:
+        self.due = False
+        self.met += 1
+
+    def save(self) -> None:
+        """Nothing: `Checkpoints` does."""
+
+    restore = sync = save
 
 
 class HorovodRanks(Ranks):
