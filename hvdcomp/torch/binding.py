@@ -58,6 +58,7 @@ class TorchBinding(TorchTraining):
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
 
     def meet(self, communicator: Ranks) -> None:
+        assert isinstance(communicator, HorovodTorchCommunicator)
         super().meet(communicator)
         self._everyone = Everyone(communicator)
         self._casting = False
