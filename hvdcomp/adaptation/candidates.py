@@ -244,7 +244,7 @@ class _Model:
     def _seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
         exchange = self._exchange(plan, self._carried(plan))
         network, compute = self._calibration.network, self.facts.compute
-        least = early or self.engine.overlap.least_bytes
+        least: float | None = early or self.engine.overlap.least_bytes
         if least is not None and self.facts.early_bytes is not None:  # buckets are the library's
             least = self.facts.early_bytes
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)

@@ -109,12 +109,12 @@ def probe_model(
         ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
     )
 
-    def beside(compressor: Compressor, step: Reading) -> EncodeTime:
+    def of_carried(compressor: Compressor, step: Reading) -> EncodeTime:
         exchange = exchange_of(compressor, tensors, ranks)
         return time_beside(network, compute, exchange, carrier.bucket_bytes, ranks, step.seconds)
 
     readings[f"step with {carrier.title}"] = step = halves(slowest(dense))
-    encode = {UNCOMPRESSED: beside(NoCompression(), step)}
+    encode = {UNCOMPRESSED: of_carried(NoCompression(), step)}
     for one in specs:
         spec = str(one)
         if spec not in times:
@@ -122,7 +122,7 @@ def probe_model(
         exchange = exchange_of(one, tensors, ranks, levels.ranks_per_node)
         if exchange.overlapped:
             readings[f"step of {spec}"] = step = halves(slowest(times[spec]))
-            encode[spec] = beside(one, step)
+            encode[spec] = of_carried(one, step)
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
