@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ from hvdcomp.perfmodel import (
     load,
     predict,
 )
+from hvdcomp.perfmodel.ways import encode_time_of
 from hvdcomp.train.options import SetupError
 from tests.launch import run_ranks
 
@@ -224,6 +226,44 @@ def test_gradients_are_sent_when_they_are_ready(
     expected = 0.01 + max(slowed, thread(ready, slowed, most, total, p)) + 0.002 + 0.003
     assert parts.total == pytest.approx([expected, expected], rel=1e-6)
     assert min(np.min(part) for part in parts[:4]) >= 0
+
+
+@given(
+    sizes=st.lists(st.integers(1, 2000), min_size=1, max_size=5),
+    backward=st.floats(1e-3, 0.5),
+    most=st.floats(1e4, 1e8),
+    p=st.integers(2, 16),
+    lost=st.floats(0, 1e-8),
+)
+def test_what_a_cast_takes_beside_is_its_own_and_grows_with_its_bytes(
+    sizes: list[int], backward: float, most: float, p: int, lost: float
+) -> None:
+    """Steps as the thread makes them, in which the ranks take some time from each other for each byte: what is then
+    predicted is what was measured, of dense gradients and of float16."""
+    pytest.importorskip("torch")
+    from hvdcomp.bench.probe_model import time_beside
+
+    tensors = [TensorInfo(str(place), (size, 500)) for place, size in enumerate(sizes)]
+    total, ends = sum(sizes), np.cumsum(sizes)
+    ready = tuple(zip((ends / total).tolist(), ((1 + np.arange(len(ends))) / len(ends)).tolist(), strict=True))
+    compute = Compute(backward, 0.01, 1.2, optimizer_s=0.002, horovod_s=0.003, ready=ready)
+    network = replace(NETWORK, allreduce=replace(NETWORK.allreduce, reduction_s_per_byte={}))
+    found: dict[str, EncodeTime] = {}
+    for spec, width in (("none", 4), ("fp16", 2)):
+        exchange, sent = exchange_of(parse_compressor(spec), tensors, p), 500.0 * width * total
+        slowed = 1.2 * backward
+        step = 0.01 + max(slowed, thread(ready, slowed, most, sent, p)) + 0.002 + 0.003 + lost * sent
+        found[spec] = time_beside(network, compute, exchange, most, p, step)
+        for encode_speed in (1.0, 10.0) if spec == "none" else (1.0,):  # nothing is encoded there
+            there = Setting(p, encode_speed=encode_speed)
+            parts = predict(network, compute, exchange, most, there, found[spec])
+            assert float(parts.total) == pytest.approx(step, rel=1e-6)
+            assert float(parts.encode) == (0 if spec == "none" else found[spec].encode_s)
+        assert time_beside(network, compute, exchange, most, p, 0.01).encode_s == 0  # a step quicker than predicted
+    fp16 = encode_time_of(parse_compressor("fp16"), {"none": found["none"]})
+    assert fp16 is not None
+    assert fp16.estimated
+    assert fp16.encode_s == pytest.approx(found["fp16"].encode_s, rel=1e-3, abs=1e-6 * step)
 
 
 def test_one_rank_sends_nothing_whatever_is_ready() -> None:
@@ -465,9 +505,9 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     assert set(calibration.models) == {"mlp", "own_model:small"}
     facts = calibration.models["mlp"]
     assert sum(tensor.size for tensor in facts.tensors) == 820_874
-    assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01", scattered}
-    # What a cast takes beyond a dense step may be nothing.
-    own = [time for spec, time in facts.compute.encode.items() if spec != "fp16"]
+    assert set(facts.compute.encode) == {"none", "fp16", "topk:ratio=0.01", scattered}
+    # What a step that casts takes beside may be nothing.
+    own = [time for spec, time in facts.compute.encode.items() if spec not in ("none", "fp16")]
     assert all(time.encode_s + time.decode_per_rank_s > 0 for time in own)
     assert facts.compute.batch_size == 4
     assert len(facts.compute.ready) == len(facts.tensors)
@@ -511,7 +551,7 @@ def test_two_ranks_of_torch_distributed_calibrate_what_advise_reads(tmp_path: Pa
     facts = calibration.models["own_model:small"]
     assert (facts.bucket_bytes, facts.early_bytes) == (25 * 2**20, 1_000_000)
     assert len(facts.compute.ready) == 1  # a bucket for all
-    assert set(facts.compute.encode) == {"fp16", "topk:ratio=0.01"}
+    assert set(facts.compute.encode) == {"none", "fp16", "topk:ratio=0.01"}
     answer = CliRunner().invoke(advise, ["--calibration", str(file), "--world-size", "2", "--json"])
     assert answer.exit_code == 0, answer.output
     assert set(json.loads(answer.output)["methods"]) == {"none", "fp16", "topk:ratio=0.01"}

@@ -95,6 +95,41 @@ def test_the_calibration_decides_how_much_is_sent_by_itself(given: bool, noise: 
     assert seconds == pytest.approx(steps[least])
 
 
+def test_buckets_of_the_library_are_those_of_the_calibration(file: Path) -> None:
+    """Nobody chooses them."""
+    known = calibration()
+    known["models"]["mine"] |= {"ready": [[0.2, 0.1], [0.5, 0.3], [1, 1]], "early_bytes": 1e6}
+    known["models"]["mine"]["encode"] = {"powersgd:rank=2": {"encode_s": 0.004}}
+    known["network"] = {kind: cost | {"bytes_per_s": 2e5} for kind, cost in known["network"].items()}
+    file.write_text(json.dumps(known))
+
+    def work(communicator: InProcessCommunicator) -> tuple[int | None, float]:
+        engine = Engine(
+            communicator, infos(SHAPES), parse_compressor("powersgd:rank=2"), overlap_bytes=BUCKET_SIZES[0]
+        )
+        engine.overlap.from_rank_0 = True
+        found = candidates_of(engine, str(file)).candidates["compressed"]
+        return engine.overlap.least_bytes, found.seconds
+
+    least, seconds = run_ranks(2, work)[0]
+    assert least == BUCKET_SIZES[0]
+    assert seconds == pytest.approx(float(Adviser(load(file)).step_s("powersgd:rank=2", Setting(2))))
+    assert seconds < float(Adviser(load(file), early_bytes=BUCKET_SIZES[0]).step_s("powersgd:rank=2", Setting(2)))
+
+
+def test_what_dense_gradients_take_beside_counts_where_they_are_carried(file: Path) -> None:
+    without = {overlaps: candidates(file, overlaps=overlaps).candidates for overlaps in (True, False)}
+    known = calibration()
+    known["models"]["mine"]["encode"]["none"] = {"encode_s": 0.5}
+    file.write_text(json.dumps(known))
+    found = {overlaps: candidates(file, overlaps=overlaps).candidates for overlaps in (True, False)}
+    more = {name: one.seconds - without[True][name].seconds for name, one in found[True].items()}
+    assert more["dense"] == pytest.approx(0.5)
+    assert more["fp16"] == pytest.approx(0.25)  # of half the bytes
+    assert more["compressed"] == 0
+    assert found[False] == without[False]
+
+
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_the_calibration_decides_on_an_exchange_that_is_left_open(ranks: int, file: Path) -> None:
     known = calibration()

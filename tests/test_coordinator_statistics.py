@@ -14,7 +14,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies.decisions import BatchSize, MultiLevel, Probe
 from hvdcomp.policies.request import Period, Request, Statistic
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
-from tests.harness import BACKENDS
+from tests.harness import BACKENDS, make
 from tests.spy_policy import EPOCH, Spy, SpyState, at_ratio, drive
 from tests.test_coordinator import lines
 from tests.test_step_counter import loop
@@ -39,6 +39,20 @@ def model_norm(norms: Mapping[str, float]) -> float:
 
 
 # What is accumulated -------------------------------------------------------------------------------------------------
+
+
+@every_backend
+def test_gradients_past_the_engine_count_unless_one_is_not_finite(backend: str) -> None:
+    policy = {"asked": frozenset({NORMS}), "often": Period(steps=3), "decisions": at_ratio(0.5)}
+    (run, _), _ = drive(policy, backend, 0)
+    values = random_gradients(0, 0)
+    spoilt = {name: one.copy() for name, one in values.items()}
+    spoilt["conv"][0] = np.inf
+    for factor, gradients in ((2.0, values), (1.0, spoilt), (1.0, {}), (0.5, values)):
+        run.coordinator.observe({name: make(backend, one) for name, one in gradients.items()}, factor)
+    told = run.coordinator.observers.statistics({NORMS}, 1)["norms"]
+    right = norms_of([values], [2.5])
+    assert told == pytest.approx({name: right[name] for name in COMPRESSED}, rel=1e-5)
 
 
 @every_lag

@@ -19,6 +19,7 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import (
+    UNCOMPRESSED,
     Calibration,
     CalibrationError,
     EncodeTime,
@@ -126,7 +127,7 @@ class _Model:
 
         for name, rest in _RESTS:
             plan = self._plans.with_methods({}, rest)
-            offer(name, Candidate(self._seconds(plan, self.facts.compute.encode.get(rest)), 0, rest), plan)
+            offer(name, Candidate(self._seconds(plan, self._cast_time(rest, plan)), 0, rest), plan)
         ways: dict[str, _Way] = {}
         for name, method in self._methods(others).items():
             plan = self._plans.with_methods({}, method)
@@ -176,6 +177,16 @@ class _Model:
         """By tensor what is sent: the element type of a cast, or the compressor."""
         return {name: one.wire_dtype(self.engine.tensors[name].dtype) or one for name, one in plan.items()}
 
+    def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
+        """What is known of a cast of all tensors, where the framework carries it; else only what was measured."""
+        known = self.facts.compute.encode
+        if self._carried(plan):
+            return encode_time_of(parse_compressor(spec), known)
+        return known.get(spec) if spec != UNCOMPRESSED else None
+
+    def _carried(self, plan: Plan) -> bool:
+        return self._overlaps and self.engine.planner.casts(plan)
+
     def _encode(self, source: str, method: str | None) -> EncodeTime:
         known = self.facts.compute.encode
         compressor = self.engine.compressor if method is None else parse_compressor(method)
@@ -220,7 +231,7 @@ class _Model:
         """Chooses how much of the gradients is sent by itself, where that is left to rank 0: what is best for the
         compressor that is fastest by the model, if that makes a difference."""
         overlap = self.engine.overlap
-        if overlap.least_bytes is None or not overlap.from_rank_0:
+        if overlap.least_bytes is None or not overlap.from_rank_0 or self.facts.early_bytes is not None:
             return
         plans = [(self._plans.with_methods({}, method), method) for method in self._methods(others).values()]
         ways = [(self._way(source, method, plan), plan) for plan, method in plans]
@@ -231,9 +242,11 @@ class _Model:
             overlap.least_bytes = best
 
     def _seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
-        exchange = self._exchange(plan, self._overlaps and self.engine.planner.casts(plan))
+        exchange = self._exchange(plan, self._carried(plan))
         network, compute = self._calibration.network, self.facts.compute
-        least = early or self.engine.overlap.least_bytes
+        least: float | None = early or self.engine.overlap.least_bytes
+        if least is not None and self.facts.early_bytes is not None:  # buckets are the library's
+            least = self.facts.early_bytes
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
         return float(parts.total)
 

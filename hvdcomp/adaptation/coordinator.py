@@ -24,6 +24,7 @@ from hvdcomp.adaptation.observers import Observers
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.run_log import RunLog
 from hvdcomp.adaptation.step_counter import Progress, Rates, StepClock
+from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
@@ -149,13 +150,15 @@ class Coordinator:
 
     def observe(self, gradients: Mapping[str, Array], factor: float) -> None:
         """Adds gradients of a step that does not go through the engine to what is accumulated: this rank's own, or the
-        aggregated ones, as `source` says.
+        aggregated ones, as `source` says. Left out are gradients of which one is not finite.
 
         Args:
             factor: what they are multiplied with, beside the number of batches that they are the mean of.
         """
-        if self.observes:
-            self.observers.sums.add(gradients, factor * self.batch_size.accumulation)
+        if self.observes and gradients:
+            arrays = list(gradients.values())
+            found_inf = arrays_for(arrays[0]).found_inf(arrays)
+            self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
 
     def sums_of_step(self, factor: float) -> Sums | None:
         """For `Engine.step`, if gradients are to be accumulated; `factor` is as in `observe`."""

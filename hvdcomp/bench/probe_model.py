@@ -35,9 +35,9 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
-from hvdcomp.perfmodel.exchanges import exchange_of
+from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.network import Network
-from hvdcomp.perfmodel.predict import Setting, predict
+from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting, predict
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,6 @@ def probe_model(
     # The same step holds hooks in the backward pass, and one small collective after it; the rest is handing back.
     hooks = float(np.median(mean(numbers, BACKWARD))) / parts[1] - 1
     small = float(network.seconds("allreduce", 8.0, ranks).total)
-    horovod = max(0.0, engine - max(0.0, hooks) * backward - small)
     compute = Compute(
         backward_s=backward,
         forward_s=forward,
@@ -106,19 +105,16 @@ def probe_model(
         batch_size=batch_size,
         optimizer_s=optimizer,
         engine_s=engine,
-        horovod_s=horovod,
+        horovod_s=max(0.0, engine - max(0.0, hooks) * backward - small),
         ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
     )
 
-    def beyond(compressor: Compressor, step_s: float) -> float:
-        """What a step takes in which the carrier sends gradients or casts, beside what follows from all else."""
+    def of_carried(compressor: Compressor, step: Reading) -> EncodeTime:
         exchange = exchange_of(compressor, tensors, ranks)
-        known = predict(network, compute, exchange, carrier.bucket_bytes, Setting(ranks))
-        return max(0.0, step_s - float(known.total))
+        return time_beside(network, compute, exchange, carrier.bucket_bytes, ranks, step.seconds)
 
     readings[f"step with {carrier.title}"] = step = halves(slowest(dense))
-    compute = replace(compute, horovod_s=horovod + beyond(NoCompression(), step.seconds))
-    encode = {}
+    encode = {UNCOMPRESSED: of_carried(NoCompression(), step)}
     for one in specs:
         spec = str(one)
         if spec not in times:
@@ -126,7 +122,7 @@ def probe_model(
         exchange = exchange_of(one, tensors, ranks, levels.ranks_per_node)
         if exchange.overlapped:
             readings[f"step of {spec}"] = step = halves(slowest(times[spec]))
-            encode[spec] = EncodeTime(beyond(one, step.seconds), source=SOURCE)
+            encode[spec] = of_carried(one, step)
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
@@ -148,6 +144,23 @@ def probe_model(
         estimated=("hides",) if hides is None else (),
     )
     return ModelProbe(facts, readings)
+
+
+def time_beside(
+    network: Network, compute: Compute, exchange: Exchange, bucket_bytes: float, ranks: int, step_s: float
+) -> EncodeTime:
+    """What a measured step in which the carrier sends gradients or casts takes beside all that is predicted.
+
+    Each cast has its own, dense gradients too. What ranks take from each other that compute and exchange at once grows
+    with the bytes: if a cast that sends half of them was charged with all that dense gradients take, it would seem
+    slower than it is.
+
+    Args:
+        exchange: that the carrier makes itself.
+        step_s: as measured.
+    """
+    known = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
+    return EncodeTime(max(0.0, step_s - float(known.total)), source=SOURCE)
 
 
 def _ways(

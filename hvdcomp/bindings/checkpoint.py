@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdcomp.adaptation.coordinator import Coordinator
+from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.errors import ConfigurationError
@@ -96,20 +97,27 @@ def restore(
                 "left to be sent (residuals) is lost and starts at zero; hvdcomp.state_for keeps it",
                 stacklevel=2,
             )
-    elif own["rank"] != communicator.rank:
-        warnings.warn(
-            f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}: its residuals start at zero. "
-            "Save compression.state_dict() on every rank to keep them.",
-            stacklevel=2,
-        )
     else:
+        if lost := own["rank"] != communicator.rank:
+            warnings.warn(
+                f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}: its residuals start at "
+                "zero. Save compression.state_dict() on every rank to keep them.",
+                stacklevel=2,
+            )
         for name, kept in own["residuals"].items():
-            engine.states[name].memory = tuple(place(array, name) for array in kept["arrays"])
+            # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
+            arrays = (place(array, name) for array in kept["arrays"])
+            engine.states[name].memory = tuple(_zeros_like(array) if lost else array for array in arrays)
             engine.states[name].keeper = parse_memory(kept["memory"])
     if coordinator is not None:
         coordinator.restore(shared["coordinator"], own["coordinator"] if own["rank"] == 0 else None, place)
     engine.ledger.totals = Cost(**own["totals"])
     engine.ledger.steps = own["steps"]
+
+
+def _zeros_like(array: Array) -> Array:
+    zeros: Array = arrays_for(array).zeros(tuple(array.shape), like=array)
+    return zeros
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

@@ -83,12 +83,34 @@ def meet(
     shared = dict(state["shared"])
     if carried and rank == 0 and own["coordinator"] is None and shared["coordinator"] is not None:
         shared["coordinator"] = {**shared["coordinator"], "ended": None, "partial": True}
-    shared = unpack(_from_rank_0(communicator, like, pack(shared) if rank == 0 else b""))
+    message = pack({"shared": shared, "held": _described(own["residuals"])}) if rank == 0 else b""
+    common = unpack(_from_rank_0(communicator, like, message))
+    residuals = own["residuals"]
     if carried and everyone[0] == NEW:  # the weights are those of rank 0, to which these residuals do not belong
-        own["residuals"] = {}
+        residuals = {}
+    # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
+    own["residuals"] = {name: residuals.get(name) or _zeros(kept, like) for name, kept in common["held"].items()}
     if rank == 0 and (said := _said(everyone)):
         warnings.warn(said, stacklevel=2)
-    return {"shared": shared, "own": own}
+    return {"shared": common["shared"], "own": own}
+
+
+def _described(residuals: Mapping[str, Any]) -> dict[str, Any]:
+    """Of residuals, as a state holds them, all but the values."""
+    return {
+        name: {
+            "memory": kept["memory"],
+            "arrays": [(list(one.shape), arrays_for(one).dtype_name(one)) for one in kept["arrays"]],
+        }
+        for name, kept in residuals.items()
+    }
+
+
+def _zeros(described: Mapping[str, Any], like: Array) -> dict[str, Any]:
+    """Residuals of nothing, in the framework of `like`."""
+    xp = arrays_for(like)
+    arrays = [xp.astype(xp.zeros(tuple(shape), like=like), dtype) for shape, dtype in described["arrays"]]
+    return {"memory": described["memory"], "arrays": arrays}
 
 
 def _gather(communicator: Ranks, like: Array, mine: Survivor) -> list[Survivor]:

@@ -26,7 +26,8 @@ class Training(ABC):
         coordinator: of the policy, if there is one that rank 0 decides by.
 
     Class attributes:
-        overlaps_with_policy: whether Horovod carries gradients that are only cast also in a training with a policy.
+        overlaps_with_policy: whether gradients that are only cast are allreduced during the backward pass, past the
+            engine, also in a training with a policy.
         results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
         overlaps: whether buckets may start before all gradients are there.
         broadcast: what a user writes to give all ranks the weights of rank 0.

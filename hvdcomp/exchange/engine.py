@@ -137,10 +137,15 @@ class Engine:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
         return self.planner.casts_only and not self.holds_residuals
 
-    def enter_casts(self, names: Set[str]) -> None:
-        """Enters, as a step of its own, what somebody else allreduced because `passthrough` held."""
+    def enter_casts(self, names: Set[str], beside: bool = False) -> None:
+        """Enters, as a step of its own, what somebody else allreduced because `passthrough` held.
+
+        Args:
+            beside: whether the binding has sent what it sends beside the engine's collectives too.
+        """
         cost = self.planner.cost_of_casts(names)
-        sums = (cost.bytes_sent, cost.dense_bytes, cost.floats_sent)
+        bytes_beside = self._bytes_beside(len(names)) if beside else 0
+        sums = (cost.bytes_sent + bytes_beside, cost.dense_bytes, cost.floats_sent)
         self.ledger.record(StepCost(*sums, step=self.step_number, parts=cost.parts))
         self.step_number += 1
 

@@ -10,14 +10,14 @@ arXiv:2103.00543, section 4.1 and appendices B to D.
 
 from __future__ import annotations
 
-from hvdcomp.perfmodel.advice import STOCK, STOCK_SPECS, UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.advice import STOCK, STOCK_SPECS, Advice, Adviser, Method
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, as_json, from_json, load, presets, save
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of, exchange_of_plan
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.fitting import model_of
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds
-from hvdcomp.perfmodel.predict import LIMITS, Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.predict import LIMITS, UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
 
 __all__ = [

@@ -17,11 +17,10 @@ from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.fields import CalibrationError
-from hvdcomp.perfmodel.predict import Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
-UNCOMPRESSED = "none"  # the spec
 _CASTS = (UNCOMPRESSED, "fp16")  # what a library sends itself; the time of the cast counts only where it was measured
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """By backend of `hvdcomp.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""

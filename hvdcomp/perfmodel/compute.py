@@ -50,7 +50,7 @@ class Compute:
         engine_s: what a step through hvdcomp's engine takes beside passes, encoding and its collectives: the numbers
             that ride along, and the handling of each tensor by Horovod or DistributedDataParallel.
         horovod_s: what a step takes, after its last collective, in which Horovod or DistributedDataParallel carries the
-            gradients itself.
+            gradients itself, whatever they are cast to.
         ready: when that library can send what during the backward pass: pairs of the share of all bytes, up to 1, and
             of the share of the backward pass after which that share of the bytes is ready. Both rise. Empty if not
             known. Horovod can send each gradient by itself, DistributedDataParallel its buckets.
@@ -59,7 +59,8 @@ class Compute:
             shared nothing but what gamma says, the share that it really saves; from 0 to 1. Where one processor core
             does both it is far from 1.
         batch_size: of one rank, that the times are for; None if not known.
-        encode: by spec of the compressor.
+        encode: by spec of the compressor. Of what that library carries itself, "none" included, it is all that such a
+            step takes beside what the other numbers say.
     """
 
     backward_s: float

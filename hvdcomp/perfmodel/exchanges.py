@@ -76,6 +76,11 @@ class Exchange:
         return sum(collective.bytes for one in self.rounds for collective in one)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether it takes as many bytes as the gradients have, or more."""
+        return self.bytes >= self.dense_bytes
+
+    @property
     def bytes_in_node(self) -> float:
         """Of the collectives of a node's ranks, where there are other nodes."""
         every = [one for each in self.rounds for one in each]

@@ -18,6 +18,9 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 
 Array = Any
 
+UNCOMPRESSED = "none"
+"""The spec of dense gradients. Nothing is encoded there, and what its encode time says is what a step takes beside."""
+
 LIMITS = ("compute", "encode", "network", "latency")
 
 
@@ -77,16 +80,19 @@ def predict(
         bucket_bytes: how much is sent at a time during the backward pass; at most, if `compute.ready` is known.
         setting: where it would run.
         encode: what encoding and decoding take; None for nothing. What an overlapped method spends on it stands
-            before its communication and is not hidden either.
+            before its communication and is not hidden either. Of dense gradients, where nothing is encoded, it is what
+            a step takes beside all else, and counts as latency.
         early_bytes: of gradients, the least that the engine sends by itself in the backward pass, as `bucket_bytes` of
             `hvdcomp.Compression`; None if it sends all at its end.
     """
     step, backward = passes(compute, setting)
-    spent = encode_s(encode, setting, exchange)
     cost_of = _cost_of(network, setting)
     if exchange.overlapped:
         parts = _carried(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
-        return parts._replace(encode=parts.encode + spent)
+        if exchange.is_dense:
+            return parts._replace(latency=parts.latency + _beside(encode, setting, exchange))
+        return parts._replace(encode=parts.encode + encode_s(encode, setting, exchange))
+    spent = encode_s(encode, setting, exchange)
     parts = sequential(step, spent, exchange, cost_of, setting.payload)
     if buckets := [] if early_bytes is None else pieces(compute.ready, early_bytes / exchange.dense_bytes):
         decode = decode_s(encode, setting, exchange)
@@ -130,6 +136,11 @@ def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
     return np.where(setting.exchanges, encode.seconds(exchange.decoded(setting.world_size)) / faster, 0.0)
 
 
+def _beside(encode: EncodeTime | None, setting: Setting, dense: Exchange) -> Array:
+    """`encode_s` of dense gradients: what encodes faster does not change it."""
+    return encode_s(encode, replace(setting, encode_speed=1.0), dense)
+
+
 def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
     """Seconds of decoding, as far as they are known apart from those of encoding."""
     if encode is None:
@@ -157,7 +168,8 @@ def least_compression_factor(
 ) -> Array:
     """By how much an ideal compressor would have to compress, for a step to be nearly as fast as on one rank.
 
-    An ideal compressor costs nothing and shrinks every bucket of the dense exchange during the backward pass.
+    An ideal compressor costs nothing and shrinks every bucket of the dense exchange during the backward pass, and what
+    dense gradients take beside all else.
     What it can reach at best is a step whose communication is all hidden: the backward pass slowed by gamma. That is
     taken as linear scaling here, since gamma alone can be more than the missing share.
 
@@ -174,7 +186,8 @@ def least_compression_factor(
     cost_of = _cost_of(network, setting)
 
     def seconds(factor: Array) -> Array:
-        return _carried(compute, dense, dense.bytes / factor, bucket_bytes, setting, cost_of).total
+        parts = _carried(compute, dense, dense.bytes / factor, bucket_bytes, setting, cost_of)
+        return parts.total + _beside(compute.encode.get(UNCOMPRESSED), setting, dense) / factor
 
     slowed = np.where(setting.exchanges, compute.gamma, 1.0) * backward
     allowed = (step - backward + slowed) / efficiency

@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.compressors.two_level_bucket import largest_share
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel.compute import EncodeTime
+from hvdcomp.perfmodel.predict import UNCOMPRESSED
 
 WAYS = ("gather", "scatter")
 
@@ -57,6 +59,7 @@ def encode_time_of(
     exchange; that counts where the known time says what decoding one of them takes (`decode_per_rank_s`). What
     scattering takes beside, such as passes over chunks that error feedback needs, is not in the estimate. In two levels
     a rank encodes and decodes its share of the model; what is dealt out and put together again is not in the estimate.
+    What a cast takes is taken to be that of dense gradients, in proportion to the bytes.
 
     Args:
         known: by spec.
@@ -75,6 +78,10 @@ def encode_time_of(
             share = largest_share([tensor.size for tensor in tensors], ranks_per_node)
         source = f"estimated: {share:.0%} of that of the compressor within, as a rank has so much of the model"
         return dataclasses.replace(flat.part(share), source=source, estimated=True)
+    if own is None and UNCOMPRESSED in known and (wire := compressor.wire_dtype("float32")) is not None:
+        share = dtype_bytes(wire) / dtype_bytes("float32")
+        source = "estimated from that of dense gradients, by the bytes"
+        return dataclasses.replace(known[UNCOMPRESSED].part(share), source=source, estimated=True)
     if own is not None or not isinstance(compressor, Gathering):
         return own
     for way in (*WAYS, "auto"):

@@ -3,8 +3,8 @@
 DDP calls the hook with one of its buckets after the other, in an order that is the same on all ranks, when all
 gradients of the bucket are there; and takes a future for each. A step takes one of two ways, the same on all ranks:
 
-- cast: where the plan needs no more than an allreduce of gradients of one element type, the bucket is reduced as it
-  lies in memory.
+- cast: where the plan needs no more than an allreduce of gradients of one element type, and a policy has nothing to
+  decide or to measure in the step, each bucket is reduced as it lies in memory, while the backward pass goes on.
 - engine: the engine is told of the gradients, and may start collectives of its own. In the hook of the last bucket,
   when nothing of the backward pass is left to be done, it runs to the end, and all futures are given their results.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,31 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.training import TorchTraining, on_host
+
+
+class _Taken(NamedTuple):
+    """A bucket of DDP, in the step under way.
+
+    Attributes:
+        names: of its parameters.
+        buffer: of its gradients, and then of their means.
+        gradients: by name, in the buffer; none if they are sparse.
+        future: of the means.
+        whole: whether the bucket is reduced as it lies in memory.
+    """
+
+    names: Sequence[str]
+    buffer: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    future: torch.futures.Future[torch.Tensor]
+    whole: bool
 
 
 class DDPBinding(TorchTraining):
@@ -37,7 +56,7 @@ class DDPBinding(TorchTraining):
         model: whose buckets are handed over. It is not kept: DDP keeps its hook.
     """
 
-    overlaps_with_policy = False
+    overlaps_with_policy = True
     broadcast = "DistributedDataParallel(..., init_sync=True)"
     optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
     averaged_by = "DistributedDataParallel"
@@ -59,10 +78,11 @@ class DDPBinding(TorchTraining):
         self._unused: Set[str] = frozenset()  # of a static graph
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # of a step that casts
+        self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan, and its wire
         # What is nothing but casts in every step needs no question in any: that would cost a latency.
         self._may_change = settings.policy is not None or settings.compressor.level is not None
         self._asked = True
-        self._step: list[tuple[Sequence[str], torch.futures.Future[torch.Tensor] | None, torch.Tensor]] = []
+        self._step: list[_Taken] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._batches: list[Sequence[str]] = []  # names in each of DDP's buckets, in the latest step
         self.engine.overlap.follow([])
@@ -77,13 +97,14 @@ class DDPBinding(TorchTraining):
             self.begin()
         names = [self._names[parameter] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
-        if self._wire is not None or buffer.is_sparse:
-            future = self._reduce_whole(buffer)
-            self._step.append((names, None, buffer))
-        else:
-            future = _future(buffer)
-            self._step.append((names, future, buffer))
-            for name, gradient in zip(names, bucket.gradients(), strict=True):
+        gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
+        whole = self._wire is not None or buffer.is_sparse
+        if whole:
+            self.observe("local", gradients)  # now: their means take their place
+        future = self._reduce_whole(buffer) if whole else _future(buffer)
+        self._step.append(_Taken(names, buffer, gradients, future, whole))
+        if not whole:
+            for name, gradient in gradients.items():
                 if name not in self._unused:
                     self._pending[name] = gradient
                     self.engine.overlap.ready(name, gradient)
@@ -96,7 +117,7 @@ class DDPBinding(TorchTraining):
         self._step.clear()
         self._pending.clear()
         super().begin()
-        self._wire = self._wire_of_plan() if self.coordinator is None and self.engine.passthrough else None
+        self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
         self._asked = self._wire is None or self._may_change
         if self._asked:
             self._everyone.ask(self.presence, UNNAMED)
@@ -105,10 +126,11 @@ class DDPBinding(TorchTraining):
 
     def _wire_of_plan(self) -> torch.dtype | None:
         """In which all gradients travel, if all are cast alike."""
-        wires = {
-            compressor.wire_dtype(self.engine.tensors[name].dtype) for name, compressor in self.engine.plan.items()
-        }
-        return getattr(torch, wires.pop() or "") if len(wires) == 1 else None
+        plan = self.engine.plan
+        if self._wire_of[0] is not plan:
+            wires = {one.wire_dtype(self.engine.tensors[name].dtype) for name, one in plan.items()}
+            self._wire_of = plan, getattr(torch, wires.pop() or "") if len(wires) == 1 else None
+        return self._wire_of[1]
 
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """An allreduce of a bucket as it is, or cast."""
@@ -128,17 +150,26 @@ class DDPBinding(TorchTraining):
             self.check_presence(self._everyone.end())
         self.refuse()
         if self._wire is not None:
-            self.engine.enter_casts({name for names, _, _ in self._step for name in names})
-            self.end_step()
+            self._end_casts()
             return
         pending, self._pending = self._pending, {}
         if self._looks_for_unused:
             pending = self._used(pending)
         self.run_in_place(pending)
-        for _, future, buffer in self._step:
-            if future is not None:
-                future.set_result(buffer)
+        for one in self._step:
+            if not one.whole:
+                one.future.set_result(one.buffer)
         self._follow_buckets()
+
+    def _end_casts(self) -> None:
+        if self.coordinator is not None:
+            # Its clock, and who looks at means, want the end of the step. DDP would wait for it now too.
+            for one in self._step:
+                one.future.wait()
+            for one in self._step:
+                self.observe("aggregated", one.gradients)
+        self.engine.enter_casts({name for one in self._step for name in one.names}, self._asked)
+        self.end_step()
 
     def _used(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
@@ -153,7 +184,7 @@ class DDPBinding(TorchTraining):
     def _follow_buckets(self) -> None:
         """DDP makes its buckets anew after its first step: so are ours. Those of the last one wait for nothing more,
         and go with all that is left."""
-        batches = [names for names, _, _ in self._step]
+        batches = [one.names for one in self._step]
         if batches != self._batches:
             self._batches = batches
             self.engine.overlap.follow(batches[:-1])
