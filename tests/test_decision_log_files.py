@@ -128,7 +128,9 @@ def test_a_log_of_many_files_is_the_same_as_one_of_a_single_file(spec: str, tmp_
     assert decided(many) == decided(one)
     whole, parts = replay(one), replay(many)
     assert (parts.difference, parts.starts, parts.decisions) == (None, 2, 41) == (None, whole.starts, whole.decisions)
-    alone = [replay(file) for file in files]
+    newest = tmp_path / "newest.jsonl"
+    newest.write_bytes(many.read_bytes())
+    alone = [replay(file) for file in [*files[:-1], newest]]
     assert all(each.difference is None and each.decisions for each in alone)
     assert sum(each.decisions for each in alone) == 41
     shown, told = load_decisions(many), load_decisions(one)
