@@ -181,6 +181,20 @@ def test_a_run_that_is_resumed_goes_on_in_the_file_unless_that_is_full(tmp_path:
     assert replay(path).starts == 3
 
 
+def test_a_file_that_begins_within_the_first_step(tmp_path: Path) -> None:
+    """With lag=0 the first step obeys a decision: it is not what a training begins with."""
+    policy, path = policy_of("gravac:lag=0"), tmp_path / "decisions.jsonl"
+    drive(path, policy, 2, 1, file_bytes=1)
+    files = [*put_aside_before(path).values(), path]
+    start, *_ = read_decisions(files[1])
+    assert isinstance(start, Start)
+    files[1].write_text(files[1].read_text().replace(f'"step":{start.step},', '"step":0,', 1))
+    alone = tmp_path / "alone.jsonl"
+    alone.write_bytes(files[1].read_bytes())
+    done = replay(alone)
+    assert (done.difference, done.starts, done.decisions) == (None, 1, 1)
+
+
 def test_a_log_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     policy = policy_of("accordion:low=4,high=1,steps=2")

@@ -91,10 +91,10 @@ def replay(path: Path) -> Replay:
             policy, state = _begin(record)
             if record.continues and done.starts:
                 state = before
-            elif record.step == 0:
-                state = policy.initial_state(tuple(record.tensors))
-            if not record.continues or not done.starts:
+            else:
                 done.starts += 1
+            if record.step == 0 and not record.continues:
+                state = policy.initial_state(tuple(record.tensors))
             if record.policy not in done.policies:
                 done.policies.append(record.policy)
             done.difference = _compare(policy, state, policy.decision(state), record)

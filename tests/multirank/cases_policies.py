@@ -125,7 +125,7 @@ def case_all_ranks_obey_one_decision_in_the_same_step_and_log_what_caused_it() -
     for spec, policy in _settings():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "decisions.jsonl"
-            training = Training(spec, policy, decision_log=path)
+            training = Training(spec, policy, decision_log=path, decision_log_bytes=3000, decision_log_files=100)
             for _ in range(_STEPS):
                 training.step()
             everyone = hvd.allgather_object(training.plans)
