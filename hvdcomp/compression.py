@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, check_limits
 from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.bindings.setup import Setup
@@ -54,6 +55,8 @@ class Compression:
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
             from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
+        decision_log_bytes, decision_log_files: a file of the log that has grown to this size is put aside, as
+            "decisions.1.jsonl" of "decisions.jsonl", and a new one begins; of more files than this, the oldest goes.
         grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; when it changes the loss
             scale, residuals follow. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
 
@@ -64,8 +67,8 @@ class Compression:
     Raises:
         ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
             second are those of Keras 3, with which Horovod does not work.
-        SpecError: for a compressor, a memory or an overlap that is none, or if the first two would let residuals grow
-            without end (error feedback of unbiased methods of high variance).
+        SpecError: for a compressor, a memory, an overlap or a number that is none, or if the first two would let
+            residuals grow without end (error feedback of unbiased methods of high variance).
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Compression:
         policy: LevelSchedule | Policy[Any] | None = None,
         steps_per_epoch: int | None = None,
         decision_log: str | Path | None = None,
+        decision_log_bytes: int = FILE_BYTES,
+        decision_log_files: int = FILES,
         seed: int = 0,
         min_numel: int = 1024,
         min_ndim: int = 2,
@@ -93,6 +98,9 @@ class Compression:
         )
         self.ledger = Ledger()
         self.decision_log = None if decision_log is None else Path(decision_log)
+        check_limits(decision_log_bytes, decision_log_files)
+        self.decision_log_bytes = decision_log_bytes
+        self.decision_log_files = decision_log_files
         self._framework, self._parameters = frameworks.of_arguments(
             {"named_parameters": named_parameters, "variables": variables}, optimizer
         )

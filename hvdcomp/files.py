@@ -9,6 +9,7 @@ import contextlib
 import csv
 import io
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,46 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
         _write_all(file, content)
 
 
+def aside(path: Path, number: int) -> Path:
+    """Where a file is put aside under a number: "log.2.jsonl" of "log.jsonl"."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def put_aside_before(path: Path) -> dict[int, Path]:
+    """The files that `put_aside` left of one, by number, the oldest first; none if its folder is not there."""
+    form = re.compile(re.escape(path.stem) + r"\.([1-9][0-9]*)" + re.escape(path.suffix))
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    found = [int(match[1]) for match in map(form.fullmatch, names) if match]
+    return {number: aside(path, number) for number in sorted(found)}
+
+
+def put_aside(path: Path, most: int) -> None:
+    """Renames a file, to make way for a new one, to the number after those that are there.
+
+    Args:
+        most: files to keep under a number. Of more, the oldest are removed.
+
+    Raises:
+        OSError: if that cannot be done.
+    """
+    path.rename(aside(path, max(put_aside_before(path), default=0) + 1))
+    for old in list(put_aside_before(path).values())[:-most]:
+        old.unlink()
+
+
+def bring_back(path: Path, number: int) -> None:
+    """Undoes what `put_aside` did after the file of a number was put aside; what was written since is lost.
+
+    It may be killed, and called again.
+
+    Raises:
+        OSError: if that cannot be done.
+    """
+    for later, file in reversed(put_aside_before(path).items()):
+        if later > number:
+            file.replace(path)
+
+
 class RecordFile:
     """A file to which records, such as lines, are added: at once, and each of them whole or not at all."""
 
@@ -85,19 +126,27 @@ class RecordFile:
         """
         self._file = path.open("ab", buffering=0)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file.
+
+        Raises:
+            OSError: if that cannot be told.
+        """
+        return os.fstat(self._file.fileno()).st_size
+
     def write(self, record: bytes) -> None:
         """Adds a record.
 
         Raises:
             OSError: if it cannot be written. What was written of it is taken back.
         """
-        number = self._file.fileno()
-        before = os.fstat(number).st_size
+        before = self.size
         try:
             _write_all(self._file, record)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(number, before)
+                os.ftruncate(self._file.fileno(), before)
             raise
 
     def close(self) -> None:

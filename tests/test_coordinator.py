@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision, LevelsAndBatch
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.report.replay import replay
+from tests.decision_lines import whole_lines
 from tests.driven import COMPRESSED, SHAPES, Driven
 from tests.harness import BACKENDS, copy
 from tests.spy_policy import EPOCH, Spy, at_ratio, drive
@@ -26,10 +26,6 @@ from tests.spy_policy import EPOCH, Spy, at_ratio, drive
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_lag = pytest.mark.parametrize("lag", [0, 1])
 RATES, NORMS = Statistic.LEARNING_RATES, Statistic.NORMS
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_log_that_a_full_disk_does_not_even_let_begin_stops_nobody(tmp_path: Path) -> None:
@@ -60,7 +56,7 @@ def test_a_decision_is_obeyed_from_the_step_that_the_log_names(
     policy = {"asked": frozenset(asked), "often": Period(steps=3), "lag": lag, "decisions": made}
     log = DecisionLog(tmp_path / "decisions.jsonl")
     runs = drive(policy, backend, 11, log=log)
-    start, *decided = lines(log.path)
+    start, *decided = whole_lines(log.path)
     assert start["kind"] == "start"
     assert (start["step"], start["epoch"], start["ranks"], start["steps_per_epoch"]) == (0, 0, 2, EPOCH)
     assert start["tensors"] == {name: list(SHAPES[name]) for name in COMPRESSED}
@@ -106,7 +102,8 @@ def test_the_log_of_every_policy_tells_the_levels_of_every_step(
     assert runs[0].plans == runs[1].plans
     assert runs[0].result_bits() == runs[1].result_bits()
     assert replay(log.path).difference is None
-    states = [(line.get("from_step", 0), chosen.from_json(with_numbers(line["state"]))) for line in lines(log.path)]
+    lines = whole_lines(log.path)
+    states = [(line.get("from_step", 0), chosen.from_json(with_numbers(line["state"]))) for line in lines]
     decided = [(step, chosen.decision(state)) for step, state in states]
     engine = runs[0].engine
     for step, plan in enumerate(runs[0].plans):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,10 +15,10 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic
 from hvdcomp.report.replay import replay
+from tests.decision_lines import whole_lines
 from tests.driven import SHAPES, Driven
 from tests.harness import BACKENDS, as_numpy
 from tests.spy_policy import Spy, SpyState, at_ratio, drive
-from tests.test_coordinator import lines
 
 CANDIDATES = Candidates(
     ("linear", "conv"),
@@ -79,7 +78,7 @@ def test_all_ranks_change_in_the_same_step_to_what_the_log_names(backend: str, t
     assert first.plans == second.plans
     assert first.result_bits() == second.result_bits()
     assert (clock.looked, other.looked) == (40, 0)
-    start, first_decision, *decided = lines(log.path)
+    start, first_decision, *decided = whole_lines(log.path)
     assert (start["step"], first_decision["step"], first_decision["from_step"]) == (0, 0, 0)
     assert first_decision["statistics"]["survey"]["order"] == ["linear", "conv"]
     assert "survey" not in decided[0]["statistics"]
@@ -173,13 +172,13 @@ def test_resumed_anywhere_it_goes_on(stop: int, tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "decisions.jsonl")
     whole = [driven for driven, _ in run(40, log=log)]
     states = run(stop, end=Driven.state)
-    decided = [line["step"] for line in lines(log.path)]
+    decided = [line["step"] for line in whole_lines(log.path)]
     kept = states[0]["own"]["coordinator"]["step_times"]
     assert len(kept) == stop - max(step for step in decided if step <= stop)
     assert not states[1]["own"]["coordinator"]["step_times"]
     resumed_log = DecisionLog(tmp_path / "resumed.jsonl")
     resumed = [driven for driven, _ in run(40 - stop, states=states, log=resumed_log)]
-    _, first, *_ = lines(resumed_log.path)
+    _, first, *_ = whole_lines(resumed_log.path)
     assert len(first["statistics"]["step_times"]) == first["step"] - max(step for step in decided if step <= stop)
     assert first["statistics"]["step_times"][len(kept)] == "NaN"
     assert resumed[0].plans == resumed[1].plans
@@ -206,7 +205,7 @@ def test_residuals_are_sent_on_the_way_to_fp16_and_then_horovod_can_carry_the_gr
 def test_what_is_logged_names_predictions_measurements_and_the_reason(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path / "decisions.jsonl")
     run(40, log=log)
-    last = json.loads(log.path.read_text().splitlines()[-1])["state"]
+    last = whole_lines(log.path)[-1]["state"]
     assert last["candidates"]["fp16"] == {"seconds": 0.95, "compressed": 0, "rest": "fp16"}
     assert last["measured"]["fp16"]["seconds"] == pytest.approx(0.5)
     assert last["measured"]["compressed"]["seconds"] == pytest.approx(1.1)

@@ -29,6 +29,7 @@ from hvdcomp.adaptation.decision_log import (
     to_json,
     with_numbers,
 )
+from hvdcomp.adaptation.log_lines import Shorthand
 from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistics, Timing
 
 START: dict[str, Any] = {
@@ -82,9 +83,9 @@ def exact(value: object) -> str:
     return repr(value)
 
 
-def written(folder: Path, *records: Mapping[str, Any]) -> Path:
+def written(folder: Path, *records: Mapping[str, Any], **limits: int) -> Path:
     path = folder / "decisions.jsonl"
-    log = DecisionLog(path)
+    log = DecisionLog(path, **limits)
     for record in records:
         (log.decision if "statistics" in record else log.start)(**record)
     log.close()
@@ -102,13 +103,15 @@ def test_every_shape_of_statistics_is_drawn() -> None:
 @example(Statistics(step=1, learning_rates=LearningRates((0.1, math.inf), (math.nan, -0.0))))
 def test_statistics_come_back_exactly(statistics: Statistics) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = written(Path(folder), {**MADE, "statistics": statistics})
-        [record] = read_decisions(path)
+        path = written(Path(folder), START, {**MADE, "statistics": statistics})
+        _, record = read_decisions(path)
         text = path.read_text()
     assert isinstance(record, Decided)
     assert exact(record.statistics) == exact(statistics)
-    assert text.count("\n") == 1
-    held = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is not strict JSON"))
+    assert text.count("\n") == 2
+    held = json.loads(
+        text.splitlines()[1], parse_constant=lambda constant: pytest.fail(f"{constant} is not strict JSON")
+    )
     known = [field.name for field in dataclasses.fields(statistics) if getattr(statistics, field.name) is not None]
     # The first versions called candidates a survey, and logs still do.
     assert list(held["statistics"]) == ["survey" if name == "candidates" else name for name in known]
@@ -117,21 +120,22 @@ def test_statistics_come_back_exactly(statistics: Statistics) -> None:
 def test_lines_come_back(tmp_path: Path) -> None:
     path = written(tmp_path / "not" / "there", START, MADE, {**START, "step": 50, "steps_per_epoch": None})
     start, made, resumed = read_decisions(path)
-    assert start == Start(line=1, hvdcomp=version("hvdcomp"), **START)
+    assert start == Start(file=path, line=1, hvdcomp=version("hvdcomp"), **START)
     state = {"policy": "accordion", "previous": {"conv.weight": "Infinity", "bias": None}}
-    assert made == Decided(line=2, **{**MADE, "state": state})
+    assert made == Decided(file=path, line=2, **{**MADE, "state": state})
     assert with_numbers(made.state) == MADE["state"]
     assert (resumed.line, resumed.step) == (3, 50)
     first, second, _ = map(json.loads, path.read_text().splitlines())
     assert list(first) == [
-        "kind", "step", "epoch", "policy", "compressor", "tensors", "steps_per_epoch", "ranks", "hvdcomp", "state",
-        "decision",
+        "kind", "format", "step", "epoch", "policy", "compressor", "tensors", "steps_per_epoch", "ranks", "hvdcomp",
+        "continues", "state", "decision",
     ]  # fmt: skip
     assert list(second) == ["kind", "step", "epoch", "from_step", "statistics", "state", "decision"]
     assert first["kind"] == "start"
     assert second["kind"] == "decision"
     assert first["tensors"] == {"conv.weight": [32, 1, 3, 3], "bias": []}
     assert second["statistics"] == {"step": 45, "epoch": 1, "norms": {"conv.weight": 0.1}}
+    assert second["decision"] == {"changed": {"levels": {"changed": {"0": 1}}}}
 
 
 def test_each_line_is_there_at_once(tmp_path: Path) -> None:
@@ -181,7 +185,7 @@ def test_a_last_line_cut_short_is_left_out_and_then_replaced(tmp_path: Path, cut
 def test_a_first_line_cut_short_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path, START)
     whole = path.read_bytes()
-    for length in (0, 1, 12, 100, len(whole) - 2):
+    for length in (0, 1, 12, 18, 100, len(whole) - 2):
         path.write_bytes(whole[:length])
         assert list(read_decisions(path)) == []
         written(tmp_path, START)
@@ -201,22 +205,29 @@ def _change(line: int, old: str, new: str) -> Any:
     [
         (1, _change(1, '"start"', '"begin"'), '"kind" is "start" or "decision"'),
         (1, _change(1, '{"kind"', '["kind"'), "Expecting|delimiter"),
-        (1, _change(1, '"ranks": 2', '"ranks": "2"'), "ranks: '2' must be a whole number"),
-        (1, _change(1, '"ranks": 2', '"ranks": true'), "ranks: True must be a whole number"),
-        (1, _change(1, '"ranks": 2, ', ""), "start lacks ranks"),
-        (1, _change(1, '"ranks": 2', '"ranks": 2, "more": 1'), "start has an unknown more"),
-        (1, _change(1, "[32, 1, 3, 3]", "[32, 1.5]"), r"tensors.conv.weight\[1\]: 1.5 must be a whole number"),
+        (1, _change(1, '"ranks":2', '"ranks":"2"'), "ranks: '2' must be a whole number"),
+        (1, _change(1, '"ranks":2', '"ranks":true'), "ranks: True must be a whole number"),
+        (1, _change(1, '"ranks":2,', ""), "start lacks ranks"),
+        (1, _change(1, '"ranks":2', '"ranks":2,"more":1'), "start has an unknown more"),
+        (1, _change(1, "[32,1,3,3]", "[32,1.5]"), r"tensors.conv.weight\[1\]: 1.5 must be a whole number"),
         (2, _change(2, "0.1", "NaN"), "NaN is not JSON"),
         (2, _change(2, "0.1", '"nan"'), "norms.conv.weight: 'nan' must be a number"),
         (2, _change(2, "0.1", "null"), "norms.conv.weight: None must be a number"),
         (2, _change(2, '"norms"', '"normes"'), "statistics has an unknown normes"),
         (2, _change(2, '"norms"', '"learning_rates"'), "learning_rates lacks next, now"),
-        (2, _change(2, '{"conv.weight": 0.1}', "{}, "), "Expecting|Illegal"),
+        (2, _change(2, '{"conv.weight":0.1}', "{}, "), "Expecting|Illegal"),
         (2, lambda lines: lines.insert(1, "\n"), "Expecting value"),
         (2, lambda lines: lines.insert(1, "17\n"), "not a line of a decision log"),
-        (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated"),
+        (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated|Invalid control"),
         (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "of the same groups"),
         (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains.a.x: expected a number"),
+        (1, lambda lines: lines.pop(0), "a decision log begins with a start line"),
+        (1, _change(1, '"format":2', '"format":3'), f"format 3 is not known here; .* {version('hvdcomp')} or later"),
+        (1, _change(1, '{"by_tensor":[4,null]}', '{"by_tensor":[4]}'), "does not fit the lines before it: ValueError"),
+        (2, _change(2, '{"0":1}', '{"2":1}'), "does not fit the lines before it: KeyError"),
+        (2, _change(2, '{"changed":{"levels"', '{"changed":{"lovels"'), "does not fit the lines before it: KeyError"),
+        (2, _change(2, '{"conv.weight":0.1}', '{"changed":{"0":0.1}}'), "does not fit the lines before it: TypeError"),
+        (2, _change(2, '"norms":', '"mean_to_std":{"as":"x"},"norms":'), "does not fit the lines before it: KeyError"),
     ],
 )  # fmt: skip
 def test_damage_is_found_at_its_line(tmp_path: Path, line: int, change: Any, said: str) -> None:
@@ -234,6 +245,40 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"\x80\xff\n")
     with pytest.raises(DecisionLogError, match="line 1"):
         list(read_decisions(path))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats(allow_nan=False, allow_infinity=False) | names,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(names | st.sampled_from(["a", "b", "by_tensor", "as", "changed", "plain"]), inner, max_size=3)
+        | st.tuples(inner, inner).map(lambda pair: dict(zip("ab", pair, strict=True)))  # by tensor
+    ),
+    max_leaves=12,
+)  # fmt: skip
+objects = st.dictionaries(names | st.sampled_from(["a", "b", "as"]), json_values, max_size=4)
+parts = st.fixed_dictionaries({"statistics": objects, "state": objects, "decision": objects})
+
+
+@given(lines=st.lists(st.tuples(parts, st.integers(0, 5)), min_size=1, max_size=4))
+@example(
+    [
+        ({"statistics": {}, "state": {"a": 1, "b": True}, "decision": {"a": 0.0}}, 0),
+        ({"statistics": {"norms": {"a": 1.0, "b": 1}}, "state": {"a": 1.0, "b": 1}, "decision": {"a": -0.0}}, 0),
+    ]
+)
+@example([({"statistics": {}, "state": {"a": {"x": 0.0}, "b": {"x": 1}}, "decision": {"as": {"as": "a"}}}, 0)] * 2)
+def test_short_lines_come_back_exactly(lines: list[tuple[dict[str, Any], int]]) -> None:
+    """Any JSON at all, of any names, and lines that share much with the one before."""
+    shorthand = Shorthand(["a", "b"])
+    before: dict[str, Any] = {}
+    read_before: dict[str, Any] = {}
+    for drawn, shared in lines:
+        parts = {**drawn, **dict(list(before.items())[:shared])}
+        short = json.loads(json.dumps(shorthand.short(parts, before)))
+        read_before = shorthand.whole(short, read_before)
+        assert exact(read_before) == exact(parts)
+        before = parts
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hvdcomp.cli import main
 from hvdcomp.policies import POLICIES, Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistic, Statistics, Timing
 from hvdcomp.report.replay import replay
+from tests.decision_lines import whole_lines, write_as_before
 from tests.harness import fewer_examples
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number
@@ -82,11 +83,13 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
     return Statistics(step=step, epoch=draw.choice([None, step // 3]), **known)
 
 
-def drive(path: Path, policy: Policy[Any], moments: int, seed: int, state: Any = None, first: int = 0) -> Any:
+def drive(
+    path: Path, policy: Policy[Any], moments: int, seed: int, state: Any = None, first: int = 0, **limits: int
+) -> Any:
     """Drives the policy, from its beginning or from a state, and logs it as a training does; returns the last state."""
     draw = random.Random(seed)
     state = policy.initial_state(tuple(TENSORS)) if state is None else state
-    log = DecisionLog(path)
+    log = DecisionLog(path, **limits)
     log.start(
         step=first, epoch=0, policy=str(policy), compressor="topk:ratio=0.01", tensors=TENSORS, steps_per_epoch=3,
         ranks=2, state=policy.to_json(state), decision=policy.decision(state).to_json(),
@@ -108,15 +111,13 @@ def run(path: Path, *options: str) -> Result:
 
 def tamper(path: Path, line: int, place: tuple[str, ...], change: Any) -> Any:
     """Changes one value of a line, to what `change` gives or is; returns what stood there."""
-    lines = path.read_text().splitlines(keepends=True)
-    data = json.loads(lines[line - 1])
-    inner = data
+    lines = whole_lines(path)
+    inner = lines[line - 1]
     for key in place[:-1]:
         inner = inner[key]
     old = inner[place[-1]]
     inner[place[-1]] = change(old) if callable(change) else change
-    lines[line - 1] = json.dumps(data) + "\n"
-    path.write_text("".join(lines))
+    write_as_before(path, lines)
     return old
 
 
@@ -153,8 +154,7 @@ def test_any_changed_decision_or_state_is_found_at_its_line(spec: str, tmp_path:
     drive(whole, policy_of(spec), 8, seed=7)
     changed = tmp_path / "changed.jsonl"
     tried = 0
-    for line, text in enumerate(whole.read_text().splitlines(), 1):
-        data = json.loads(text)
+    for line, data in enumerate(whole_lines(whole), 1):
         leaves = [place for name in ("decision", "state") for place in leaves_of(data[name], (name,))]
         for place in random.Random(line).sample(leaves, min(6, len(leaves))):
             if place[-1] == "policy" and line == 1:
@@ -257,7 +257,7 @@ def test_a_run_resumed_from_a_state_that_is_not_finite(path: Path) -> None:
     policy = policy_of("increase_batch_size:low=128,high=2048")
     state = policy.from_json({"policy": policy.name, "peak": math.inf, "accumulation": 1})
     drive(path, policy, 5, seed=0, state=state, first=9)
-    assert '"peak": "Infinity"' in path.read_text()
+    assert '"peak":"Infinity"' in path.read_text()
     assert replay(path).difference is None
 
 
@@ -302,7 +302,7 @@ def without_start(path: Path) -> None:
         (lambda path: path.write_text('{"kind": "sta'), "holds no whole line of a decision log"),
         (lambda path: path.write_text('{"step": 1, "loss": 2.3}\n'), "line 1: this is not a line of a decision log"),
         (lambda path: path.write_text("step,loss\n1,2.3\n"), "line 1: Expecting value"),
-        (without_start, "line 1: no start line stands before the first decision"),
+        (without_start, "line 1: a decision log begins with a start line"),
         (lambda path: tamper(path, 1, ("policy",), "acordion:low=1"), "line 1: unknown policy 'acordion'"),
         (lambda path: tamper(path, 1, ("policy",), "gravac:min=0.5"), "line 1: gravac: min=0.5 is not allowed"),
         (lambda path: tamper(path, 1, ("policy",), "warmup:dense_steps=5"), "is a schedule, which decides nothing"),

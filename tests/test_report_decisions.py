@@ -23,6 +23,7 @@ from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.decisions import load_decisions
 from hvdcomp.report.runs import RunError, find_runs
 from hvdcomp.report.table import make_sections, policy_line
+from tests.decision_lines import whole_lines, write_as_before
 from tests.test_coordinator_auto import run as drive_auto
 
 EPOCH = 20  # steps
@@ -174,7 +175,7 @@ def test_factors_gains_and_throughput_of_the_whole_model(tmp_path, lag):
     assert set(log.gains) == set(policy.candidates) | {10}
     sent = set(log.sent[np.isfinite(log.sent)])
     assert sent == set(log.throughput) if lag else sent <= set(log.throughput) | {1}
-    last = json.loads(path.read_text().splitlines()[-1])["state"]
+    last = whole_lines(path)[-1]["state"]
     for name, arrays in (("gains", log.gains), ("throughput", log.throughput)):
         assert {repr(cf): column[-1] for cf, column in arrays.items() if np.isfinite(column[-1])} == last[name]
 
@@ -277,6 +278,7 @@ def test_half_a_last_line_is_left_out(tmp_path):
 def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new, said):
     told = regimes({1: (1, 1, 1)})
     path = write_log(tmp_path / "run/decisions.jsonl", "accordion:low=4,high=1,interval=1", told)
+    write_as_before(path, whole_lines(path))
     lines = path.read_text().splitlines(keepends=True)
     assert old in lines[number - 1]
     lines[number - 1] = lines[number - 1].replace(old, new)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdcomp.launch.promise import EXIT_SAVED
+from tests.decision_lines import whole_lines
 from tests.launch import run_ranks
 from tests.test_train_data import _write_cifar10
 
@@ -115,7 +116,7 @@ def _check_same_run(one: Path, other: Path, resumed_at: list[int]) -> None:
 
 
 def _decisions(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in _lines(folder / "decisions.jsonl") if line["kind"] == "decision"]
+    return [line for line in whole_lines(folder / "decisions.jsonl") if line["kind"] == "decision"]
 
 
 _TOPK = ["--model", "mlp", "--samples", "640", "--epochs", "3", "--compression", "topk:ratio=0.02"]

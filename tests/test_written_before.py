@@ -22,6 +22,7 @@ from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates
 from hvdcomp.report.decisions import load_decisions
 from hvdcomp.report.replay import replay
+from tests.decision_lines import whole_lines, write_as_before
 from tests.driven import Driven
 
 FILE = Path(__file__).parent / "data" / "written_before.json"
@@ -105,7 +106,7 @@ def record(spec: str, folder: Path) -> dict[str, Any]:
     ((whole, _), _) = drive(spec, log, STEPS)
     return {
         "states": [state for _, state in stopped],
-        "log": [json.loads(line) for line in log.read_text().splitlines()],
+        "log": whole_lines(log),
         "plans": whole.plans,
         "batches": whole.batches,
     }
@@ -136,7 +137,7 @@ def test_a_checkpoint_goes_on_as_it_did_then(spec: str, written: dict[str, Any])
 @pytest.mark.parametrize("spec", POLICIES)
 def test_a_log_is_made_again_and_shown(spec: str, written: dict[str, Any], tmp_path: Path) -> None:
     log, lines = tmp_path / "decisions.jsonl", written[spec]["log"]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_as_before(log, lines)
     again = replay(log)
     assert again.difference is None
     assert again.decisions == len(lines) - 1

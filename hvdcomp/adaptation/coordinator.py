@@ -182,7 +182,8 @@ class Coordinator:
     def end_step(self) -> None:
         """To be called at the end of a step, when its results are there."""
         request = self.channel.request
-        self.observers.end_step(request.ever)
+        # Once a policy has made its last decision, nobody takes away what is noted.
+        self.observers.end_step(request.ever if request.period is not None else frozenset())
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
             self._decide_by(self._rates)

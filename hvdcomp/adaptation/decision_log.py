@@ -2,12 +2,16 @@
 
 One JSON object a line: a start line when a run begins or is resumed, and a decision line for each moment of decision.
 The JSON is strict; numbers that it cannot hold are the texts "NaN", "Infinity" and "-Infinity", and keys that are
-numbers are their repr.
+numbers are their repr. `hvdcomp.adaptation.log_lines` says how lines are kept short.
+
+When a file has grown to its limit, it is put aside under a number, and a new one begins with a start line of its own.
+Each file can be read without the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import numbers
@@ -19,9 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.errors import ConfigurationError
-from hvdcomp.files import RecordFile
+from hvdcomp.adaptation.log_lines import Parts, Shorthand
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.files import RecordFile, put_aside, put_aside_before
 from hvdcomp.policies.request import Statistics
+from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -30,7 +36,18 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _WRITTEN = {"candidates": "survey"}
 """Fields of `Statistics` that a log has under another name, that of the first versions."""
 
-_FIRST_BYTES = b'{"kind": "start", '
+_FORMAT = 2
+"""Of start lines. Those without one, of earlier versions, and the decision lines that follow them, are not short."""
+
+_FIRST_BYTES = (b'{"kind":"start",', b'{"kind": "start", ')  # the second of earlier versions
+_PARTS = ("statistics", "state", "decision")
+_NOT_WRITTEN = ("file", "line", *_PARTS)  # or written apart
+
+FILE_BYTES = 64 * 2**20
+"""From this size on a file is put aside, if nothing else is said."""
+
+FILES = 16
+"""How many files of a log there are at most, if nothing else is said."""
 
 
 class DecisionLogError(ValueError):
@@ -42,16 +59,18 @@ class Start:
     """A start line.
 
     Attributes:
-        line: number in the file, from 1.
-        step, epoch: that ended before; 0 unless the run was resumed.
+        file, line: where it stands; lines are counted from 1.
+        step, epoch: that ended before; 0 unless the run was resumed, or goes on in a new file.
         policy, compressor: their spec strings.
         tensors: shapes of the compressed tensors, by name.
         steps_per_epoch: None if epochs are not counted.
         ranks: their number.
         hvdcomp: version that wrote the line.
         state, decision: those in force, as JSON.
+        continues: whether this is the first line of a new file, in which the run goes on without a break.
     """
 
+    file: Path
     line: int
     step: int
     epoch: int | None
@@ -63,6 +82,7 @@ class Start:
     hvdcomp: str
     state: Mapping[str, Any]
     decision: Mapping[str, Any]
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,13 +90,14 @@ class Decided:
     """A decision line.
 
     Attributes:
-        line: number in the file, from 1.
+        file, line: where it stands; lines are counted from 1.
         step, epoch: that ended when the statistics were taken.
         from_step: the first step, counted from 0, that obeys the decision.
         statistics: from which it was made.
         state, decision: the new ones, as JSON.
     """
 
+    file: Path
     line: int
     step: int
     epoch: int | None
@@ -91,38 +112,54 @@ class DecisionLog:
 
     The file is opened with the first line, and each line is written at once, so that a run that is killed leaves all it
     did. On a full disk the file ends with the last whole line.
+
+    Args:
+        path: of the newest file, which is the one that is written to.
+        file_bytes: a file that has this size gets no further line. It is put aside under the next number, as
+            "decisions.1.jsonl" of "decisions.jsonl", and a new one begins.
+        files: how many there are at most. Of more, the oldest is removed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
         """Checks that the file can be written, and leaves no trace of that.
 
         Raises:
             ConfigurationError: if it cannot, or if it is another kind of file.
         """
         self.path = Path(path)
+        self._file_bytes = file_bytes
+        self._files = files
         self._file: RecordFile | None = None
+        self._header: Start | None = None  # what a new file would have to begin with now
+        self._shorthand = Shorthand(())  # of the lines after the latest start line
+        self._before: Parts = {}  # whole, of the line before
         try:
             _check_writable(self.path)
         except OSError as error:
             raise self._cannot(error) from None
 
     def start(self, **fields: Any) -> None:
-        """Adds a start line with the fields of `Start`; the line and the version are filled in.
+        """Adds a start line with the fields of `Start`; the place and the version are filled in.
 
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        self._write({"kind": "start", **_fields(Start(line=0, hvdcomp=version("hvdcomp"), **fields))})
+        self._begin(Start(file=self.path, line=0, hvdcomp=version("hvdcomp"), **fields))
 
     def decision(self, **fields: Any) -> None:
-        """Adds a decision line with the fields of `Decided`; the line is filled in.
+        """Adds a decision line with the fields of `Decided`, after `start`; the place is filled in.
 
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        made = Decided(line=0, **fields)
-        statistics = _renamed(made.statistics.known(), _WRITTEN)
-        self._write({"kind": "decision", **_fields(made), "statistics": statistics})
+        made = Decided(file=self.path, line=0, **fields)
+        assert self._header is not None
+        if self._header.continues and self._is_full():
+            self._begin(self._header)
+        parts = to_json({**_parts(made), "statistics": _renamed(made.statistics.known(), _WRITTEN)})
+        self._write("decision", made, parts)
+        now = {"step": made.from_step, "epoch": made.epoch, "state": made.state, "decision": made.decision}
+        self._header = dataclasses.replace(self._header, **now, continues=True)
 
     def close(self) -> None:
         """Closes the file. A line that follows opens it again."""
@@ -130,17 +167,41 @@ class DecisionLog:
             self._file.close()
             self._file = None
 
-    def _write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(to_json(record), allow_nan=False).encode() + b"\n"
+    def _begin(self, start: Start) -> None:
+        """Adds a start line, to a new file if the one that is there is full."""
+        if self._is_full():
+            self.close()
+            try:
+                put_aside(self.path, self._files - 1)
+            except OSError as error:
+                raise self._cannot(error) from None
+        self._shorthand, self._before = Shorthand(start.tensors), {}
+        self._write("start", start, to_json(_parts(start)), format=_FORMAT)
+        self._header = start
+
+    def _write(self, kind: str, record: Start | Decided, parts: Parts, **more: Any) -> None:
+        fields = to_json({name: value for name, value in vars(record).items() if name not in _NOT_WRITTEN})
+        line = {"kind": kind, **more, **fields, **self._shorthand.short(parts, self._before)}
+        text = json.dumps(line, allow_nan=False, separators=(",", ":"))
         try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                if self.path.is_file():
-                    _mend(self.path)
-                self._file = RecordFile(self.path)
-            self._file.write(line)
+            self._opened().write(text.encode() + b"\n")
         except OSError as error:
             raise self._cannot(error) from None
+        self._before = parts
+
+    def _is_full(self) -> bool:
+        try:
+            return self._opened().size >= self._file_bytes
+        except OSError as error:
+            raise self._cannot(error) from None
+
+    def _opened(self) -> RecordFile:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_file():
+                _mend(self.path)
+            self._file = RecordFile(self.path)
+        return self._file
 
     def _cannot(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
@@ -148,21 +209,56 @@ class DecisionLog:
         )
 
 
+def check_limits(file_bytes: int, files: int) -> None:
+    """Raises SpecError unless these can be the limits of a log, by the names that `hvdcomp.Compression` gives them."""
+    for name, given, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
+        if not is_whole(given, least):
+            raise SpecError(f"{name}={given!r} is not possible; give a whole number from {least} on")
+
+
 def read_decisions(path: Path) -> Iterator[Start | Decided]:
     """The lines of a decision log, one by one. A last line that was cut short is left out.
 
+    Args:
+        path: of the newest file; those that were put aside are read before it. Or of one of these, to read it alone.
+
     Raises:
-        DecisionLogError: at a line that is not as this module writes them; names the file and the line.
-        OSError: if the file cannot be read.
+        DecisionLogError: at a line that is not as this module writes them, naming the file and the line; or if a file
+            between two others is not there.
+        OSError: if a file cannot be read.
     """
+    aside = put_aside_before(path)
+    for one, other in itertools.pairwise(aside):
+        if other != one + 1:
+            raise DecisionLogError(
+                f"{path}: of the files before it, {aside[one].name} and {aside[other].name} are there, but none "
+                "between them; bring it back, or remove those before it"
+            )
+    for file in (*aside.values(), path):
+        yield from _read_file(file)
+
+
+def _read_file(path: Path) -> Iterator[Start | Decided]:
+    shorthand: Shorthand | None = None
+    before: Parts = {}
+    begun = False
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n") and not _is_whole(line):
                 return
             try:
-                yield _record(number, line)
+                data = _fields_of(line)
+                if data["kind"] == "start":
+                    shorthand, before, begun = _shorthand_of(data), {}, True
+                elif not begun:
+                    raise ValueError("a decision log begins with a start line")
+                if shorthand is not None:
+                    before = shorthand.whole({name: data[name] for name in _PARTS if name in data}, before)
+                    data |= before
+                record = _record(path, number, data)
             except ValueError as error:
                 raise DecisionLogError(f"{path}, line {number}: {error}") from None
+            yield record
 
 
 def to_json(value: Any) -> Any:
@@ -173,7 +269,9 @@ def to_json(value: Any) -> Any:
     """
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, numbers.Integral):
+    if isinstance(value, float) and math.isfinite(value):  # most are, and the tests below take long
+        return float(value)
+    if isinstance(value, int | numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         number = float(value)
@@ -183,7 +281,7 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: to_json(item) for name, item in as_fields(value).items()}
     if isinstance(value, Mapping):
-        return {_key_text(key): to_json(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _key_text(key): to_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [to_json(item) for item in value]
     raise TypeError(f"a decision log cannot hold {value!r}, a {type(value).__name__}")
@@ -203,8 +301,6 @@ def with_numbers(value: Any) -> Any:
 
 
 def _key_text(key: Any) -> str:
-    if isinstance(key, str):
-        return key
     return repr(int(key)) if isinstance(key, numbers.Integral) else repr(float(key))
 
 
@@ -217,8 +313,8 @@ def _check_writable(path: Path) -> None:
     if not path.is_file():
         raise OSError("it is not a file")
     with path.open("r+b") as file:
-        first = file.read(len(_FIRST_BYTES))
-    if not _FIRST_BYTES.startswith(first):
+        first = file.read(max(map(len, _FIRST_BYTES)))
+    if not any(each.startswith(first) or first.startswith(each) for each in _FIRST_BYTES):
         raise ConfigurationError(f"{path} is there already and is not a decision log; name another file")
 
 
@@ -244,20 +340,37 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _record(number: int, line: bytes) -> Start | Decided:
+def _fields_of(line: bytes) -> dict[str, Any]:
     """Raises ValueError if the line is not one of a decision log."""
     data = json.loads(line, parse_constant=_no_constant)
-    kinds: dict[Any, type[Start | Decided]] = {"start": Start, "decision": Decided}
-    kind = data.pop("kind", None) if isinstance(data, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
+    if not isinstance(data, dict) or data.get("kind") not in ("start", "decision"):
         raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
+    return data
+
+
+def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
+    """That of the lines from a start line on; None for earlier versions. Takes the format out of the line.
+
+    Raises:
+        ValueError: if it is of a version to come.
+    """
+    form = start.pop("format", None)
+    if form not in (None, _FORMAT):
+        raise ValueError(f"format {form!r} is not known here; read it with hvdcomp {start.get('hvdcomp')} or later")
+    return None if form is None else Shorthand(typed(Mapping[str, Any], start.get("tensors"), "tensors"))
+
+
+def _record(file: Path, number: int, data: dict[str, Any]) -> Start | Decided:
+    """Raises ValueError if the fields are not those of a line of its kind."""
+    kind = data.pop("kind")
     if isinstance(data.get("statistics"), dict):
         data["statistics"] = _renamed(data["statistics"], {written: name for name, written in _WRITTEN.items()})
-    return typed(kinds[kind], {**data, "line": number}, kind, texts=NON_FINITE)
+    make: type[Start | Decided] = Start if kind == "start" else Decided
+    return typed(make, {**data, "file": file, "line": number}, kind, texts=NON_FINITE)
 
 
-def _fields(record: Start | Decided) -> dict[str, Any]:
-    return {name: value for name, value in vars(record).items() if name != "line"}
+def _parts(record: Start | Decided) -> dict[str, Any]:
+    return {name: value for name, value in vars(record).items() if name in _PARTS}
 
 
 def _renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
     )
 
 
+_MOST_KEPT = 64  # plans of a factor: more than any policy here comes back to
+
+
 class Plans:
     """The plans that decisions ask for. Tensors that a decision does not name keep their own method.
 
@@ -49,8 +52,10 @@ class Plans:
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
     def at_factor(self, factor: float) -> Plan:
-        """All of `names` at one compression factor. It is made once, because every step of GraVAC asks for it."""
+        """All of `names` at one compression factor. It is kept, because every step of GraVAC asks for it."""
         if factor not in self._at_factor:
+            if len(self._at_factor) == _MOST_KEPT:
+                self._at_factor.clear()
             self._at_factor[factor] = self.at_factors(dict.fromkeys(self.names, factor))
         return self._at_factor[factor]
 

@@ -20,6 +20,8 @@ class UsedCompression(Protocol):
     settings: Settings
     ledger: Ledger
     decision_log: Path | None
+    decision_log_bytes: int
+    decision_log_files: int
 
     @property
     def levels(self) -> dict[str, Level]: ...

@@ -30,8 +30,9 @@ class CannotReplay(click.ClickException):
 def command(ctx: click.Context, log: Path, as_json: bool) -> None:
     """Make the decisions of a training run again, from the statistics in its decision log, and compare.
 
-    Needs neither a framework nor the model. The exit status is 0 if all decisions and states are as logged, 1 at the
-    first that is not, and 2 if the file cannot be replayed.
+    Files that were put aside of it, such as decisions.1.jsonl, are replayed before it; give one of these to replay it
+    alone. Needs neither a framework nor the model. The exit status is 0 if all decisions and states are as logged, 1
+    at the first that is not, and 2 if the file cannot be replayed.
     """
     try:
         with make_console(stderr=True).status(Text(f"Replaying {log} ...")):
@@ -45,7 +46,7 @@ def command(ctx: click.Context, log: Path, as_json: bool) -> None:
     elif done.difference is None:
         click.echo(_summary(done))
     else:
-        click.echo("\n".join(_lines(log, done.difference)))
+        click.echo("\n".join(_lines(done.difference)))
     ctx.exit(0 if done.difference is None else DIFFERS)
 
 
@@ -56,8 +57,8 @@ def _summary(done: Replay) -> str:
     return f"{' and '.join(done.policies)}: {count}{steps}{restarts}: all as logged"
 
 
-def _lines(log: Path, difference: Difference) -> list[str]:
-    head = f"{log}, line {difference.line}, step {difference.step}:"
+def _lines(difference: Difference) -> list[str]:
+    head = f"{difference.file}, line {difference.line}, step {difference.step}:"
     if difference.refusal is not None:
         return [f"{head} the policy refuses the logged statistics: {difference.refusal}"]
     return [f"{head} the policy does not make what was logged"] + [
@@ -94,4 +95,10 @@ def _as_json(difference: Difference) -> dict[str, Any]:
         }
         for part in difference.parts
     ]
-    return {"line": difference.line, "step": difference.step, "parts": parts, "refusal": difference.refusal}
+    return {
+        "file": str(difference.file),
+        "line": difference.line,
+        "step": difference.step,
+        "parts": parts,
+        "refusal": difference.refusal,
+    }

@@ -66,7 +66,8 @@ class Decisions:
 
 
 def load_decisions(path: Path) -> Decisions | None:
-    """Read a decision log. None if it has no line yet; a last line that was cut short is left out.
+    """Read a decision log, with the files that were put aside of it. None if it has no line yet; a last line that was
+    cut short is left out.
 
     Raises:
         DecisionLogError: the file is damaged, or holds decisions that cannot be shown; names the line.
@@ -77,15 +78,18 @@ def load_decisions(path: Path) -> Decisions | None:
     rows: list[dict[str, Any]] = []
     made = end = 0
     for line in read_decisions(path):
+        where = f"{line.file}, line {line.line}"
         if isinstance(line, Start):
+            told = start is not None and line.continues
             start = line
-        elif start is None:
-            raise DecisionLogError(f"{path}, line {line.line}: a decision log begins with a start line")
+            if told:
+                continue
         else:
             made += 1
+        assert start is not None
         first = line.step if isinstance(line, Start) else line.from_step
         if not (0 <= first <= MOST_STEPS and 0 <= line.step <= MOST_STEPS):
-            raise DecisionLogError(f"{path}, line {line.line}: no run has a step of this number")
+            raise DecisionLogError(f"{where}: no run has a step of this number")
         while steps and steps[-1] >= first:
             steps.pop()
             rows.pop()
@@ -93,7 +97,7 @@ def load_decisions(path: Path) -> Decisions | None:
             rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DecisionLogError(
-                f"{path}, line {line.line}: its decision and state are not as hvdcomp writes them: {error!r}"
+                f"{where}: its decision and state are not as hvdcomp writes them: {error!r}"
             ) from None
         steps.append(first)
         end = line.step

@@ -39,12 +39,13 @@ class Difference:
     """The first line whose decision or state is not what the policy makes.
 
     Attributes:
-        line: its number in the file, from 1.
+        file, line: where it stands; lines are counted from 1.
         step: as logged.
         parts: what differs; or empty where the policy refuses the statistics.
         refusal: what the policy says to the logged statistics, if it refuses them.
     """
 
+    file: Path
     line: int
     step: int
     parts: tuple[Part, ...] = ()
@@ -57,7 +58,7 @@ class Replay:
 
     Attributes:
         policies: of the start lines, each named once.
-        starts: number of start lines.
+        starts: number of start lines, without those of new files in which a run goes on.
         decisions: number of decision lines that were made again, the differing one not counted.
         first_step, last_step: of these; None if there are none.
         difference: where the log and the policy part, and the replay ended; None if they agree.
@@ -74,6 +75,9 @@ class Replay:
 def replay(path: Path) -> Replay:
     """Makes all decisions of a log again, up to the first that differs.
 
+    Args:
+        path: as for `read_decisions`. Where the first files are gone, the state that the next begins with is believed.
+
     Raises:
         DecisionLogError: if it is not a decision log, or a line is damaged, or names an unknown policy.
         OSError: if the file cannot be read.
@@ -83,20 +87,24 @@ def replay(path: Path) -> Replay:
     state: Any = None
     for record in read_decisions(path):
         if isinstance(record, Start):
-            policy, state = _begin(path, record)
-            done.starts += 1
+            before = state
+            policy, state = _begin(record)
+            if record.continues and done.starts:
+                state = before
+            else:
+                done.starts += 1
+            if record.step == 0 and not record.continues:
+                state = policy.initial_state(tuple(record.tensors))
             if record.policy not in done.policies:
                 done.policies.append(record.policy)
-            if record.step == 0:
-                state = policy.initial_state(tuple(record.tensors))
             done.difference = _compare(policy, state, policy.decision(state), record)
-        elif policy is None:
-            raise DecisionLogError(f"{path}, line {record.line}: no start line stands before the first decision")
         else:
+            assert policy is not None
             try:
                 state, decision = policy.decide(state, record.statistics)
             except _REFUSALS as error:
-                done.difference = Difference(record.line, record.step, refusal=f"{type(error).__name__}: {error}")
+                refusal = f"{type(error).__name__}: {error}"
+                done.difference = Difference(record.file, record.line, record.step, refusal=refusal)
             else:
                 done.difference = _compare(policy, state, decision, record)
         if done.difference is not None:
@@ -110,7 +118,7 @@ def replay(path: Path) -> Replay:
     return done
 
 
-def _begin(path: Path, start: Start) -> tuple[Policy[Any], Any]:
+def _begin(start: Start) -> tuple[Policy[Any], Any]:
     """The policy and the state of a start line."""
     try:
         policy = parse_policy(start.policy)
@@ -119,7 +127,7 @@ def _begin(path: Path, start: Start) -> tuple[Policy[Any], Any]:
         state = policy.from_json(with_numbers(start.state))
         policy.decision(state)
     except _REFUSALS as error:
-        raise DecisionLogError(f"{path}, line {start.line}: {error}") from None
+        raise DecisionLogError(f"{start.file}, line {start.line}: {error}") from None
     return policy, state
 
 
@@ -129,7 +137,7 @@ def _compare(policy: Policy[Any], state: Any, decision: Any, record: Start | Dec
         "state": (record.state, to_json(policy.to_json(state))),
     }
     parts = [part for name, (logged, made) in pairs.items() for part in _parts((name,), logged, made)]
-    return Difference(record.line, record.step, tuple(parts)) if parts else None
+    return Difference(record.file, record.line, record.step, tuple(parts)) if parts else None
 
 
 def _parts(place: tuple[str, ...], logged: Any, made: Any) -> list[Part]:

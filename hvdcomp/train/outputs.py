@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import RecordFile, replace_text
+from hvdcomp.files import RecordFile, aside, bring_back, put_aside_before, replace_text
 from hvdcomp.train.options import SetupError
 
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
-DECISIONS = "decisions.jsonl"  # written by the compression
+DECISIONS = "decisions.jsonl"  # written by the compression, which puts full files aside
+_ASIDE = f"{DECISIONS} put aside"  # beside the sizes of files: the number of the last one that was
 
 
 def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None = None) -> None:
@@ -43,14 +44,18 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
     if folder.exists() and not folder.is_dir():
         raise SetupError(f"--output {folder} is a file; name a folder")
     if sizes is not None:
-        for name, size in sizes.items():
-            if not (folder / name).is_file() or (folder / name).stat().st_size < size:
+        for name in filter(sizes.__contains__, (STEPS, EPOCHS, DECISIONS)):
+            file = folder / name
+            if name == DECISIONS and put_aside_before(file).keys() - range(sizes.get(_ASIDE, 0) + 1):
+                file = aside(file, sizes.get(_ASIDE, 0) + 1)  # where it is since then
+            if not file.is_file() or file.stat().st_size < sizes[name]:
                 raise SetupError(
                     f"--output {folder}: {name} is not that of the run that was saved in --checkpoint-folder; name the "
                     "same --output as before, or another --checkpoint-folder"
                 )
         return
     held = [name for name in (STEPS, EPOCHS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
+    held += [file.name for file in put_aside_before(folder / DECISIONS).values()]
     if held and not overwrite:
         raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -99,6 +104,7 @@ class RunWriter:
         self._board: _Board | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            bring_back(folder / DECISIONS, 0 if sizes is None else sizes.get(_ASIDE, 0))
             for name in (STEPS, EPOCHS, DECISIONS):
                 if sizes is not None and name in sizes:
                     os.truncate(folder / name, sizes[name])
@@ -148,12 +154,12 @@ class RunWriter:
             self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files so far, which are then on the disk.
+        """Bytes of the files so far, which are then on the disk, and what else is needed to go on with them.
 
         Raises:
             OSError: if they cannot be brought there.
         """
-        sizes = {}
+        sizes = {_ASIDE: max(put_aside_before(self._folder / DECISIONS), default=0)}
         for name in (STEPS, EPOCHS, DECISIONS):
             if (self._folder / name).exists():
                 with (self._folder / name).open("rb") as file:

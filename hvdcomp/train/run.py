@@ -27,6 +27,7 @@ from hvdcomp.train.reporter import Reporter
 
 _STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
 _SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
+_MOST_TIMES = 10_000  # of the latest steps that are kept, and saved in checkpoints
 _FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
 _EVALUATION_BATCH = 256
 # What of a `_Run` a checkpoint keeps.
@@ -68,7 +69,7 @@ class Run:
         self._losses: list[float] = []  # of the steps of this epoch
         self._rate = 0.0
         self._finite = True  # on this rank
-        self._times: list[float] = []  # ms of each step
+        self._times: list[float] = []  # ms of each of the latest steps
         self._epochs: list[dict[str, Any]] = []
         self._stepped = False  # in this process
         self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
@@ -225,6 +226,8 @@ class Run:
         self._taken += accumulation
         self._losses.append(loss)
         self._times.append(milliseconds)
+        if len(self._times) >= 2 * _MOST_TIMES:
+            del self._times[:-_MOST_TIMES]
         self._finite = self._finite and math.isfinite(loss)
         self._reporter.step(self._batches, self._epoch, loss, milliseconds)
         if self._writer is not None:
@@ -327,11 +330,11 @@ class Run:
 
     def _time_per_step(self) -> tuple[float | None, str]:
         """Median time of a step in ms, and the steps it is of: those of the start are slower."""
-        skipped = self._steps_per_epoch if len(self._times) > self._steps_per_epoch else _FIRST_STEPS
-        counted = self._times[skipped:]
-        if not counted:
+        skipped = self._steps_per_epoch if self._step > self._steps_per_epoch else _FIRST_STEPS
+        if self._step <= skipped:
             return None, f"no more than {skipped} steps were made"
-        return float(np.median(counted)), f"median of steps {skipped + 1} to {len(self._times)}"
+        counted = self._times[-min(self._step - skipped, _MOST_TIMES) :]
+        return float(np.median(counted)), f"median of steps {self._step - len(counted) + 1} to {self._step}"
 
 
 def _digest(parameters: Arrays) -> str:

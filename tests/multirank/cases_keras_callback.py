@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import hvdcomp
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.tensorflow import CompressionState
 from hvdcomp.tensorflow.keras import PolicyCallback
+from tests.decision_lines import whole_lines
 from tests.multirank.worker import thorough
 
 EPOCHS, STEPS, ROWS = 2, 4, 8
@@ -196,7 +196,7 @@ def case_validation_is_left_out_of_the_times_of_steps() -> None:
         validation_data=(inputs, classes), validation_steps=1, callbacks=[PolicyCallback(compression), Slow()],
     )  # fmt: skip
     if hvd.rank() == 0:
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines = whole_lines(log)
         # In the first epochs TensorFlow builds its functions.
         told = [line["statistics"]["timing"]["seconds"] for line in lines if line["step"] > STEPS + 1]
         assert len(told) >= STEPS, told

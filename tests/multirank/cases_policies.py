@@ -19,6 +19,7 @@ import hvdcomp
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.report.replay import replay
 from hvdcomp.torch.binding import TorchBinding
+from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.collectives import nodes_of
 from tests.multirank.training import (
@@ -124,7 +125,7 @@ def case_all_ranks_obey_one_decision_in_the_same_step_and_log_what_caused_it() -
     for spec, policy in _settings():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "decisions.jsonl"
-            training = Training(spec, policy, decision_log=path)
+            training = Training(spec, policy, decision_log=path, decision_log_bytes=3000, decision_log_files=100)
             for _ in range(_STEPS):
                 training.step()
             everyone = hvd.allgather_object(training.plans)
@@ -133,7 +134,7 @@ def case_all_ranks_obey_one_decision_in_the_same_step_and_log_what_caused_it() -
             assert len(set(training.plans)) > 1, f"{policy} never changed anything"
             assert_same_everywhere(weights(training.model))
             if hvd.rank() == 0:
-                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                lines = whole_lines(path)
                 assert [line["kind"] for line in lines[:2]] == ["start", "decision"], policy
                 result = replay(path)
                 assert result.difference is None, (policy, result)
@@ -234,7 +235,7 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
             assert len({plans[step] for plans in everyone}) == 1, (step, [plans[step] for plans in everyone])
         assert_same_everywhere(weights(training.model))
         if hvd.rank() == 0:
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines = whole_lines(path)
             assert replay(path).difference is None, replay(path)
             chosen = {line["from_step"]: line["state"]["chosen"] for line in lines[1:]}
             assert len(set(chosen.values())) > 1, chosen  # which ones, and how many, is up to what steps take
@@ -345,7 +346,7 @@ def case_logged_norms_are_those_of_rank_zeros_own_gradients() -> None:
             training.step()
             training.step()
             if hvd.rank() == 0:
-                logged = [json.loads(line) for line in path.read_text().splitlines()][1]["statistics"]["norms"]
+                logged = whole_lines(path)[1]["statistics"]["norms"]
                 assert len(logged) == 3
                 for name, norm in logged.items():
                     np.testing.assert_allclose(norm, np.linalg.norm(sums[name]), rtol=1e-5)

@@ -15,6 +15,7 @@ import tensorflow as tf
 import hvdcomp.tensorflow
 from hvdcomp.policies import POLICIES, parse_policy
 from hvdcomp.report.replay import replay
+from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.training_tensorflow import (
     Network,
@@ -166,7 +167,7 @@ def case_levels_change_several_times_without_a_new_trace() -> None:
             assert training.traces == 1
             assert len(training.optimizer.variables) == variables
             if hvd.rank() == 0:
-                lines = [json.loads(line) for line in path.read_text().splitlines()]
+                lines = whole_lines(path)
                 decisions = {json.dumps(line["decision"]) for line in lines if line["kind"] == "decision"}
                 assert len(decisions) >= 2, decisions
                 result = replay(path)

@@ -1,0 +1,212 @@
+"""Whether a long training takes ever more memory, open files or disk: each policy and many methods, on real ranks.
+
+    python benchmarks/soak.py --steps 2000                                # a quarter of an hour on two cores
+    python benchmarks/soak.py --steps 1000000 --case topk --case auto --output runs/soak
+
+Each case is a training of its own, of a small network, in processes of its own. Each rank looks now and then at its
+resident memory, its open files, and the bytes of its decision log, whose files are small here, so that they are put
+aside. A case is flat if of every rank
+
+- the median memory of the last quarter of the looks is at most 2 MiB above that of the quarter before,
+- no look of the last quarter finds more open files than one of the quarter before, and
+- the log never takes more than its files may, each of which may be longer than its limit by a line.
+
+The exit status is 1 if a case is not flat or fails. In a run of few steps much of the memory is still being warmed up;
+what leaks 100 bytes a step shows from 100 000 steps on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+CASES: dict[str, tuple[str, str | None]] = {
+    "fp16": ("fp16", None),
+    "topk": ("topk:ratio=0.01", None),
+    "dgc": ("dgc:ratio=0.01", None),
+    "powersgd": ("powersgd:rank=2", None),
+    "qsgd": ("qsgd:bits=4", None),
+    "int8": ("int8", None),
+    "efsignsgd": ("efsignsgd", None),
+    "topk without overlap": ("topk:ratio=0.01", None),
+    "constant": ("topk:ratio=0.01", "constant:level=0.02"),
+    "warmup": ("topk:ratio=0.01", "warmup:levels=0.25|0.05,epochs=1"),
+    "accordion": ("powersgd:rank=4", "accordion:low=4,high=1,steps=5"),
+    "accordion:auto": ("topk:ratio=0.01", "accordion:auto,steps=20,largest=64"),
+    "accordion_batch_size": ("topk:ratio=0.01", "accordion_batch_size:low=32,high=64,steps=5"),
+    "accordion_joint": ("powersgd:rank=4", "accordion_joint:low=4,high=1,batch_low=32,batch_high=64,steps=5"),
+    "increase_batch_size": ("topk:ratio=0.01", "increase_batch_size:low=32,high=64,steps=5"),
+    "adaqs": ("topk:ratio=0.01", "adaqs:start=64,fall=0.02,steps=5"),
+    "gravac": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50"),
+    "gravac, lag=0": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50,lag=0"),
+    "auto": ("topk:ratio=0.01", "auto:calibration={calibration},window=3,every=5,budget=0.5"),
+}
+"""By name, a compressor and a policy."""
+LOOKS = 80
+MEMORY = 2 * 2**20  # bytes by which the median may grow
+LOG_BYTES, LOG_FILES, LONGEST_LINE = 2**16, 3, 2**15
+STEPS_PER_EPOCH = 100
+_WIDTH = 128  # of the network
+
+
+def look(step: int, log: Path) -> dict[str, int]:
+    """What this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files = [file.stat().st_size for file in log.parent.glob(f"{log.stem}*")]
+    return {
+        "step": step,
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "open_files": len(os.listdir("/proc/self/fd")),
+        "log_files": len(files),
+        "log_bytes": sum(files),
+    }
+
+
+def what_grows(looks: list[dict[str, int]]) -> list[str]:
+    """What of one rank is not flat, in words; nothing if all is."""
+    quarter = len(looks) // 4
+    before, last = looks[-2 * quarter : -quarter], looks[-quarter:]
+    found = []
+    first, second = (statistics.median(one["memory"] for one in part) for part in (before, last))
+    if second - first > MEMORY:
+        steps = last[0]["step"] - before[0]["step"]
+        found.append(f"memory grew by {(second - first) / 2**20:.1f} MiB in {steps} steps")
+    opened, now = (max(one["open_files"] for one in part) for part in (before, last))
+    if now > opened:
+        found.append(f"{now} open files, {opened} before")
+    if max(one["log_bytes"] for one in looks) > LOG_FILES * (LOG_BYTES + LONGEST_LINE):
+        found.append(f"the decision log took {max(one['log_bytes'] for one in looks)} bytes")
+    return found
+
+
+def write_calibration(path: Path, spec: str, model: Any) -> None:
+    """Made-up numbers, by which no way to send the gradients is much faster than the others."""
+    cost = {"algorithm": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}
+    tensors = [{"name": name, "shape": list(one.shape)} for name, one in model.named_parameters()]
+    trained = {
+        "tensors": tensors,
+        "forward_s": 1e-3,
+        "backward_s": 1e-3,
+        "bucket_bytes": 1e6,
+        "encode": {spec: {"encode_s": 1e-5}},
+    }
+    network = {"allreduce": cost, "allgather": {**cost, "algorithm": "direct"}, "reducescatter": cost}
+    calibration = {
+        "format": "hvdcomp-calibration", "version": 1, "name": "soak", "network": network, "models": {"net": trained},
+    }  # fmt: skip
+    path.write_text(json.dumps(calibration))
+
+
+def train(case: str, steps: int, folder: Path) -> None:
+    """What each rank does: so many steps of a case, and a file of what it saw."""
+    import horovod.torch as hvd
+    import torch
+    from torch.nn.functional import mse_loss
+
+    import hvdcomp
+
+    hvd.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)])
+    spec, policy = CASES[case]
+    calibration, log = folder / "calibration.json", folder / f"log-{hvd.rank()}" / "decisions.jsonl"
+    if hvd.rank() == 0:  # nobody else reads it
+        write_calibration(calibration, spec, model)
+    compression = hvdcomp.Compression.from_spec(
+        spec,
+        policy=policy and policy.format(calibration=calibration),
+        named_parameters=model.named_parameters(),
+        steps_per_epoch=STEPS_PER_EPOCH,
+        decision_log=log,
+        decision_log_bytes=LOG_BYTES,
+        decision_log_files=LOG_FILES,
+        overlap=False if "without overlap" in case else "auto",
+    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    own = torch.Generator().manual_seed(hvd.rank())
+    looks, step = [], 0
+    for turn in range(LOOKS):
+        while step < steps * (turn + 1) // LOOKS:
+            optimizer.zero_grad()
+            for _ in range(compression.accumulation):
+                inputs = torch.randn(8, _WIDTH, generator=own)
+                (mse_loss(model(inputs), inputs) / compression.accumulation).backward()
+            optimizer.step()
+            # The rate falls and comes back, so that policies that follow it do not come to rest.
+            optimizer.param_groups[0]["lr"] = 1e-3 * (0.5 if step % STEPS_PER_EPOCH > STEPS_PER_EPOCH // 2 else 1)
+            step += 1
+        looks.append(look(step, log))
+    (folder / f"looks-{hvd.rank()}.json").write_text(json.dumps(looks))
+    hvd.shutdown()
+
+
+def run_case(case: str, steps: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Starts the ranks of a case, and judges what they saw."""
+    folder.mkdir(parents=True)
+    command = ["horovodrun", "-np", str(ranks), "--gloo", sys.executable, str(Path(__file__).resolve())]
+    arguments = ["--worker", case, "--steps", str(steps), "--output", str(folder)]
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        status = subprocess.run([*command, *arguments], stdout=file, stderr=subprocess.STDOUT).returncode
+    files = [folder / f"looks-{rank}.json" for rank in range(ranks)]
+    if status or not all(file.exists() for file in files):
+        return {"ranks": [], "grows": [f"the ranks ended with status {status}: see {output}"]}
+    seen = [json.loads(file.read_text()) for file in files]
+    grows = [f"rank {rank}: {words}" for rank, looks in enumerate(seen) for words in what_grows(looks)]
+    return {"ranks": seen, "grows": grows}
+
+
+def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
+    """A Markdown table, of the rank that grew most."""
+    lines = [
+        "| case | compressor | policy | MiB at half | MiB at the end | open files | files of the log | flat |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, case in cases.items():
+        spec, policy = CASES[name]
+        cells = ["", "", "", ""]
+        if case["ranks"]:
+            worst = max(case["ranks"], key=lambda looks: looks[-1]["memory"] - looks[len(looks) // 2]["memory"])
+            memory = [f"{worst[place]['memory'] / 2**20:.1f}" for place in (len(worst) // 2, -1)]
+            cells = [*memory, str(worst[-1]["open_files"]), str(max(looks[-1]["log_files"] for looks in case["ranks"]))]
+        flat = "; ".join(case["grows"]) or "yes"
+        policy = (policy or "").format(calibration="made up").replace("|", "\\|")
+        lines.append(f"| {' | '.join([name, f'`{spec}`', policy and f'`{policy}`', *cells, flat])} |")
+    return lines
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Of each case.")
+@click.option("--ranks", type=click.IntRange(2), default=2, show_default=True)
+@click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Default: all. Repeatable.")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
+@click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
+def main(steps: int, ranks: int, names: tuple[str, ...], output: Path, worker: str | None) -> None:
+    """Train for a while, and see that nothing grows."""
+    if worker is not None:
+        train(worker, steps, output)
+        return
+    if output.exists():
+        raise click.UsageError(f"--output {output} is there already; name another folder")
+    cases = {}
+    for name in names or CASES:
+        cases[name] = run_case(name, steps, ranks, output / name.replace(" ", "-"))
+        click.echo(f"{name}: {'; '.join(cases[name]['grows']) or 'flat'}")
+    text = "\n".join([f"{ranks} ranks, {steps} steps of each case.", "", *table_of(cases)]) + "\n"
+    (output / "soak.md").write_text(text)
+    (output / "soak.json").write_text(json.dumps({"steps": steps, "number_of_ranks": ranks, "cases": cases}) + "\n")
+    sys.exit(any(case["grows"] for case in cases.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What keeps the lines of a decision log short: the names of the tensors stand once, in the start line, and a state and
+a decision are told by what has changed since the line before.
+
+An object with one key that is a word of these stands for another one:
+
+    {"by_tensor": [0.5, 2.0]}              {"conv": 0.5, "fc": 2.0}, of the tensors of the start line
+    {"by_tensor": {"4.0": [0.5, 0.1]}}     {"conv": {"4.0": 0.5}, "fc": {"4.0": 0.1}}
+    {"as": "norms"}                        the same as the statistic of that name in the same line
+    {"changed": {"ends": 4}}               what stood in the line before, but "ends" is 4
+    {"changed": {"1": 2.0}}                where that is an object by tensor: but the second tensor has 2.0
+    {"plain": {"as": "norms"}}             {"as": "norms"}, as it stands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+BY_TENSOR, AS, CHANGED, PLAIN = "by_tensor", "as", "changed", "plain"
+_WORDS = (BY_TENSOR, AS, CHANGED, PLAIN)
+
+Parts = Mapping[str, Any]
+"""The statistics, state and decision of a line, as JSON; a start line has no statistics."""
+
+
+class Shorthand:
+    """Makes the parts of lines short, and whole again. Both come back as they were: 1 is not 1.0, and order counts.
+
+    Args:
+        tensors: their names, in the order of the start line.
+    """
+
+    def __init__(self, tensors: Iterable[str]) -> None:
+        self._names = list(tensors)
+        self._places = {str(place): name for place, name in enumerate(self._names)}
+
+    def short(self, parts: Parts, before: Parts) -> dict[str, Any]:
+        """The parts of a line as they are written.
+
+        Args:
+            before: the whole parts of the line before, of which there are none at a start line.
+        """
+        told = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
+        return {
+            name: self._short(part, None, {}) if name == "statistics" else self._short(part, before.get(name), told)
+            for name, part in parts.items()
+        }
+
+    def whole(self, parts: Parts, before: Parts) -> dict[str, Any]:
+        """What `short` was given.
+
+        Raises:
+            ValueError: if it cannot have come from there.
+        """
+        try:
+            statistics = self._whole(parts.get("statistics", {}), None, {})
+            return {
+                name: statistics if name == "statistics" else self._whole(part, before.get(name), statistics)
+                for name, part in parts.items()
+            }
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"it does not fit the lines before it: {error!r}") from None
+
+    def _is_by_tensor(self, value: Any) -> bool:
+        return isinstance(value, Mapping) and bool(value) and list(value) == self._names
+
+    def _short(self, value: Any, before: Any, told: Mapping[str, Any]) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if self._is_by_tensor(value):
+            return self._short_by_tensor(value, before, told)
+        if isinstance(before, Mapping) and list(before) == list(value):
+            changed = {key: item for key, item in value.items() if _differ(item, before[key])}
+            return {CHANGED: {key: self._short(item, before[key], told) for key, item in changed.items()}}
+        if len(value) == 1 and next(iter(value)) in _WORDS:
+            return {PLAIN: value}
+        return {key: self._short(item, None, told) for key, item in value.items()}
+
+    def _short_by_tensor(self, value: Mapping[str, Any], before: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+        if self._is_by_tensor(before):
+            changed = {place: value[name] for place, name in self._places.items() if _differ(value[name], before[name])}
+            if 2 * len(changed) <= len(value):
+                return {CHANGED: changed}
+        for name, statistic in told.items():
+            if not _differ(value, statistic):
+                return {AS: name}
+        items = list(value.values())
+        keys = list(items[0]) if isinstance(items[0], Mapping) else []
+        if keys and all(isinstance(item, Mapping) and list(item) == keys for item in items):
+            return {BY_TENSOR: {key: [item[key] for item in items] for key in keys}}
+        return {BY_TENSOR: items}
+
+    def _whole(self, value: Any, before: Any, told: Mapping[str, Any]) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        word = next(iter(value)) if len(value) == 1 else ""
+        if word == PLAIN:
+            return value[PLAIN]
+        if word == AS:
+            return told[value[AS]]
+        if word == BY_TENSOR:
+            items = value[BY_TENSOR]
+            if isinstance(items, Mapping):
+                rows = zip(*items.values(), strict=True)
+                items = [dict(zip(items, row, strict=True)) for row in rows]
+            return dict(zip(self._names, items, strict=True))
+        if word == CHANGED:
+            by_tensor = self._is_by_tensor(before)
+            changed = {
+                self._places[key] if by_tensor else key: item if by_tensor else self._whole(item, before[key], told)
+                for key, item in value[CHANGED].items()
+            }
+            return {**before, **changed}
+        return {key: self._whole(item, None, told) for key, item in value.items()}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two JSON values are not the very same: True is not 1, 1 is not 1.0, and -0.0 is not 0.0."""
+    if one != other:
+        return True
+    return one is not other and not isinstance(one, str) and repr(one) != repr(other)
