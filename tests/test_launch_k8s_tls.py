@@ -129,7 +129,7 @@ def test_a_failed_job_whose_launcher_goes_on_is_reported_and_its_pods_named(cert
     assert done.returncode == 1
     assert {"epoch 1", "epoch 2", "line 1"} < set(done.stdout.splitlines())
     failed, remaining = done.stderr.splitlines()[-2:]
-    assert failed[9:] == "failed: MPIJobEvicted: 1/2 workers are evicted"
+    assert failed[9:] == "failed with exit code 1: MPIJobEvicted: 1/2 workers are evicted"
     assert remaining[9:] == (
         "still running, and no longer followed: mnist-launcher-abcde, mnist-worker-0; "
         "`hvdcomp launch k8s delete mnist --namespace team` ends them"

@@ -56,7 +56,7 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
         metadata["annotations"] = dict(settings.annotations)
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
-    manifest = {
+    manifest: dict[str, Any] = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
         "metadata": metadata,

@@ -103,7 +103,7 @@ def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
     leaves all others to go on.
     """
     going_on = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
-    return [pod["metadata"]["name"] for pod in going_on] if newest_launcher(going_on) is not None else []
+    return sorted(pod["metadata"]["name"] for pod in going_on) if newest_launcher(going_on) is not None else []
 
 
 def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
