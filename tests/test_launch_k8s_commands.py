@@ -96,7 +96,8 @@ def test_detached_status_logs_and_delete(api: KubernetesApi) -> None:
     assert [pod["role"] for pod in report["pods"]] == ["launcher", "worker", "worker"]
     assert invoke("launch", "k8s", "logs", "mnist").stdout == "epoch 1\nepoch 2\n"
 
-    assert invoke("launch", "k8s", "list").stdout.splitlines()[-1].split()[:4] == ["mnist", "running", "2", "1"]
+    rows = [line.split() for line in invoke("launch", "k8s", "list").stdout.splitlines()]
+    assert ["mnist", "running", "2", "1"] in [row[:4] for row in rows]
     (listed,) = json.loads(invoke("launch", "k8s", "list", "--json").stdout)
     assert listed["created"] == api.objects["mpijobs", "mnist"]["metadata"]["creationTimestamp"]
 

@@ -144,7 +144,7 @@ def test_what_a_running_job_lacks_is_said(api: KubernetesApi) -> None:
     def cluster() -> None:
         started(api)
         api.put_pod("mnist", "worker", "mnist-worker-0", phase="Running", containerStatuses=[waiting])
-        api.wait_for(lambda: said in invoke("launch", "k8s", "status", "mnist").stdout)
+        assert said in invoke("launch", "k8s", "status", "mnist").stdout
         ended(api, 213)
 
     result = play(api, cluster)

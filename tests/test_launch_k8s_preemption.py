@@ -135,7 +135,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 def wait_until_ranks_train(launcher: subprocess.Popen[str]) -> None:
     assert launcher.stdout is not None
-    lines = []
+    lines: list[str] = []
     while lines.count("trains\n") < 2:
         lines.append(launcher.stdout.readline())
         assert lines[-1], (lines, launcher.stderr and launcher.stderr.read())

@@ -6,6 +6,7 @@ the process (status 134).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -116,15 +117,16 @@ def test_a_server_that_is_restarted_is_waited_for_while_it_knows_no_rights(
 def test_a_failed_job_whose_launcher_goes_on_is_reported_and_its_pods_named(certificate: Path, tmp_path: Path) -> None:
     """As when a worker was evicted: the operator calls the job failed, and ends nothing."""
     api = KubernetesApi(certificate)
-    program = "from hvdcomp.launch.k8s import follow; follow.STILL_WRITING = 0.5; from hvdcomp.cli import main; main()"
+    program = "from hvdcomp.launch.k8s import follow; follow.STILL_WRITING = 1; from hvdcomp.cli import main; main()"
 
     def cluster() -> None:
         started(api)
+        stack.enter_context(api.endless_log(LAUNCHER))
         api.wait_for(lambda: api.asked("list", "/log$"))
         api.put_pod("mnist", "worker", "mnist-worker-1", phase="Failed", reason="Evicted")
         api.set_condition("mnist", "Failed", reason="MPIJobEvicted", message="1/2 workers are evicted")
 
-    with api.running(), api.endless_log(LAUNCHER):
+    with api.running(), contextlib.ExitStack() as stack:
         done = run(api, tmp_path / "kubeconfig", cluster, [sys.executable, "-c", program, *SUBMIT[3:]])
     assert done.returncode == 1
     assert {"epoch 1", "epoch 2", "line 1"} < set(done.stdout.splitlines())

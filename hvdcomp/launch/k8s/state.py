@@ -71,8 +71,8 @@ def read_state(
     if launcher is not None:
         return MPIJobState("starting", _trouble(launcher))
     # The operator warns of what keeps it from making pods. Once there are all, that is over, though events stay.
-    said = [] if ready < len(workers) == wanted else list(filter(None, [_warning(job, events)]))
-    return MPIJobState("waiting", "; ".join([missing, *said]))
+    warning = "" if ready < len(workers) == wanted else _warning(job, events)
+    return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
 
 
 def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str:
