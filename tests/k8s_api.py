@@ -1,6 +1,6 @@
 """A server that speaks as much of the Kubernetes API as `hvdcomp launch k8s` uses, over real sockets: create, list,
-watch and delete of MPIJobs and pods, logs, and errors as Status objects. What the mpi-operator and the nodes would do,
-the test does, by changing the objects.
+watch and delete of MPIJobs, pods and events, logs, and errors as Status objects (`tests.k8s_http`). What the
+mpi-operator and the nodes would do, the test does, by changing the objects.
 """
 
 from __future__ import annotations
@@ -15,22 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
-_JOBS = "/apis/kubeflow.org/v2beta1/namespaces/{}/mpijobs"
-_PODS = "/api/v1/namespaces/{}/pods"
-NAMESPACE = "team"
-REASONS = {
-    400: "BadRequest",
-    403: "Forbidden",
-    404: "NotFound",
-    409: "AlreadyExists",
-    410: "Expired",
-    500: "InternalError",
-}
+from tests.k8s_http import NAMESPACE, make_handler
 
 
 def make_certificate(folder: Path) -> Path:
@@ -84,7 +73,9 @@ class KubernetesApi:
         self.end: Callable[[str, int], bool] = lambda path, lines: False
         self.stall: Callable[[str, str], bool] = lambda verb, path: False
         self.stopping = False
-        self.server = _Server(("127.0.0.1", 0), self._handler())
+        self.generation = 0
+        self.denials: list[int] = []
+        self.server = _Server(("127.0.0.1", 0), make_handler(self))
         self.certificate = certificate
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -160,6 +151,37 @@ class KubernetesApi:
         status = {"conditions": [{"type": kind, "status": "True", **more}]}
         self.put("mpijobs", {**job, "status": status})
 
+    def restart(self, denials: list[int]) -> None:
+        """As when the server starts anew: watches and logs break, and while it loads users and rights it denies what
+        it granted before.
+
+        Arguments:
+            denials: the HTTP status of the next requests, 401 or 403; afterwards all is well.
+        """
+        with self.changed:
+            self.generation += 1
+            self.denials = list(denials)
+            self.changed.notify_all()
+
+    def denial(self, path: str, query: dict[str, str]) -> tuple[int, str] | None:
+        """What a request is answered while the server starts."""
+        with self.changed:
+            if not self.denials:
+                return None
+            status = self.denials.pop(0)
+            self.changed.notify_all()
+        if status == 401:
+            return status, "Unauthorized"
+        kind = path.rpartition("/")[2]
+        return status, f'{cannot("watch" if "watch" in query else "list", kind)}: RBAC: role "trainer" not found'
+
+    def put_event(self, job: str, kind: str, reason: str, message: str) -> None:
+        """Let the operator say something about a job; the kind is "Normal" or "Warning"."""
+        about = {"kind": "MPIJob", "name": job, "uid": self.objects["mpijobs", job]["metadata"]["uid"]}
+        said = {"involvedObject": about, "type": kind, "reason": reason, "message": message}
+        time = f"2026-01-01T00:00:{self.version % 60:02}Z"
+        self.put("events", {"metadata": {"name": f"{job}.{self.version:x}"}, **said, "lastTimestamp": time})
+
     def put_pod(self, job: str, role: str, name: str, **status: Any) -> None:
         labels = {"training.kubeflow.org/job-name": job, "training.kubeflow.org/job-role": role}
         before = self.objects.get(("pods", name))
@@ -182,6 +204,25 @@ class KubernetesApi:
             self.open_logs.discard(pod)
             self.changed.notify_all()
 
+    @contextmanager
+    def endless_log(self, pod: str) -> Iterator[None]:
+        """While it is entered, a container writes line after line."""
+        left = threading.Event()
+
+        def write() -> None:
+            number = 0
+            while not left.wait(0.01):
+                number += 1
+                self.write_log(pod, f"line {number}")
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            yield
+        finally:
+            left.set()
+            writer.join()
+
     def wait_for(self, what: Callable[[], Any], seconds: float = 30.0) -> None:
         """Until something is so; what the clients ask for wakes it too."""
         end = time.monotonic() + seconds
@@ -195,173 +236,19 @@ class KubernetesApi:
         """How many requests of this kind there were; verbs are those of the API."""
         return sum(one[0] == verb and re.search(path, one[1]) is not None for one in self.requests)
 
-    # What the server answers.
 
-    def _handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - self is the handler's
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *arguments: Any) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                watching = "watch" in self.query
-                if self.refused("watch" if watching else "list"):
-                    return None
-                log = re.fullmatch(_PODS.format(NAMESPACE) + "/([^/]+)/log", self.place)
-                if log is not None:
-                    return self.log(log[1])
-                kind = self.kind()
-                if kind is None:
-                    return self.status(404, f"the server could not find {self.place}")
-                return self.watch(kind) if watching else self.answer_list(kind)
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.refused("create"):
-                    return None
-                kind = self.kind()
-                if kind is None:
-                    return self.status(404, "the server could not find the requested resource")
-                name = body["metadata"]["name"]
-                if (kind, name) in api.objects:
-                    return self.status(409, f'mpijobs.kubeflow.org "{name}" already exists')
-                return self.json(201, api.put(kind, body))
-
-            def do_DELETE(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-                if self.refused("delete"):
-                    return None
-                collection, _, name = self.place.rpartition("/")
-                if self.place.rstrip("/") == _JOBS.format(NAMESPACE):  # all of them, as the real one does
-                    for kind, every in list(api.objects):
-                        if kind == "mpijobs":
-                            api.remove(kind, every)
-                    return self.json(200, {"kind": "Status", "status": "Success"})
-                one = api.objects.get(("mpijobs", name)) if collection == _JOBS.format(NAMESPACE) else None
-                if one is None:
-                    return self.status(404, f'mpijobs.kubeflow.org "{name}" not found')
-                wanted = body.get("preconditions", {}).get("uid", one["metadata"]["uid"])
-                if wanted != one["metadata"]["uid"]:
-                    return self.status(409, f"Precondition failed: UID in precondition: {wanted}")
-                api.remove("mpijobs", name)
-                return self.json(200, {"kind": "Status", "status": "Success"})
-
-            @property
-            def place(self) -> str:
-                return urlsplit(self.path).path
-
-            @property
-            def query(self) -> dict[str, str]:
-                return {key: values[0] for key, values in parse_qs(urlsplit(self.path).query).items()}
-
-            def kind(self) -> str | None:
-                return {_JOBS.format(NAMESPACE): "mpijobs", _PODS.format(NAMESPACE): "pods"}.get(self.place)
-
-            def refused(self, verb: str) -> bool:
-                with api.changed:
-                    api.requests.append((verb, self.place, self.query))
-                    api.changed.notify_all()
-                while api.stall(verb, self.place) and not api.stopping:
-                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                    time.sleep(0.001)
-                failure = api.fail(verb, self.place, self.query)
-                if failure is not None:
-                    self.status(*failure)
-                return failure is not None
-
-            def json(self, status: int, answer: dict[str, Any]) -> None:
-                body = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def status(self, code: int, message: str) -> None:
-                self.json(code, _status(code, message))
-
-            def selected(self, one: dict[str, Any]) -> bool:
-                name, _, wanted = self.query.get("fieldSelector", "").partition("=")
-                label, _, value = self.query.get("labelSelector", "").partition("=")
-                assert name in ("", "metadata.name")
-                return (not name or one["metadata"]["name"] == wanted) and (
-                    not label or one["metadata"].get("labels", {}).get(label) == value
-                )
-
-            def answer_list(self, kind: str) -> None:
-                with api.changed:
-                    items = [one for (of, _), one in api.objects.items() if of == kind and self.selected(one)]
-                    version = str(api.version)
-                self.json(200, {"kind": "List", "metadata": {"resourceVersion": version}, "items": items})
-
-            def watch(self, kind: str) -> None:
-                since = int(self.query["resourceVersion"])
-                self.begin()
-                if since < api.oldest:
-                    return self.end_chunks([_event("ERROR", _status(410, f"too old resource version: {since}"))])
-                return self.pieces(lambda sent: self.events(kind, since)[sent:], lambda: False)
-
-            def events(self, kind: str, since: int) -> list[bytes]:
-                return [
-                    _event(change, one)
-                    for version, of, change, one in api.history
-                    if version > since and of == kind and self.selected(one)
-                ]
-
-            def log(self, pod: str) -> None:
-                if pod not in api.logs:
-                    return self.status(404, f'pods "{pod}" not found')
-                assert self.query["timestamps"].lower() == "true"
-                self.begin()
-                follows = self.query.get("follow", "").lower() == "true"
-                return self.pieces(lambda sent: api.logs[pod][sent:], lambda: not follows or pod not in api.open_logs)
-
-            def begin(self) -> None:
-                self.send_response(200)
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-
-            def pieces(self, after: Callable[[int], list[bytes]], ended: Callable[[], bool]) -> None:
-                """Send what there is, and what comes, until the end; or until the test wants it cut."""
-                sent = 0
-                while True:
-                    with api.changed:
-                        while not (new := after(sent)) and not ended() and not api.stopping:
-                            if api.drop(self.path, sent) or api.end(self.path, sent):
-                                break
-                            api.changed.wait()
-                        over = not new and (ended() or api.stopping)
-                    for one in new:
-                        if api.drop(self.path, sent):
-                            break
-                        self.piece(one)
-                        sent += 1
-                    if api.drop(self.path, sent):
-                        self.piece(b"2026-01-01T00:00:00.9Z cut off in the mid")
-                        self.close_connection = True
-                        return None
-                    if over or api.end(self.path, sent):
-                        return self.end_chunks([])
-
-            def piece(self, data: bytes) -> None:
-                self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-                self.wfile.flush()
-
-            def end_chunks(self, pieces: list[bytes]) -> None:
-                for one in pieces:
-                    self.piece(one)
-                self.wfile.write(b"0\r\n\r\n")
-
-        return Handler
+def cannot(verb: str, kind: str) -> str:
+    """How the API server says that a right is missing."""
+    group = "kubeflow.org" if kind == "mpijobs" else ""
+    resource = f"{kind}.{group}" if group else kind
+    return (
+        f'{resource} is forbidden: User "ann" cannot {verb} resource "{kind}" in API group "{group}" in the namespace '
+        f'"{NAMESPACE}"'
+    )
 
 
-def _event(change: str, one: dict[str, Any]) -> bytes:
-    return json.dumps({"type": change, "object": one}).encode() + b"\n"
-
-
-def _status(code: int, message: str) -> dict[str, Any]:
-    return {
-        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "reason": REASONS.get(code, "Unknown"), "message": message, "code": code,
-    }  # fmt: skip
+QUOTA = (
+    'mpijobs.kubeflow.org "mnist" is forbidden: exceeded quota: jobs, requested: count/mpijobs.kubeflow.org=1, used: '
+    "count/mpijobs.kubeflow.org=4, limited: count/mpijobs.kubeflow.org=4"
+)
+"""How it says so of a quota."""

@@ -1,13 +1,21 @@
-"""What operator and nodes do with the job `mnist` of two workers, on the server of `tests.k8s_api`."""
+"""The job `mnist` of two workers: its commands, and what operator and nodes do with it, on the server of
+`tests.k8s_api`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from click.testing import CliRunner, Result
+
+from hvdcomp.cli import main
 from tests.k8s_api import KubernetesApi
 
 READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
 LAUNCHER = "mnist-launcher-abcde"
+SUBMIT = ["launch", "k8s", "--name", "mnist", "--image", "hvdcomp:cpu", "--ranks", "2"]
+PROGRAM = ["--", "python3", "train.py"]
 
 
 def started(api: KubernetesApi) -> None:
@@ -30,3 +38,31 @@ def ended(api: KubernetesApi, code: int, **condition: str) -> None:
         "mnist", "launcher", LAUNCHER, phase=phase, containerStatuses=[container(terminated={"exitCode": code})]
     )
     api.set_condition("mnist", kind, **condition)
+
+
+def succeeds(api: KubernetesApi, when: Callable[[], Any]) -> Callable[[], None]:
+    """The cluster's part for a job that runs until something is so."""
+
+    def cluster() -> None:
+        started(api)
+        api.wait_for(when)
+        ended(api, 0)
+
+    return cluster
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, [*arguments], catch_exceptions=False)
+
+
+def play(api: KubernetesApi, cluster_side: Callable[[], None], *arguments: str) -> Result:
+    """Run a command while the cluster does its part."""
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(cluster_side)
+        result = invoke(*(arguments or (*SUBMIT, *PROGRAM)))
+        done.result(timeout=30)
+    return result
+
+
+def spec(workers: int) -> dict[str, Any]:
+    return {"mpiReplicaSpecs": {"Launcher": {"replicas": 1}, "Worker": {"replicas": workers}}}

@@ -1,68 +1,36 @@
-"""`hvdcomp launch k8s` against a server that speaks the Kubernetes API over real sockets: submitted, followed to its
-end through dropped connections, refused, cancelled."""
+"""`hvdcomp launch k8s` against a server that speaks the Kubernetes API over real sockets: a job is followed to its end,
+through dropped connections and a server in trouble."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed: pip install 'hvdcomp[k8s]'")
 
-from hvdcomp.cli import main
-from hvdcomp.launch.k8s import follow as following
-from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
-from hvdcomp.launch.k8s.follow import NewLines, follow
+from hvdcomp.launch.k8s import log as logs
+from hvdcomp.launch.k8s.cluster import Cluster
+from hvdcomp.launch.k8s.errors import KubernetesError
+from hvdcomp.launch.k8s.follow import follow
+from hvdcomp.launch.k8s.log import NewLines
 from hvdcomp.launch.k8s.state import MPIJobState
-from tests.k8s_api import KubernetesApi
-from tests.k8s_job import LAUNCHER, READY, container, ended, started
-
-SUBMIT = ["launch", "k8s", "--name", "mnist", "--image", "hvdcomp:cpu", "--ranks", "2"]
-PROGRAM = ["--", "python3", "train.py"]
+from tests.k8s_api import KubernetesApi, cannot
+from tests.k8s_job import LAUNCHER, PROGRAM, READY, SUBMIT, container, ended, invoke, play, spec, started, succeeds
 
 
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesApi]:
-    monkeypatch.setattr(following, "_PAUSES", (0.01, 0.02, 0.05))
+    monkeypatch.setattr(logs, "PAUSES", (0.01, 0.02, 0.05))
     with KubernetesApi().running() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         yield server
-
-
-def succeeds(api: KubernetesApi, when: Callable[[], Any]) -> Callable[[], None]:
-    """The cluster's part for a job that runs until something is so."""
-
-    def cluster() -> None:
-        started(api)
-        api.wait_for(when)
-        ended(api, 0)
-
-    return cluster
-
-
-def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(main, [*arguments], catch_exceptions=False)
-
-
-def play(api: KubernetesApi, cluster_side: Callable[[], None], *arguments: str) -> Result:
-    """Run a command while the cluster does its part."""
-    with ThreadPoolExecutor(1) as other:
-        done = other.submit(cluster_side)
-        result = invoke(*(arguments or (*SUBMIT, *PROGRAM)))
-        done.result(timeout=30)
-    return result
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 137])
@@ -88,15 +56,19 @@ def test_what_a_job_waits_for_is_said(api: KubernetesApi) -> None:
         "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu.",
     }
     missing = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "hvdcomp:cpu"'}}
+    denied = {"exitCode": 128, "reason": "StartError", "message": "operation not permitted"}
+    crash_loop = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
+    crashed = {"containerStatuses": [{**container(**crash_loop), "lastState": {"terminated": denied}}]}
     told: list[MPIJobState] = []
     waiting = Cluster()
-    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(2)})
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(2)})
 
     def cluster() -> None:
         for expected, pod in (
             ("waiting: 0 of 2 workers ready", None),
             ("cannot be placed: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu.", {"conditions": [full]}),
             ("ImagePullBackOff: Back-off pulling", {"containerStatuses": [container(**missing)]}),
+            ("mnist-worker-0 ended with exit code 128 (StartError: operation not permitted)", crashed),
             ("waiting: 1 of 2 workers ready", READY),
         ):
             if pod is not None:
@@ -113,14 +85,72 @@ def test_what_a_job_waits_for_is_said(api: KubernetesApi) -> None:
 
     with ThreadPoolExecutor(1) as other:
         done = other.submit(cluster)
-        last = follow(waiting, "mnist", report=report, lost=pytest.fail, write=print)
+        last = follow(waiting, "mnist", report=report, lost=pytest.fail, write=print, remain=pytest.fail)
         done.result(timeout=30)
     assert last.phase == "deleted"
     assert last.exit_code is None
 
 
-def _spec(workers: int) -> dict[str, Any]:
-    return {"mpiReplicaSpecs": {"Launcher": {"replicas": 1}, "Worker": {"replicas": workers}}}
+def test_the_operator_s_warnings_are_shown_while_a_job_waits(api: KubernetesApi) -> None:
+    """As when its pods exceed a quota, until there are all of them; events stay for an hour."""
+    told: list[str] = []
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
+    forbidden = 'worker pod created failed: pods "mnist-worker-0" is forbidden: exceeded quota: cpu'
+    expected = [
+        "waiting: 0 of 1 workers ready",
+        f"waiting: 0 of 1 workers ready; the mpi-operator says MPIJobFailed: {forbidden}",
+        "waiting: 0 of 1 workers ready",
+        "deleted: the MPIJob is gone",
+    ]
+
+    def cluster() -> None:
+        api.wait_for(lambda: api.asked("watch", "events$") and len(told) == 1)
+        api.put_event("mnist", "Normal", "MPIJobCreated", "MPIJob team/mnist is created.")
+        api.put_event("mnist", "Warning", "MPIJobFailed", "worker pod created failed: etcd is busy")
+        api.put_event("mnist", "Warning", "MPIJobFailed", forbidden)
+        api.wait_for(lambda: told[-1] == expected[1])
+        assert forbidden in invoke("launch", "k8s", "status", "mnist").stdout
+        api.put_pod("mnist", "worker", "mnist-worker-0", phase="Pending")
+        api.wait_for(lambda: told[-1] == expected[2])
+        api.remove("mpijobs", "mnist")
+
+    def report(state: MPIJobState) -> None:
+        with api.changed:
+            told.append(str(state))
+            api.changed.notify_all()
+
+    with ThreadPoolExecutor(1) as other:
+        done = other.submit(cluster)
+        follow(Cluster(), "mnist", report=report, lost=pytest.fail, write=print, remain=pytest.fail)
+        done.result(timeout=30)
+    assert [one for one in told if "etcd is busy" not in one] == expected
+
+
+def test_events_that_may_not_be_read_are_done_without(api: KubernetesApi) -> None:
+    denied = cannot("list", "events")
+    api.fail = lambda verb, path, query: (403, denied) if path.endswith("events") else None
+    result = play(api, succeeds(api, lambda: api.asked("list", "/log$")))
+    assert result.exit_code == 0
+    assert "events" not in result.stderr
+    assert invoke("launch", "k8s", "status", "mnist").exit_code == 0
+
+
+def test_what_a_running_job_lacks_is_said(api: KubernetesApi) -> None:
+    """As when a worker was killed for memory: its container is started again."""
+    killed = {"exitCode": 137, "reason": "OOMKilled"}
+    waiting = {**container(waiting={"reason": "CrashLoopBackOff"}), "lastState": {"terminated": killed}}
+    said = "running: 1 of 2 workers ready; mnist-worker-0 ended with exit code 137 (OOMKilled)"
+
+    def cluster() -> None:
+        started(api)
+        api.put_pod("mnist", "worker", "mnist-worker-0", phase="Running", containerStatuses=[waiting])
+        assert said in invoke("launch", "k8s", "status", "mnist").stdout
+        ended(api, 213)
+
+    result = play(api, cluster)
+    assert result.exit_code == 213
+    assert said in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("; it has saved: submitted again, it goes on from there")
 
 
 def test_dropped_watches_and_logs_lose_and_repeat_nothing(api: KubernetesApi) -> None:
@@ -193,25 +223,65 @@ def test_a_server_in_trouble_is_asked_again(api: KubernetesApi, status: int) -> 
 
 
 def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi) -> None:
-    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(1)})
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     api.fail = lambda verb, path, query: (503, "overloaded")
     told: list[str] = []
     with pytest.raises(KubernetesError, match="overloaded"):
-        follow(Cluster(), "mnist", report=pytest.fail, lost=told.append, write=print, patience=0.3)
+        follow(Cluster(), "mnist", report=pytest.fail, lost=told.append, write=print, remain=pytest.fail, patience=0.3)
     assert len(told) == 1
 
 
+def test_what_was_granted_and_stays_denied_is_given_up(api: KubernetesApi) -> None:
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
+    api.end = lambda path, sent: "/pods" in path
+    denied = cannot("list", "pods")
+    api.fail = lambda verb, path, query: (403, denied) if api.asked("list", "pods$") > 1 and "pods" in path else None
+    told: list[str] = []
+    with pytest.raises(KubernetesError, match="ask for that right in namespace team"):
+        follow(
+            Cluster(),
+            "mnist",
+            report=lambda state: None,
+            lost=told.append,
+            write=print,
+            remain=pytest.fail,
+            patience=0.3,
+        )
+    assert told == [f"pods cannot be listed: {denied}"]
+
+
+def test_a_log_that_is_denied_is_told_and_asked_for_again(api: KubernetesApi) -> None:
+    denied = cannot("get", "pods/log")
+    api.fail = lambda verb, path, query: (
+        (403, denied) if path.endswith("/log") and api.asked("list", "/log") < 4 else None
+    )
+    result = play(api, succeeds(api, lambda: api.asked("list", "/log$") > 4))
+    assert (result.exit_code, result.stdout) == (0, "epoch 1\nepoch 2\n")
+    assert result.stderr.count("ask for that right in namespace team, or take another --namespace; asking again") == 1
+
+
+def test_a_log_that_stays_denied_does_not_keep_the_end_from_being_told(api: KubernetesApi) -> None:
+    denied = cannot("get", "pods/log")
+    api.fail = lambda verb, path, query: (403, denied) if path.endswith("/log") else None
+    result = play(api, succeeds(api, lambda: api.asked("list", "/log$")))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"hvdcomp: the log of {LAUNCHER} cannot be read: {denied}")
+    assert result.stdout.endswith("the end of the log is missing\n")
+
+
 def test_a_job_replaced_by_another_of_its_name_counts_as_gone(api: KubernetesApi) -> None:
-    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(1)})
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     told: list[MPIJobState] = []
-    last = follow(Cluster(), "mnist", uid="of-the-first", report=told.append, lost=pytest.fail, write=print)
+    last = follow(
+        Cluster(), "mnist", uid="of-the-first", report=told.append, lost=pytest.fail, write=print, remain=pytest.fail
+    )
     assert told == [last]
     assert (last.phase, last.exit_code) == ("deleted", None)
 
 
 def test_the_end_waits_for_a_log_that_comes_late(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
     noticed = threading.Event()
-    finish = following._Log.finish
+    finish = logs.Log.finish
 
     def finished(log: Any) -> None:
         if api.asked("list", "/log$"):
@@ -222,7 +292,7 @@ def test_the_end_waits_for_a_log_that_comes_late(api: KubernetesApi, monkeypatch
         if path.endswith("/log"):
             noticed.wait(20)
 
-    monkeypatch.setattr(following._Log, "finish", finished)
+    monkeypatch.setattr(logs.Log, "finish", finished)
     api.fail = fail
     result = play(api, succeeds(api, lambda: api.asked("list", "/log$")))
     assert result.stdout == "epoch 1\nepoch 2\n"
@@ -252,32 +322,6 @@ def test_another_attempt_of_the_launcher_is_followed(api: KubernetesApi) -> None
     assert result.exit_code == 4
 
 
-@pytest.mark.parametrize(
-    ("status", "message", "said"),
-    [
-        (403, 'mpijobs is forbidden: User "ann" cannot create', "ask for that right in namespace team"),
-        (401, "Unauthorized", "the cluster does not know you"),
-        (404, "the server could not find the requested resource", "the cluster has no mpi-operator"),
-        (500, "etcd is full", "etcd is full"),
-    ],
-)
-def test_refusals_to_create_are_explained(api: KubernetesApi, status: int, message: str, said: str) -> None:
-    api.fail = lambda verb, path, query: (status, message) if verb == "create" else None
-    result = invoke(*SUBMIT, *PROGRAM)
-    assert result.exit_code == 125
-    assert message in result.stderr
-    assert said in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_name_that_is_taken_is_refused_and_the_job_there_left_alone(api: KubernetesApi) -> None:
-    there = api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(7)})
-    result = invoke(*SUBMIT, *PROGRAM)
-    assert result.exit_code == 125
-    assert "hvdcomp launch k8s delete mnist --namespace team" in result.stderr
-    assert api.objects["mpijobs", "mnist"] == there
-
-
 def test_a_forbidden_watch_ends_the_following_at_once(api: KubernetesApi) -> None:
     api.fail = lambda verb, path, query: (403, "pods is forbidden") if path.endswith("pods") else None
     result = invoke(*SUBMIT, *PROGRAM)
@@ -286,103 +330,10 @@ def test_a_forbidden_watch_ends_the_following_at_once(api: KubernetesApi) -> Non
     assert ("mpijobs", "mnist") in api.objects
 
 
-def test_an_answer_that_does_not_come_leaves_it_open_whether_the_job_exists(
-    api: KubernetesApi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hvdcomp.launch.k8s.cluster.ANSWER_WITHIN", (5.0, 0.3))
-
-    def fail(verb: str, path: str, query: dict[str, str]) -> None:
-        with api.changed:
-            api.changed.wait_for(lambda: api.stopping, 3)
-
-    api.fail = fail
-    result = invoke(*SUBMIT, *PROGRAM)
-    assert result.exit_code == 125
-    assert "no answer from http://127.0.0.1" in result.stderr
-    assert "may have been created all the same: see `hvdcomp launch k8s status mnist`" in result.stderr
-
-
-def test_no_server_at_all(api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
-    config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
-    file = tmp_path / "other"
-    file.write_text(json.dumps(config))
-    monkeypatch.setenv("KUBECONFIG", str(file))
-    result = invoke(*SUBMIT, *PROGRAM)
-    assert result.exit_code == 125
-    assert "no answer from http://127.0.0.1:9" in result.stderr
-    assert "refused" in result.stderr
-
-
-def test_no_kubeconfig_and_unknown_contexts_are_named(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no 'there'; it has: here, bare" in invoke(*SUBMIT, "--context", "there", *PROGRAM).stderr
-    assert Cluster(context="bare").namespace == "default"
-    monkeypatch.setenv("KUBECONFIG", "/nowhere")
-    result = invoke(*SUBMIT, *PROGRAM)
-    assert result.exit_code == 125
-    assert "set KUBECONFIG" in result.stderr
-
-
-def test_a_missing_client_says_what_to_install(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    result = invoke(*SUBMIT, *PROGRAM)
-    assert result.exit_code == 125
-    assert "pip install 'hvdcomp[k8s]'" in result.stderr
-    assert not api.requests
-
-
-def test_nothing_is_sent_by_a_dry_run_or_for_settings_that_are_wrong(api: KubernetesApi) -> None:
-    assert invoke(*SUBMIT, "--dry-run", *PROGRAM).exit_code == 0
-    assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 125
-    assert not api.requests
-
-
-def test_detached_status_logs_and_delete(api: KubernetesApi) -> None:
-    result = invoke(*SUBMIT, "--detach", *PROGRAM)
-    assert result.exit_code == 0
-    assert api.objects["mpijobs", "mnist"]["spec"]["slotsPerWorker"] == 1
-    assert "has written nothing yet" in invoke("launch", "k8s", "logs", "mnist").stderr
-
-    started(api)
-    assert "team/mnist: running" in invoke("launch", "k8s", "status", "mnist").stdout
-    report = json.loads(invoke("launch", "k8s", "status", "mnist", "--json").stdout)
-    assert (report["phase"], report["exit_code"]) == ("running", None)
-    assert [pod["role"] for pod in report["pods"]] == ["launcher", "worker", "worker"]
-    assert invoke("launch", "k8s", "logs", "mnist").stdout == "epoch 1\nepoch 2\n"
-
-    ended(api, 6)
-    followed = invoke("launch", "k8s", "logs", "mnist", "--follow")
-    assert (followed.exit_code, followed.stdout) == (6, "epoch 1\nepoch 2\n")
-
-    assert "team/mnist deleted" in invoke("launch", "k8s", "delete", "mnist").stdout
-    assert ("mpijobs", "mnist") not in api.objects
-    for command in (["delete", "mnist"], ["status", "mnist"]):
-        result = invoke("launch", "k8s", *command)
-        assert result.exit_code == 125
-        assert "mnist" in result.stderr
-
-
-@pytest.mark.parametrize("cancel", [False, True])
-def test_an_interrupt_leaves_the_job_unless_told_otherwise(api: KubernetesApi, cancel: bool) -> None:
-    options = ["--cancel-on-interrupt"] if cancel else []
-    command = [sys.executable, "-m", "hvdcomp", *SUBMIT, *options, *PROGRAM]
-    command[1:3] = ["-c", "from hvdcomp.cli import main; main()"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        started(api)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "epoch 1\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert (("mpijobs", "mnist") in api.objects) is not cancel
-    assert ("deleted" if cancel else "hvdcomp launch k8s delete mnist --namespace team") in errors
-    assert "Traceback" not in errors
-
-
 @pytest.mark.parametrize("ends", [True, False])
 def test_no_thread_is_left_however_following_ends(api: KubernetesApi, ends: bool) -> None:
     """Also not one that waits for the first byte of an answer, or whose log would go on for ever."""
-    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": _spec(2)})
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(2)})
     started(api)
     written: queue.Queue[str] = queue.Queue()
     refused = threading.Event()
@@ -401,7 +352,9 @@ def test_no_thread_is_left_however_following_ends(api: KubernetesApi, ends: bool
     with ThreadPoolExecutor(1) as other:
         done = other.submit(cluster)
         with contextlib.nullcontext() if ends else pytest.raises(KubernetesError, match="forbidden"):
-            follow(Cluster(), "mnist", report=lambda state: None, lost=pytest.fail, write=written.put)
+            follow(
+                Cluster(), "mnist", report=lambda state: None, lost=pytest.fail, write=written.put, remain=pytest.fail
+            )
         assert not {"watch jobs", "watch pods", "log"} & {thread.name for thread in threading.enumerate()}
         done.result(timeout=30)
 

@@ -47,6 +47,18 @@ LAUNCHED = {
         keep_finished=60,
         pull_secret="login",
         forward=("PATH", "LD_LIBRARY_PATH", "A"),
+        grace_period=300,
+        labels={"kueue.x-k8s.io/queue-name": "team"},
+        annotations={"example.org/why": "a, b: $(c)"},
+        pod_labels={"example.org/team": "vision"},
+        pod_annotations={"sidecar.istio.io/inject": "false"},
+        queue="batch",
+        priority_class="low",
+        tolerations=("dedicated=training:NoSchedule", "spot"),
+        service_account="trainer",
+        secrets={"TOKEN": "login/token"},
+        volumes={"/data": "datasets:ro", "/scratch": "scratch"},
+        resources={"rdma/hca": "1"},
     ),
 }
 
@@ -71,7 +83,7 @@ def only_container(pod: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment(container: dict[str, Any]) -> dict[str, str]:
-    return {one["name"]: expanded(one["value"], {}) for one in container["env"]}
+    return {one["name"]: expanded(one["value"], {}) for one in container["env"] if "value" in one}
 
 
 def expanded(text: str, variables: dict[str, str]) -> str:
@@ -158,6 +170,8 @@ def test_the_operator_accepts_it(name: str) -> None:
     assert spec["slotsPerWorker"] >= 1
     assert spec["mpiImplementation"] == "OpenMPI"
     assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+    # A gang that counts the launcher, which is made when the workers are ready, would never be placed.
+    assert spec["runPolicy"]["schedulingPolicy"]["minAvailable"] == worker["replicas"]
     assert spec["sshAuthMountPath"] == "/home/mpiuser/.ssh"
     assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
 
@@ -290,6 +304,36 @@ def test_a_command_arrives_as_it_was_given(arguments: list[str], value: str) -> 
     plain = render(KubernetesSettings(Job("safe", ("x",), 2, {"VALUE": ""}), "hvdcomp"))
     launcher["env"] = only_container(pods(plain)["Launcher"])["env"]
     assert manifest == plain
+
+
+def test_what_clusters_demand_is_where_they_look_for_it() -> None:
+    job = JOBS["all"]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert job["metadata"]["annotations"] == {"example.org/why": "a, b: $(c)"}
+    assert job["spec"]["runPolicy"]["schedulingPolicy"] == {"minAvailable": 8, "queue": "batch"}
+    for role, replica in job["spec"]["mpiReplicaSpecs"].items():
+        template = replica["template"]
+        assert template["metadata"] == {
+            "labels": {"example.org/team": "vision"},
+            "annotations": {"sidecar.istio.io/inject": "false"},
+        }
+        pod = template["spec"]
+        assert (pod["priorityClassName"], pod["serviceAccountName"]) == ("low", "trainer")
+        assert pod["terminationGracePeriodSeconds"] == 300
+        assert pod["tolerations"][:2] == [
+            {"key": "dedicated", "operator": "Equal", "value": "training", "effect": "NoSchedule"},
+            {"key": "spot", "operator": "Exists"},
+        ]
+        assert [one["key"] for one in pod["tolerations"][2:]] == (["nvidia.com/gpu"] if role == "Worker" else [])
+    launcher, worker = map(only_container, pods(job).values())
+    token = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "login", "key": "token"}}}
+    assert launcher["env"][-1] == token
+    assert launcher["args"][launcher["args"].index("TOKEN") - 1] == "-x"
+    assert worker["resources"]["limits"]["rdma/hca"] == worker["resources"]["requests"]["rdma/hca"] == "1"
+    mounted = {mount["mountPath"]: mount["name"] for mount in worker["volumeMounts"]}
+    volumes = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pods(job)["Worker"]["volumes"]}
+    assert volumes[mounted["/data"]] == {"claimName": "datasets", "readOnly": True}
+    assert volumes[mounted["/scratch"]] == {"claimName": "scratch"}
 
 
 def test_a_dry_run_prints_the_job_and_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

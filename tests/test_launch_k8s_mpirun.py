@@ -1,4 +1,4 @@
-"""The launcher's command line, as in the manifest, run by a real Open MPI on two hosts that it must reach by ssh. Here
+"""mpirun's command line, as in the manifest, run by a real Open MPI on two hosts that it must reach by ssh. Here
 ssh is a script that does with the command what sshd does: it gives it to a shell, in a bare environment."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def launch(
     }
     hosts = _known_hosts(tmp_path) if backend == "torch" else []
     done = subprocess.run(
-        [*hosts, *container["command"], *(word.replace("$$", "$") for word in container["args"])],
+        [*hosts, container["command"][-1], *(word.replace("$$", "$") for word in container["args"])],
         env={**os.environ, **operator, **variables, **here},
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

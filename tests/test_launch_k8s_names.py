@@ -16,7 +16,8 @@ from click.testing import CliRunner, Result
 pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed: pip install 'hvdcomp[k8s]'")
 
 from hvdcomp.cli import main
-from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
+from hvdcomp.launch.k8s.cluster import Cluster
+from hvdcomp.launch.k8s.errors import KubernetesError
 from tests.k8s_api import KubernetesApi
 
 NO_NAMES = ["", " ", ".", "..", "../..", "a/b", "a%2Fb", "a,b", "A", "a b", "a\n", "4-ranks", "a" * 41]

@@ -1,4 +1,4 @@
-"""The exit status of `hvdcomp launch k8s` as a process of its own, over TLS as with every real API server.
+"""`hvdcomp launch k8s` as a process of its own, over TLS as with every real API server: its exit status and its words.
 
 While the command ends, another of its requests still waits for an answer: a thread that Python ended there would abort
 the process (status 134).
@@ -6,6 +6,7 @@ the process (status 134).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed: pip install 'hvdcomp[k8s]'")
 
 from tests.k8s_api import KubernetesApi, make_certificate
-from tests.k8s_job import LAUNCHER, READY, container, ended
+from tests.k8s_job import LAUNCHER, READY, container, ended, started
 
 COMMAND = [sys.executable, "-c", "from hvdcomp.cli import main; main()", "launch", "k8s", "--name", "mnist"]
 SUBMIT = [*COMMAND, "--image", "hvdcomp:cpu", "--ranks", "2", "--", "python3", "train.py"]
@@ -33,13 +34,16 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-def run(api: KubernetesApi, kubeconfig: Path, meanwhile: Callable[[], None]) -> tuple[int, str]:
-    """The exit status of a job that is submitted and followed, and its standard output."""
+def run(
+    api: KubernetesApi, kubeconfig: Path, meanwhile: Callable[[], None], command: list[str] = SUBMIT
+) -> subprocess.CompletedProcess[str]:
+    """The end of a command, by default of one that submits and follows a job, while the cluster does its part."""
     environment = {**os.environ, "KUBECONFIG": str(api.write_kubeconfig(kubeconfig))}
-    with subprocess.Popen(SUBMIT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
         meanwhile()
-        output, _ = process.communicate(timeout=60)
-    return process.returncode, output
+        output, errors = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 @pytest.mark.parametrize("times", TIMES)
@@ -58,8 +62,8 @@ def test_follows_that_end_in_an_error_over_tls(certificate: Path, tmp_path: Path
 
         api.fail = forbid
         with api.running():
-            status, _ = run(api, tmp_path / "kubeconfig", lambda: None)
-        seen[status] += 1
+            done = run(api, tmp_path / "kubeconfig", lambda: None)
+        seen[done.returncode] += 1
     assert seen == {125: times}
 
 
@@ -80,7 +84,55 @@ def test_follows_that_end_well_over_tls(certificate: Path, tmp_path: Path, times
             ended(api, code)
 
         with api.running():
-            status, output = run(api, tmp_path / "kubeconfig", end)
-        assert output == "epoch 1\n"
-        seen[status] += 1
+            done = run(api, tmp_path / "kubeconfig", end)
+        assert done.stdout == "epoch 1\n"
+        seen[done.returncode] += 1
     assert seen == {0: times - times // 2, 3: times // 2}
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_server_that_is_restarted_is_waited_for_while_it_knows_no_rights(
+    certificate: Path, tmp_path: Path, status: int
+) -> None:
+    api = KubernetesApi(certificate)
+
+    def cluster() -> None:
+        started(api)
+        api.wait_for(
+            lambda: api.asked("watch", "pods$") and api.asked("watch", "mpijobs$") and api.asked("list", "log")
+        )
+        api.restart([status] * 6)
+        api.wait_for(lambda: not api.denials)
+        api.write_log(LAUNCHER, "epoch 3")
+        ended(api, 3)
+
+    with api.running():
+        done = run(api, tmp_path / "kubeconfig", cluster)
+    assert (done.returncode, done.stdout) == (3, "epoch 1\nepoch 2\nepoch 3\n")
+    assert "; asking again" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("failed with exit code 3: mnist-launcher-abcde ended with exit code 3")
+
+
+def test_a_failed_job_whose_launcher_goes_on_is_reported_and_its_pods_named(certificate: Path, tmp_path: Path) -> None:
+    """As when a worker was evicted: the operator calls the job failed, and ends nothing."""
+    api = KubernetesApi(certificate)
+    program = "from hvdcomp.launch.k8s import follow; follow.STILL_WRITING = 1; from hvdcomp.cli import main; main()"
+
+    def cluster() -> None:
+        started(api)
+        stack.enter_context(api.endless_log(LAUNCHER))
+        api.wait_for(lambda: api.asked("list", "/log$"))
+        api.put_pod("mnist", "worker", "mnist-worker-1", phase="Failed", reason="Evicted")
+        api.set_condition("mnist", "Failed", reason="MPIJobEvicted", message="1/2 workers are evicted")
+
+    with api.running(), contextlib.ExitStack() as stack:
+        done = run(api, tmp_path / "kubeconfig", cluster, [sys.executable, "-c", program, *SUBMIT[3:]])
+    assert done.returncode == 1
+    assert {"epoch 1", "epoch 2", "line 1"} < set(done.stdout.splitlines())
+    failed, remaining = done.stderr.splitlines()[-2:]
+    assert failed[9:] == "failed with exit code 1: MPIJobEvicted: 1/2 workers are evicted"
+    assert remaining[9:] == (
+        "still running, and no longer followed: mnist-launcher-abcde, mnist-worker-0; "
+        "`hvdcomp launch k8s delete mnist --namespace team` ends them"
+    )

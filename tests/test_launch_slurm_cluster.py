@@ -20,7 +20,7 @@ import pytest
 from hvdcomp.launch.promise import EXIT_SAVED
 from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_not
 from tests.test_launch_slurm import _HOSTILE
-from tests.test_launch_torch_rank import ADDS_UP, found
+from tests.test_launch_torch_rank import ADDS_UP, UNTIL_WARNED, found
 
 pytestmark = pytest.mark.cluster
 
@@ -360,39 +360,12 @@ def test_a_job_is_queued_again_only_so_often(launch: Launcher) -> None:
     assert "queued again" not in once.stdout
 
 
-# Makes steps until any rank is warned, saves, and says so by its exit code. Started again, it looks at what was saved.
-_UNTIL_WARNED = f"""
-import os, pathlib, signal
-import torch
-import torch.distributed as dist
-
-warned = []
-signal.signal(signal.SIGUSR1, lambda *_: warned.append(1))
-dist.init_process_group("gloo")
-checkpoint = pathlib.Path(f"saved-{{dist.get_rank()}}")
-if checkpoint.exists():
-    saved = [torch.tensor(0) for _ in range(dist.get_world_size())]
-    dist.all_gather(saved, torch.tensor(int(checkpoint.read_text())))
-    print("goes on after", *map(int, saved), flush=True)
-    dist.barrier()
-    os._exit(0)
-print("trains", flush=True)
-step, stop = 0, torch.tensor(0)
-while not stop:
-    step, stop = step + 1, torch.tensor(len(warned))
-    dist.all_reduce(stop)
-checkpoint.write_text(str(step))
-dist.barrier()
-os._exit({EXIT_SAVED})
-"""
-
-
 @pytest.mark.parametrize(("launcher", "warning"), [("srun", "USR1"), ("mpirun", "TERM")])
 def test_ranks_of_torch_that_are_warned_save_are_queued_again_and_go_on(
     launch: Launcher, launcher: str, warning: str
 ) -> None:
     pytest.importorskip("torch")
-    (launch.folder / "program.py").write_text(_UNTIL_WARNED)
+    (launch.folder / "program.py").write_text(UNTIL_WARNED)
     job = launch.detached("--backend", "torch", "--launcher", launcher, "--", _PYTHON, "program.py")
     launch.wait_for_line(job, "trains")
     launch.cluster.command("scancel", f"--signal={warning}", "--batch", str(job))

@@ -25,6 +25,7 @@ from hvdcomp.launch.job import read_settings
 from hvdcomp.launch.k8s.manifest import ROLE_LABEL, render
 from hvdcomp.launch.k8s.scheduler import Kubernetes, MPIJob
 from hvdcomp.launch.k8s.settings import KubernetesSettings, check_job_name, check_namespace
+from hvdcomp.launch.k8s.state import MPIJobState
 from hvdcomp.terminal import make_console, make_table, print_table
 
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
@@ -142,10 +143,7 @@ def status(name: str, namespace: str | None, context: str | None, as_json: bool)
         return
     click.echo(f"MPIJob {kubernetes.namespace}/{name}: {state.phase}{': ' if state.detail else ''}{state.detail}")
     if rows:
-        table = make_table(*rows[0])
-        for row in rows:
-            table.add_row(*(Text(str(value)) for value in row.values()))
-        print_table(make_console(), table)
+        _show(rows)
 
 
 def _row(pod: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +155,42 @@ def _row(pod: dict[str, Any]) -> dict[str, Any]:
         "node": pod["spec"].get("nodeName", ""),
         "restarts": statuses[0].get("restartCount", 0),
     }
+
+
+@k8s.command("list", context_settings=_CONTEXT)
+@_with(_where)
+@click.option("--json", "as_json", is_flag=True, help="Print them as a JSON list.")
+def list_jobs(namespace: str | None, context: str | None, as_json: bool) -> None:
+    """Show the jobs of the namespace, the newest first."""
+    with refusals():
+        kubernetes = Kubernetes(namespace, context)
+        rows = [_job_row(job, state) for job, state in kubernetes.all()]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    elif not rows:
+        click.echo(f"There is no MPIJob in namespace {kubernetes.namespace}.")
+    else:
+        _show(rows)
+
+
+def _job_row(job: dict[str, Any], state: MPIJobState) -> dict[str, Any]:
+    spec = job["spec"]
+    workers = (spec["mpiReplicaSpecs"].get("Worker") or {}).get("replicas", 0)
+    return {
+        "name": job["metadata"]["name"],
+        "phase": state.phase,
+        "workers": workers,
+        "slots": spec.get("slotsPerWorker", 1),
+        "created": job["metadata"]["creationTimestamp"],
+        "detail": state.detail,
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = make_table(*rows[0])
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row.values()))
+    print_table(make_console(), table)
 
 
 @k8s.command(context_settings=_CONTEXT)

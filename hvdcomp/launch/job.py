@@ -29,7 +29,7 @@ NAME_LENGTH = 40
 """Schedulers append to a job's name (`-worker-12`), and a host's name ends at 63 characters."""
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Job:
         if self.ranks < 1:
             raise ConfigurationError(f"ranks: {self.ranks} is not a number of processes: take 1 or more")
         for name, value in self.environment.items():
-            if not _VARIABLE.fullmatch(name):
+            if not VARIABLE.fullmatch(name):
                 raise ConfigurationError(
                     f"environment: {name!r} is not the name of a variable: take letters, digits and underscores, with "
                     "no digit first"
@@ -125,9 +125,7 @@ def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping
         if not isinstance(table, dict):
             raise ConfigurationError(f"{path}: {name} must be a table: write [{name}] on a line of its own")
         _refuse_unknown(table, known, f"{path}, [{name}]")
-        values[name] = {
-            key: _typed(known[key], value, f"{path}, {name}.{key}") for key, value in table.items()
-        }
+        values[name] = {key: _typed(known[key], value, f"{path}, {name}.{key}") for key, value in table.items()}
     for key, value in flags.items():
         if value is None:
             continue

@@ -1,4 +1,4 @@
-"""The API server, through the official client: what the launcher asks of it, and its errors in words.
+"""The API server, through the official client: what the launcher asks of it.
 
 Objects are plain dicts as in the API's JSON. Everything here asks once; what is worth asking again is said by
 `KubernetesError.transient`, and `follow` does so.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from hvdcomp.launch.k8s.connections import Connections
-from hvdcomp.launch.k8s.manifest import GROUP, JOB_LABEL, PLURAL, ROLE_LABEL, VERSION
-from hvdcomp.launch.scheduler import SchedulerError
+from hvdcomp.launch.k8s.errors import KubernetesError, explained
+from hvdcomp.launch.k8s.kubeconfig import connect
+from hvdcomp.launch.k8s.manifest import GROUP, JOB_LABEL, KIND, PLURAL, ROLE_LABEL, VERSION
 
 ANSWER_WITHIN = (10.0, 30.0)
 """Seconds to connect, and to wait for an answer."""
@@ -27,23 +26,10 @@ WATCH_FOR = 240
 LOG_SILENCE = 60.0
 """Seconds without a line after which a log is asked for anew: a dead connection looks like a silent program."""
 
+OPENED = "OPENED"
+"""What a watch gives first, with an empty object: the server has granted it."""
+
 Call = Callable[..., Any]
-
-_IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_TRANSIENT = {408, 410, 429, 500, 502, 503, 504}
-
-
-class KubernetesError(SchedulerError):
-    """The cluster refused, or cannot be reached.
-
-    Attributes:
-        status: the HTTP status, or None if there was no answer.
-    """
-
-    def __init__(self, message: str, status: int | None = None, transient: bool | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.transient = status in _TRANSIENT if transient is None else transient
 
 
 class Cluster:
@@ -63,32 +49,12 @@ class Cluster:
         except ImportError:
             raise KubernetesError("this needs the Kubernetes client: pip install 'hvdcomp[k8s]'") from None
         self._kubernetes: Any = kubernetes
-        client, configured = self._connect(context)
+        client, configured = connect(kubernetes, context)
         self.namespace: str = namespace or configured
         self._jobs: Any = kubernetes.client.CustomObjectsApi(client)
         self._core: Any = kubernetes.client.CoreV1Api(client)
         self._connections = Connections(client.rest_client.pool_manager)
         self._server: str = client.configuration.host
-
-    def _connect(self, context: str | None) -> tuple[Any, str]:
-        config = self._kubernetes.config
-        if context is None and "KUBECONFIG" not in os.environ and (_IN_CLUSTER / "token").exists():
-            config.load_incluster_config()
-            return self._kubernetes.client.ApiClient(), (_IN_CLUSTER / "namespace").read_text().strip()
-        # The client reads KUBECONFIG only when it is imported.
-        file = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
-        try:
-            contexts, active = config.list_kube_config_contexts(file)
-            chosen = active if context is None else next((one for one in contexts if one["name"] == context), None)
-            if chosen is None:
-                names = ", ".join(one["name"] for one in contexts)
-                raise KubernetesError(f"context: the kubeconfig has no {context!r}; it has: {names}")
-            client = config.new_client_from_config(config_file=file, context=chosen["name"])
-        except config.ConfigException as error:
-            raise KubernetesError(
-                f"no cluster is configured ({error}): set KUBECONFIG to your kubeconfig, or see `kubectl config view`"
-            ) from None
-        return client, chosen["context"].get("namespace") or "default"
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Create the MPIJob; returns it as the server has it."""
@@ -123,30 +89,43 @@ class Cluster:
         """Cut what these threads wait for, and return when they have ended; see `Connections.end`."""
         self._connections.end(threads)
 
-    def list_jobs(self, name: str) -> tuple[str, list[dict[str, Any]]]:
-        """The MPIJob of that name, if there is one, and the version from which to watch."""
+    def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """The MPIJob of that name, if there is one, or all, and the version from which to watch."""
         return self._list("MPIJobs cannot be listed", *self._named(name))
 
-    def list_pods(self, name: str) -> tuple[str, list[dict[str, Any]]]:
-        """The pods of the MPIJob, and the version from which to watch."""
+    def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """The pods of the MPIJob, or of all, and the version from which to watch."""
         return self._list("pods cannot be listed", *self._labelled(name))
 
+    def list_events(self, name: str) -> tuple[str, list[dict[str, Any]]]:
+        """What the operator said about the MPIJob in the last hour or so, and the version from which to watch."""
+        return self._list("events cannot be listed", *self._about(name))
+
     def watch_jobs(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The changes of the MPIJob since `version`, as ("ADDED" and so on, object), until the server ends it."""
+        """OPENED, then the changes of the MPIJob since `version`, as ("ADDED" and so on, object), until the server ends
+        it."""
         return self._watch("MPIJobs cannot be watched", version, *self._named(name))
 
     def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """The changes of the pods since `version`, as above."""
         return self._watch("pods cannot be watched", version, *self._labelled(name))
 
-    def _named(self, name: str) -> tuple[Call, dict[str, str]]:
-        call = self._jobs.list_namespaced_custom_object
-        place = {"group": GROUP, "version": VERSION, "namespace": self.namespace, "plural": PLURAL}
-        return call, {**place, "field_selector": f"metadata.name={name}"}
+    def watch_events(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What the operator says since `version`, as above."""
+        return self._watch("events cannot be watched", version, *self._about(name))
 
-    def _labelled(self, name: str) -> tuple[Call, dict[str, str]]:
-        call = self._core.list_namespaced_pod
-        return call, {"namespace": self.namespace, "label_selector": f"{JOB_LABEL}={name}"}
+    def _named(self, name: str | None) -> tuple[Call, dict[str, str]]:
+        place = {"group": GROUP, "version": VERSION, "namespace": self.namespace, "plural": PLURAL}
+        selector = {} if name is None else {"field_selector": f"metadata.name={name}"}
+        return self._jobs.list_namespaced_custom_object, {**place, **selector}
+
+    def _labelled(self, name: str | None) -> tuple[Call, dict[str, str]]:
+        selector = JOB_LABEL if name is None else f"{JOB_LABEL}={name}"
+        return self._core.list_namespaced_pod, {"namespace": self.namespace, "label_selector": selector}
+
+    def _about(self, name: str) -> tuple[Call, dict[str, str]]:
+        selector = f"involvedObject.kind={KIND},involvedObject.name={name}"
+        return self._core.list_namespaced_event, {"namespace": self.namespace, "field_selector": selector}
 
     def _list(self, failed: str, call: Call, place: dict[str, str]) -> tuple[str, list[dict[str, Any]]]:
         with self._explained(failed), self._answer(call, **place, _request_timeout=ANSWER_WITHIN) as response:
@@ -162,6 +141,7 @@ class Cluster:
             self._explained(failed),
             self._answer(call, **place, **options, _request_timeout=patience) as response,
         ):
+            yield OPENED, {}
             for line in _lines(response):
                 event = json.loads(line)
                 if event["type"] == "ERROR":
@@ -202,42 +182,8 @@ class Cluster:
             response.close()
             response.release_conn()
 
-    @contextlib.contextmanager
-    def _explained(self, what: str, creating: str | None = None) -> Iterator[None]:
-        """Turn the client's exceptions into KubernetesError."""
-        import urllib3
-
-        try:
-            yield
-        except self._kubernetes.client.ApiException as error:
-            raise KubernetesError(
-                f"{what}: {self._reason(error, creating)}", error.status, None if error.status else True
-            ) from None
-        except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object
-            message = f"{what}: no answer from {self._server} ({_innermost(error)})"
-            if creating is not None:
-                message += f"; it may have been created all the same: see `hvdcomp launch k8s status {creating}`"
-            raise KubernetesError(message, transient=True) from None
-
-    def _reason(self, error: Any, creating: str | None) -> str:
-        said = _message(error)
-        if error.status == 401:
-            return f"{said}: the cluster does not know you; log in anew, see `kubectl auth whoami`"
-        if error.status == 403:
-            return f"{said}: ask for that right in namespace {self.namespace}, or take another --namespace"
-        if error.status == 409 and creating is not None:
-            return (
-                f"there is one already: take another --name, or delete it with `hvdcomp launch k8s delete {creating}"
-                f" --namespace {self.namespace}`"
-            )
-        if error.status == 409:
-            return f"{said}: another job was made under this name meanwhile, and was left alone"
-        if error.status == 404 and creating is not None:
-            return (
-                f"{said}: either there is no namespace {self.namespace}, or the cluster has no mpi-operator with "
-                f"MPIJob {VERSION}; see `kubectl get crd {PLURAL}.{GROUP}`"
-            )
-        return said
+    def _explained(self, what: str, creating: str | None = None) -> contextlib.AbstractContextManager[None]:
+        return explained(what, self._server, self.namespace, creating)
 
 
 class _Read:
@@ -259,22 +205,6 @@ def _lines(response: Any) -> Iterator[bytes]:
         yield from lines
     if rest:
         yield rest
-
-
-def _message(error: Any) -> str:
-    """What the server said of an error: the message of its Status object if it sent one."""
-    body = error.body
-    try:
-        said = json.loads(body)["message"]
-    except (TypeError, KeyError, ValueError):
-        said = body.decode(errors="replace") if isinstance(body, bytes) else body
-    return str(said or error.reason or f"HTTP status {error.status}").strip().removesuffix(".")
-
-
-def _innermost(error: BaseException) -> str:
-    """The first cause; urllib3 wraps it."""
-    reason = getattr(error, "reason", None)
-    return _innermost(reason) if isinstance(reason, BaseException) else str(error)
 
 
 def is_role(pod: Mapping[str, Any], role: str) -> bool:

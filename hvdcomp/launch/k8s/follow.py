@@ -1,26 +1,28 @@
 """Following a job to its end: its state and its launcher's log, through dropped connections.
 
-Two threads watch the MPIJob and its pods; each lists first, then watches from there, and lists anew whenever a watch
-ends. A third reads the log. The caller's thread puts together what they see.
+Three threads watch the MPIJob, its pods and what the operator says about it; each lists first, then watches from there,
+and lists anew whenever a watch ends. A fourth reads the log. The caller's thread puts together what they see.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
-from hvdcomp.launch.k8s.state import LAUNCHER, MPIJobState, attempt, newest_launcher, read_state
+from hvdcomp.launch.k8s.cluster import OPENED, Cluster
+from hvdcomp.launch.k8s.errors import KubernetesError
+from hvdcomp.launch.k8s.log import Log, pause
+from hvdcomp.launch.k8s.state import MPIJobState, attempt, is_active, newest_launcher, read_state, remaining
 
 PATIENCE = 300.0
-"""Seconds without any answer of the API server after which following is given up. The job itself goes on."""
+"""Seconds for which the API server may not answer, or deny what it granted before, until following is given up. It does
+both while it starts. The job itself goes on."""
 
-_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before asking again, growing while there is no answer."""
+STILL_WRITING = 10.0
+"""Seconds for which the log of a launcher is read on that runs although its job has failed."""
 
 Objects = list[dict[str, Any]]
 
@@ -33,6 +35,7 @@ def follow(
     report: Callable[[MPIJobState], None],
     lost: Callable[[str], None],
     write: Callable[[str], None],
+    remain: Callable[[list[str]], None],
     patience: float = PATIENCE,
 ) -> MPIJobState:
     """Wait for the end of a job, while passing on what happens.
@@ -40,8 +43,9 @@ def follow(
     Arguments:
         uid: of the MPIJob, to notice that it was replaced by another of its name.
         report: is given each new state.
-        lost: is told why, when answers cease; following goes on.
+        lost: is told why, maybe in another thread, when answers cease; following goes on.
         write: is given each line of the launcher's log, without its end; from another thread.
+        remain: is given the names of the pods that go on, if the job has failed and its launcher runs all the same.
 
     Raises:
         KubernetesError: the server refuses, or did not answer for `patience` seconds.
@@ -50,33 +54,44 @@ def follow(
     watches = [
         _Watch(lambda: cluster.list_jobs(name), lambda version: cluster.watch_jobs(name, version), seen, "jobs"),
         _Watch(lambda: cluster.list_pods(name), lambda version: cluster.watch_pods(name, version), seen, "pods"),
+        _Watch(lambda: cluster.list_events(name), lambda version: cluster.watch_events(name, version), seen, "events"),
     ]
-    log = _Log(cluster, write)
-    latest: dict[str, Objects] = {}
+    log = Log(cluster, write, lost, patience)
+    latest: dict[str, Objects] = {"events": []}
     state: MPIJobState | None = None
-    answered, silent = time.monotonic(), False
+    answered = {watch.kind: time.monotonic() for watch in watches}
+    silent: set[str] = set()
     try:
         for watch in watches:
             watch.start()
         while True:
             kind, objects = seen.get()
             if isinstance(objects, KubernetesError):
-                if not objects.transient or time.monotonic() - answered > patience:
+                if kind == "events":  # they only explain, and not everybody may read them
+                    continue
+                if not objects.transient or time.monotonic() - answered[kind] > patience:
                     raise objects
                 if not silent:
-                    lost(str(objects))
-                silent = True
+                    lost(objects.said)
+                silent.add(kind)
                 continue
-            answered, silent = time.monotonic(), False
+            answered[kind] = time.monotonic()
+            silent.discard(kind)
             latest[kind] = objects
             if len(latest) < len(watches):
                 continue
             job = next((one for one in latest["jobs"] if uid in (None, one["metadata"]["uid"])), None)
-            now = read_state(job, latest["pods"])
+            now = read_state(job, latest["pods"], latest["events"])
             log.read(attempt(newest_launcher(latest["pods"])))
             if now.ended:
-                log.finish()
-                return _end(cluster, name, job, now, report)
+                pods = _pods(cluster, name, latest["pods"])
+                now = read_state(job, pods)
+                report(now)
+                log.finish(_still_writing(pods))
+                going_on = remaining(_pods(cluster, name, pods)) if now.phase == "failed" else []
+                if going_on:
+                    remain(going_on)
+                return now
             if now != state:
                 report(now)
             state = now
@@ -87,19 +102,29 @@ def follow(
         cluster.end([one for one in (*watches, log.thread) if one is not None and one.is_alive()])
 
 
-def _end(
-    cluster: Cluster, name: str, job: dict[str, Any] | None, state: MPIJobState, report: Callable[[MPIJobState], None]
-) -> MPIJobState:
-    """The last state, with the pods as they are now: their watch may be behind the MPIJob's."""
-    if state.phase == "failed":
-        with contextlib.suppress(KubernetesError):  # the state is known; only the exit code may be an earlier attempt's
-            state = read_state(job, cluster.list_pods(name)[1])
-    report(state)
-    return state
+def _pods(cluster: Cluster, name: str, known: Objects) -> Objects:
+    """The pods as they are now, as their watch may be behind the MPIJob's; those that are known if nothing answers."""
+    try:
+        return cluster.list_pods(name)[1]
+    except KubernetesError:
+        return known
+
+
+def _still_writing(pods: Objects) -> float | None:
+    """Seconds to wait for the end of the log of a job that has ended; None if its launcher has ended, and its log so
+    has an end."""
+    launcher = newest_launcher(pods)
+    if launcher is None or not is_active(launcher):
+        return None
+    # One that is being deleted may write until its grace is over.
+    return STILL_WRITING + (launcher["metadata"].get("deletionGracePeriodSeconds") or 0)
 
 
 class _Watch(threading.Thread):
-    """Puts all objects into a queue whenever one changes, and what goes wrong."""
+    """Puts all objects of a kind into a queue whenever one changes, and what goes wrong.
+
+    What is denied is worth asking for again if it was granted before.
+    """
 
     def __init__(
         self,
@@ -109,7 +134,7 @@ class _Watch(threading.Thread):
         kind: str,
     ) -> None:
         super().__init__(daemon=True, name=f"watch {kind}")  # it may be waiting for an event when the job has ended
-        self._list, self._watch, self._seen, self._kind = list_all, watch, seen, kind
+        self._list, self._watch, self._seen, self.kind = list_all, watch, seen, kind
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -117,133 +142,37 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         failures = 0
+        granted: set[str] = set()
         while not self._stopped.is_set():
+            asked = "list"
             try:
                 version, listed = self._list()
+                granted.add(asked)
                 failures = 0
                 objects = {one["metadata"]["uid"]: one for one in listed}
-                self._seen.put((self._kind, list(objects.values())))
+                self._seen.put((self.kind, list(objects.values())))
+                asked = "watch"
                 for change, one in self._watch(version):
                     if self._stopped.is_set():
                         return
+                    if change == OPENED:
+                        granted.add(asked)
+                        continue
                     if change == "DELETED":
                         objects.pop(one["metadata"]["uid"], None)
                     elif change in ("ADDED", "MODIFIED"):
                         objects[one["metadata"]["uid"]] = one
-                    self._seen.put((self._kind, list(objects.values())))
+                    self._seen.put((self.kind, list(objects.values())))
             except KubernetesError as error:
+                error.transient |= error.denied and asked in granted
                 if error.status != 410:  # too old a version is no trouble: list anew
-                    self._seen.put((self._kind, error))
+                    self._seen.put((self.kind, error))
                 if not error.transient:
                     return
                 failures += 1
             except Exception as error:
                 # Without this thread the job's end would not be noticed.
-                self._seen.put((self._kind, KubernetesError(f"{self._kind} cannot be watched: {error!r}")))
+                self._seen.put((self.kind, KubernetesError(f"{self.kind} cannot be watched: {error!r}")))
                 return
             # Also after a watch that ended in good order, so that a server that ends each at once is not flooded.
-            self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
-
-
-class _Log:
-    """Reads the log of one attempt after the other, each to its end.
-
-    Attributes:
-        thread: which reads; None while there is nothing to read.
-    """
-
-    def __init__(self, cluster: Cluster, write: Callable[[str], None]) -> None:
-        self._cluster, self._write = cluster, write
-        self._attempt: tuple[str, int] | None = None
-        self.thread: threading.Thread | None = None
-        self._ended = threading.Event()
-        self._stopped = threading.Event()
-        self._lines = NewLines()
-
-    def read(self, attempt: tuple[str, int] | None) -> None:
-        """Read this attempt, if it is not the one that is read already."""
-        if attempt is None or attempt == self._attempt:
-            return
-        self.finish()
-        if self._attempt is None or self._attempt[0] != attempt[0]:
-            self._lines = NewLines()  # a container that restarts in its pod goes on by the same clock
-        self._attempt, self._ended = attempt, threading.Event()
-        self.thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
-        self.thread.start()
-
-    def finish(self) -> None:
-        """After the end of the attempt: return when everything that it wrote has been passed on."""
-        self._ended.set()
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-
-    def stop(self) -> None:
-        """Pass on no line after the one that is being passed on, if any, and try nothing again."""
-        self._stopped.set()
-        self._ended.set()
-
-    def _run(self, pod: str, ended: threading.Event) -> None:
-        failures = 0
-        while not self._stopped.is_set():
-            last = ended.is_set()  # asked before reading: a reading that begins after the end is complete
-            try:
-                log = self._cluster.log(pod, LAUNCHER, follow=not last, since=self._lines.seconds())
-                for line in self._lines.of(log):
-                    if self._stopped.is_set():
-                        return
-                    failures = 0
-                    self._write(line)
-                if last:
-                    return
-            except KubernetesError as error:
-                if self._stopped.is_set():
-                    return
-                # 400: the node of the pod does not answer
-                given_up = last and failures >= len(_PAUSES)
-                if given_up or (not error.transient and error.status != 400):
-                    self._write(f"hvdcomp: {error}; the end of the log is missing")
-                    return
-                failures += 1
-            (self._stopped if last else ended).wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
-
-
-class NewLines:
-    """Of a log that is read several times, the lines that were not seen before.
-
-    Each line begins with its time. Several may have the same, so those of the last time seen are counted.
-    """
-
-    def __init__(self) -> None:
-        self._time = ""
-        self._count = 0
-        self._received: float | None = None
-
-    def seconds(self) -> int | None:
-        """How many last seconds of the log hold everything new, by a margin; None before the first line."""
-        return None if self._received is None else int(time.monotonic() - self._received) + 30
-
-    def of(self, lines: Iterable[bytes]) -> Iterator[str]:
-        """The new ones of these lines, without their times."""
-        border, known, repeated = self._time, self._count, 0
-        for line in lines:
-            stamp, _, text = line.decode(errors="replace").partition(" ")
-            moment = _sortable(stamp)
-            if moment < border:
-                continue
-            if moment == border:
-                repeated += 1
-                if repeated <= known:
-                    continue
-            if moment > self._time:
-                self._time, self._count = moment, 0
-            if moment == self._time:
-                self._count += 1
-            self._received = time.monotonic()
-            yield text
-
-
-def _sortable(stamp: str) -> str:
-    """A time as Kubernetes writes it, "2026-01-02T03:04:05.12Z", with all nine digits."""
-    seconds, _, fraction = stamp.rstrip("Z").partition(".")
-    return f"{seconds}.{fraction:0<9}"
+            self._stopped.wait(pause(failures))

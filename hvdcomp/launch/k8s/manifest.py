@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.k8s.patch import merged, read_patch
+from hvdcomp.launch.k8s.settings import TOLERATION, KubernetesSettings
 from hvdcomp.launch.promise import EXPECTED_SIZE
 from hvdcomp.launch.rank import COMMAND, to_variable
 from hvdcomp.launch.torch_rank import DEFAULT_PORT
@@ -30,6 +31,8 @@ _COMMUNICATION = {
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
 """What Horovod exchanges through, or agrees through where NCCL carries the data."""
+_RANK = ("sh", "-c", "trap '' USR1; exec python3 -m hvdcomp.launch.rank")
+"""What each rank starts with. A program that takes no notice of the warning is not ended by it."""
 _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
@@ -39,17 +42,21 @@ def literal(text: str) -> str:
 
 
 def render(settings: KubernetesSettings) -> dict[str, Any]:
-    """The MPIJob, ready for the API server or for `yaml.safe_dump`."""
+    """The MPIJob, ready for the API server or for `yaml.safe_dump`.
+
+    Raises:
+        ConfigurationError: the patch cannot be read.
+    """
     job = settings.job
-    metadata: dict[str, Any] = {"name": job.name, "labels": {"app.kubernetes.io/name": "hvdcomp"}}
+    metadata: dict[str, Any] = {
+        "name": job.name,
+        "labels": {"app.kubernetes.io/name": "hvdcomp", **settings.labels},
+    }
+    if settings.annotations:
+        metadata["annotations"] = dict(settings.annotations)
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
-    policy: dict[str, Any] = {"cleanPodPolicy": settings.clean_pods, "backoffLimit": settings.retries}
-    if settings.time_limit is not None:
-        policy["activeDeadlineSeconds"] = settings.time_limit
-    if settings.keep_finished is not None:
-        policy["ttlSecondsAfterFinished"] = settings.keep_finished
-    return {
+    manifest: dict[str, Any] = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": KIND,
         "metadata": metadata,
@@ -58,21 +65,46 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
             "sshAuthMountPath": f"{settings.home}/.ssh",
             "mpiImplementation": "OpenMPI",
             "launcherCreationPolicy": "WaitForWorkersReady",
-            "runPolicy": policy,
+            "runPolicy": _run_policy(settings),
             "mpiReplicaSpecs": {
                 "Launcher": {
                     "replicas": 1,
                     "restartPolicy": settings.restart_policy,
-                    "template": {"spec": _launcher(settings)},
+                    "template": _template(settings, _launcher(settings)),
                 },
                 "Worker": {
                     "replicas": settings.workers,
-                    "restartPolicy": "Never",
-                    "template": {"spec": _worker(settings)},
+                    # A pod that failed is never made again; a container that is ended, as for memory, starts again.
+                    "restartPolicy": "OnFailure",
+                    "template": _template(settings, _worker(settings)),
                 },
             },
         },
     }
+    return manifest if settings.patch is None else merged(manifest, read_patch(settings.patch))
+
+
+def _run_policy(settings: KubernetesSettings) -> dict[str, Any]:
+    # By default a gang is the workers and the launcher, which is made only when all workers run: it would never start.
+    gang: dict[str, Any] = {"minAvailable": settings.workers}
+    if settings.queue is not None:
+        gang["queue"] = settings.queue
+    policy: dict[str, Any] = {
+        "cleanPodPolicy": settings.clean_pods,
+        "backoffLimit": settings.retries,
+        "schedulingPolicy": gang,
+    }
+    if settings.time_limit is not None:
+        policy["activeDeadlineSeconds"] = settings.time_limit
+    if settings.keep_finished is not None:
+        policy["ttlSecondsAfterFinished"] = settings.keep_finished
+    return policy
+
+
+def _template(settings: KubernetesSettings, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"labels": dict(settings.pod_labels), "annotations": dict(settings.pod_annotations)}
+    metadata = {name: values for name, values in metadata.items() if values}
+    return {"metadata": metadata, "spec": spec} if metadata else {"spec": spec}
 
 
 def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
@@ -81,9 +113,12 @@ def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
     container = {
         "name": "launcher",
         **_image(settings),
-        "command": ["mpirun"],
-        "args": [literal(argument) for argument in _mpirun(settings, variables)],
-        "env": [{"name": name, "value": literal(value)} for name, value in variables.items()],
+        "command": ["python3", "-m", "hvdcomp.launch.k8s.launcher", str(SSH_PORT), "mpirun"],
+        "args": [literal(argument) for argument in _mpirun(settings, [*variables, *settings.secrets])],
+        "env": [
+            *({"name": name, "value": literal(value)} for name, value in variables.items()),
+            *({"name": name, "valueFrom": _secret(source)} for name, source in settings.secrets.items()),
+        ],
         "resources": {"requests": amounts, "limits": dict(amounts)},
         "securityContext": _unprivileged(),
     }
@@ -108,7 +143,12 @@ def _rendezvous(settings: KubernetesSettings) -> dict[str, str]:
     return {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": DEFAULT_PORT, "TORCHELASTIC_RUN_ID": name}
 
 
-def _mpirun(settings: KubernetesSettings, variables: dict[str, str]) -> list[str]:
+def _secret(source: str) -> dict[str, Any]:
+    secret, _, key = source.partition("/")
+    return {"secretKeyRef": {"name": secret, "key": key}}
+
+
+def _mpirun(settings: KubernetesSettings, variables: list[str]) -> list[str]:
     arguments = ["-np", str(settings.job.ranks), "--bind-to", "none", "--map-by", "slot"]
     # The operator sets OMPI_MCA_plm_rsh_args too, without the port; an argument wins over a variable.
     ssh = (
@@ -119,7 +159,7 @@ def _mpirun(settings: KubernetesSettings, variables: dict[str, str]) -> list[str
     own = (name for name in variables if not name.startswith("OMPI_MCA_"))  # those go to the ranks anyway
     for name in dict.fromkeys([*settings.forward, *own]):
         arguments += ["-x", name]
-    return [*arguments, "python3", "-m", "hvdcomp.launch.rank"]
+    return [*arguments, *_RANK]
 
 
 def _worker(settings: KubernetesSettings) -> dict[str, Any]:
@@ -128,7 +168,10 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
     pod = _pod(settings)
     if settings.gpu_resource is not None:
         requests[settings.gpu_resource] = limits[settings.gpu_resource] = str(settings.slots_per_worker)
-        pod["tolerations"] = [{"key": settings.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}]
+        gpu = {"key": settings.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"] = [*pod.get("tolerations", ()), gpu]
+    requests |= settings.resources
+    limits |= settings.resources
     if settings.node_selector:
         pod["nodeSelector"] = dict(settings.node_selector)
     pod |= _placement(settings)
@@ -139,6 +182,10 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
     if settings.checkpoint_claim is not None:
         mounts.append({"name": "checkpoints", "mountPath": settings.checkpoint_path})
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": {"claimName": settings.checkpoint_claim}})
+    for number, (folder, claim) in enumerate(settings.volumes.items()):
+        source = {"claimName": claim.removesuffix(":ro")} | ({"readOnly": True} if claim.endswith(":ro") else {})
+        mounts.append({"name": f"volume-{number}", "mountPath": folder})
+        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": source})
     container = {
         "name": "worker",
         **_image(settings),
@@ -146,6 +193,7 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
         "args": [literal(argument) for argument in _sshd(settings)],
         "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
         "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5},
+        "lifecycle": {"preStop": {"exec": {"command": ["python3", "-m", "hvdcomp.launch.k8s.warn"]}}},
         "resources": {"requests": requests, "limits": limits},
         "securityContext": _unprivileged(),
         "volumeMounts": mounts,
@@ -183,6 +231,7 @@ def _pod(settings: KubernetesSettings) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": settings.grace_period,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER,
@@ -194,7 +243,21 @@ def _pod(settings: KubernetesSettings) -> dict[str, Any]:
     }
     if settings.pull_secret is not None:
         pod["imagePullSecrets"] = [{"name": settings.pull_secret}]
+    if settings.priority_class is not None:
+        pod["priorityClassName"] = settings.priority_class
+    if settings.service_account is not None:
+        pod["serviceAccountName"] = settings.service_account
+    if settings.tolerations:
+        pod["tolerations"] = [_toleration(text) for text in settings.tolerations]
     return pod
+
+
+def _toleration(text: str) -> dict[str, str]:
+    match = TOLERATION.fullmatch(text)
+    assert match is not None  # the settings were checked
+    key, value, effect = match.groups()
+    toleration = {"key": key, "operator": "Exists" if value is None else "Equal"}
+    return toleration | ({} if value is None else {"value": value}) | ({} if effect is None else {"effect": effect})
 
 
 def _image(settings: KubernetesSettings) -> dict[str, str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hvdcomp.launch.k8s.cluster import Cluster, KubernetesError
+from hvdcomp.launch.k8s.cluster import Cluster
+from hvdcomp.launch.k8s.errors import KubernetesError
 from hvdcomp.launch.k8s.follow import follow
-from hvdcomp.launch.k8s.manifest import render
+from hvdcomp.launch.k8s.manifest import JOB_LABEL, render
 from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.k8s.state import LAUNCHER, MPIJobState, attempt, newest_launcher, read_state
 from hvdcomp.launch.scheduler import Scheduler
@@ -46,10 +48,25 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
         _, pods = self._cluster.list_pods(job.name)
         if not jobs:
             place = f"{self.namespace}/{job.name}"
-            raise KubernetesError(f"there is no MPIJob {place}: see `kubectl get mpijobs --all-namespaces`", 404)
-        return read_state(jobs[0], pods), pods
+            raise KubernetesError(
+                f"there is no MPIJob {place}: see `hvdcomp launch k8s list --namespace {self.namespace}`", 404
+            )
+        events: list[dict[str, Any]] = []
+        with contextlib.suppress(KubernetesError):  # they only explain, and not everybody may read them
+            _, events = self._cluster.list_events(job.name)
+        return read_state(jobs[0], pods, events), pods
+
+    def all(self) -> list[tuple[dict[str, Any], MPIJobState]]:
+        """The MPIJobs of the namespace, each with its state, the newest first."""
+        _, jobs = self._cluster.list_jobs()
+        pods: dict[str, list[dict[str, Any]]] = {}
+        for pod in self._cluster.list_pods()[1]:
+            pods.setdefault(pod["metadata"]["labels"][JOB_LABEL], []).append(pod)
+        jobs.sort(key=lambda job: job["metadata"]["creationTimestamp"], reverse=True)
+        return [(job, read_state(job, pods.get(job["metadata"]["name"], []))) for job in jobs]
 
     def follow(self, job: MPIJob, say: Callable[[str], None], write: Callable[[str], None]) -> MPIJobState:
+        delete = f"hvdcomp launch k8s delete {job.name} --namespace {self.namespace}"
         return follow(
             self._cluster,
             job.name,
@@ -57,6 +74,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
             report=lambda state: say(str(state)),
             lost=lambda why: say(f"{why}; asking again"),
             write=write,
+            remain=lambda pods: say(f"still running, and no longer followed: {', '.join(pods)}; `{delete}` ends them"),
         )
 
     def log(self, job: MPIJob) -> Iterator[str]:

@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from pathlib import Path
 from typing import Literal
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.launch.job import DNS_LABEL, Job, check_name
+from hvdcomp.launch.job import DNS_LABEL, VARIABLE, Job, check_name
 from hvdcomp.launch.promise import EXPECTED_SIZE
 from hvdcomp.launch.rank import COMMAND
 
@@ -35,6 +36,10 @@ _LABEL_KEY = re.compile(rf"(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL
 _LABEL_VALUE = re.compile(rf"(?:{_LABEL_NAME})?")
 _DNS_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _PATH = re.compile(r"/[\w./+-]*", re.ASCII)
+TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+"""A taint, as kubectl writes it: key, value, effect."""
+
+OPERATOR_DOMAIN = "training.kubeflow.org/"
 _MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
 
 
@@ -59,13 +64,26 @@ class KubernetesSettings:
         spread: put workers on different nodes ("hosts"), close together ("zone": in one zone), or let the scheduler
             choose ("none").
         restart_policy: of the launcher: "Never" makes a new pod for another attempt, "OnFailure" restarts in place.
-        retries: how often a failed launcher is started again.
+        retries: how often the launcher is started again after it failed, or saved because its job was to make room.
+        grace_period: seconds that the pods have to save, once they are to end, before they are killed.
         clean_pods: which pods the operator deletes at the end.
         time_limit: seconds after which the job is stopped; None for no limit.
         keep_finished: seconds after which a finished launcher is deleted; None to keep it.
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
         forward: variables of the image that ranks need; sessions of sshd do not inherit them.
+        labels, annotations: of the MPIJob, as a queue of Kueue.
+        pod_labels, pod_annotations: of launcher and workers.
+        queue: of a gang scheduler.
+        priority_class: of launcher and workers.
+        tolerations: taints of nodes on which launcher and workers may run all the same, as "KEY=VALUE:EFFECT", or a
+            part of that from the left.
+        service_account: of launcher and workers. Its token is not mounted.
+        secrets: variables for every rank from Secrets, each as "SECRET/KEY".
+        volumes: PersistentVolumeClaims that exist, by the folder of every worker where they are mounted; "CLAIM:ro"
+            cannot be written.
+        resources: extended resources of one worker pod, besides gpu_resource, as for RDMA.
+        patch: a file of YAML that is merged into the MPIJob, for all else; see `patch.merged`.
     """
 
     job: Job
@@ -87,26 +105,36 @@ class KubernetesSettings:
     spread: Literal["none", "hosts", "zone"] = "none"
     restart_policy: Literal["Never", "OnFailure"] = "Never"
     retries: int = 0
+    grace_period: int = 120
     clean_pods: Literal["None", "Running", "All"] = "Running"
     time_limit: int | None = None
     keep_finished: int | None = None
     pull_secret: str | None = None
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
     forward: tuple[str, ...] = ("PATH",)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    pod_labels: Mapping[str, str] = field(default_factory=dict)
+    pod_annotations: Mapping[str, str] = field(default_factory=dict)
+    queue: str | None = None
+    priority_class: str | None = None
+    tolerations: tuple[str, ...] = ()
+    service_account: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, str] = field(default_factory=dict)
+    patch: Path | None = None
 
     def __post_init__(self) -> None:
         self._check_names()
         self._check_ranks()
         self._check_quantities()
         self._check_environment()
-        for name, text in (("checkpoint_path", self.checkpoint_path), ("home", self.home)):
-            if not _PATH.fullmatch(text) or text == "/" or ".." in text.split("/"):
-                raise ConfigurationError(
-                    f"{name}: {text!r} is not a folder that can be mounted: take an absolute path of letters, digits "
-                    "and ._+- other than /"
-                )
+        self._check_mounts()
+        self._check_labels()
         for name, number, least in (
             ("retries", self.retries, 0),
+            ("grace_period", self.grace_period, 1),
             ("time_limit", self.time_limit, 1),
             ("keep_finished", self.keep_finished, 0),
         ):
@@ -128,26 +156,55 @@ class KubernetesSettings:
             )
         if self.namespace is not None:
             check_namespace(self.namespace)
-        for name, object_name in (("checkpoint_claim", self.checkpoint_claim), ("pull_secret", self.pull_secret)):
-            if object_name is not None and not _DNS_NAME.fullmatch(object_name):
+        for name in ("checkpoint_claim", "pull_secret", "queue", "priority_class", "service_account"):
+            _check_object(name, getattr(self, name))
+        for name in ("gpu_resource", *(f"resources.{key}" for key in self.resources)):
+            key = name.partition(".")[2] or self.gpu_resource
+            if key is not None and "/" not in key:
                 raise ConfigurationError(
-                    f"{name}: {object_name!r} is not an object's name: at most 253 small letters, digits, dots, hyphens"
+                    f"{name}: {key!r} has no domain: write nvidia.com/gpu, for example, or leave it out for CPU"
                 )
-        keys = [("node_selector", key) for key in self.node_selector]
-        if self.gpu_resource is not None:
-            keys.append(("gpu_resource", self.gpu_resource))
-            if "/" not in self.gpu_resource:
+        for text in self.tolerations:
+            if not TOLERATION.fullmatch(text):
                 raise ConfigurationError(
-                    f"gpu_resource: {self.gpu_resource!r} has no domain: write nvidia.com/gpu, or leave it out for CPU"
+                    f"tolerations: {text!r} is not a taint: write KEY, KEY=VALUE, KEY:EFFECT or KEY=VALUE:EFFECT, with "
+                    "NoSchedule, PreferNoSchedule or NoExecute as the effect"
                 )
+
+    def _check_labels(self) -> None:
+        keys = [("gpu_resource", self.gpu_resource)] if self.gpu_resource is not None else []
+        for name in ("node_selector", "labels", "annotations", "pod_labels", "pod_annotations", "resources"):
+            keys += [(name, key) for key in getattr(self, name)]
         for name, key in keys:
             if not _LABEL_KEY.fullmatch(key):
                 raise ConfigurationError(f"{name}: {key!r} is not a label's name: write it as example.org/name")
-        for key, value in self.node_selector.items():
-            if not _LABEL_VALUE.fullmatch(value):
+        for name in ("node_selector", "labels", "pod_labels"):
+            for key, value in getattr(self, name).items():
+                if not _LABEL_VALUE.fullmatch(value):
+                    raise ConfigurationError(
+                        f"{name}.{key}: {value!r} is not a label's value: at most 63 letters, digits and -_."
+                    )
+        for key in self.pod_labels:
+            if key.startswith(OPERATOR_DOMAIN):
+                raise ConfigurationError(f"pod_labels: {key!r} is the mpi-operator's own: leave it out")
+
+    def _check_mounts(self) -> None:
+        folders = [("checkpoint_path", self.checkpoint_path), ("home", self.home)]
+        folders += [("volumes", folder) for folder in self.volumes]
+        for name, folder in folders:
+            if not _PATH.fullmatch(folder) or folder == "/" or ".." in folder.split("/"):
                 raise ConfigurationError(
-                    f"node_selector.{key}: {value!r} is not a label's value: at most 63 letters, digits and -_."
+                    f"{name}: {folder!r} is not a folder that can be mounted: take an absolute path of letters, digits "
+                    "and ._+- other than /"
                 )
+        taken = {"/dev/shm", f"{self.home}/.ssh"}
+        if self.checkpoint_claim is not None:
+            taken.add(self.checkpoint_path)
+        for folder, claim in self.volumes.items():
+            if folder.rstrip("/") in {one.rstrip("/") for one in taken}:
+                raise ConfigurationError(f"volumes: something else is mounted at {folder!r}: take another folder")
+            taken.add(folder)
+            _check_object(f"volumes.{folder}", claim.removesuffix(":ro"))
 
     def _check_ranks(self) -> None:
         if self.slots_per_worker < 1:
@@ -173,6 +230,12 @@ class KubernetesSettings:
                 raise ConfigurationError(
                     f"{name}: {getattr(self, name)!r} counts thousandths of a byte: write M or Mi for megabytes"
                 )
+        for key, amount in self.resources.items():
+            if not re.fullmatch(r"[1-9][0-9]*", amount, re.ASCII) or key == self.gpu_resource:
+                raise ConfigurationError(
+                    f"resources.{key}: {amount!r} must be a whole number in quotes, of a resource that is not "
+                    "gpu_resource too"
+                )
         if quantity("shared_memory", self.shared_memory) >= quantity("worker_memory", self.worker_memory):
             raise ConfigurationError(
                 f"shared_memory: {self.shared_memory} is part of worker_memory={self.worker_memory} and must be smaller"
@@ -187,8 +250,18 @@ class KubernetesSettings:
                 raise ConfigurationError(
                     f"environment: {name}={value!r}: Open MPI's parameters may have letters, digits and _.,:^/@=+- only"
                 )
+        for name, source in self.secrets.items():
+            if name in self.job.environment or name in (COMMAND, EXPECTED_SIZE) or name.startswith("OMPI_MCA_"):
+                raise ConfigurationError(f"secrets: {name} is set otherwise, or Open MPI's own: take another name")
+            if not VARIABLE.fullmatch(name):
+                raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: write the name alone")
+            secret, _, key = source.partition("/")
+            if not _DNS_NAME.fullmatch(secret) or not re.fullmatch(r"[-._a-zA-Z0-9]+", key):
+                raise ConfigurationError(
+                    f"secrets.{name}: {source!r} does not name a key of a Secret: write it as SECRET/KEY"
+                )
         for name in self.forward:
-            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            if not VARIABLE.fullmatch(name):
                 raise ConfigurationError(f"forward: {name!r} is not the name of a variable: write the name alone")
 
 
@@ -202,6 +275,13 @@ def check_job_name(name: str) -> None:
     # The operator makes a Service of the name too, and Services may not begin with a digit (DNS-1035).
     if name[0].isdigit():
         raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service gets it too")
+
+
+def _check_object(name: str, value: str | None) -> None:
+    if value is not None and not _DNS_NAME.fullmatch(value):
+        raise ConfigurationError(
+            f"{name}: {value!r} is not an object's name: at most 253 small letters, digits, dots, hyphens"
+        )
 
 
 def check_namespace(namespace: str) -> None:

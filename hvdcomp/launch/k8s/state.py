@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdcomp.launch.k8s.cluster import is_role
+from hvdcomp.launch.promise import EXIT_SAVED
 
 Phase = Literal["waiting", "suspended", "starting", "running", "succeeded", "failed", "deleted"]
 
@@ -37,10 +38,13 @@ class MPIJobState:
         return f"{self.phase}{code}{': ' if self.detail else ''}{self.detail}"
 
 
-def read_state(job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]]) -> MPIJobState:
+def read_state(
+    job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]] = ()
+) -> MPIJobState:
     """The state of a job; None for one that is gone.
 
-    The MPIJob decides whether it has ended; the launcher's exit code and all that it waits for come from the pods.
+    The MPIJob decides whether it has ended; the launcher's exit code and all that it waits for come from the pods, and
+    why there are no pods from the operator's events.
     """
     if job is None:
         return MPIJobState("deleted", "the MPIJob is gone")
@@ -53,24 +57,53 @@ def read_state(job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]])
     if "Failed" in holding:
         code = _exit_code(launcher)
         said = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
-        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), _trouble(launcher)))), code or 1)
+        saved = "it has saved: submitted again, it goes on from there" if code == EXIT_SAVED else ""
+        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), _trouble(launcher), saved))), code or 1)
     if "Suspended" in holding:
         return MPIJobState("suspended", "by its runPolicy, or by a queue that has no room yet")
     workers = [pod for pod in pods if is_role(pod, "worker")]
     wanted = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
     ready = sum(_is_ready(pod) for pod in workers)
+    troubles = dict.fromkeys(filter(None, map(_trouble, workers)))
+    missing = "; ".join([f"{ready} of {wanted} workers ready", *troubles])
     if launcher is not None and launcher["status"].get("phase") == "Running":
-        return MPIJobState("running", "" if ready == wanted else f"{ready} of {wanted} workers ready")
+        return MPIJobState("running", "" if ready == wanted else missing)
     if launcher is not None:
         return MPIJobState("starting", _trouble(launcher))
-    troubles = dict.fromkeys(filter(None, map(_trouble, workers)))
-    return MPIJobState("waiting", "; ".join([f"{ready} of {wanted} workers ready", *troubles]))
+    # The operator warns of what keeps it from making pods. Once there are all, that is over, though events stay.
+    warning = "" if ready < len(workers) == wanted else _warning(job, events)
+    return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
+
+
+def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str:
+    """The operator's last warning about the job; empty if there is none."""
+    uid = job["metadata"]["uid"]
+    own = [one for one in events if one.get("type") == "Warning" and one["involvedObject"].get("uid") == uid]
+    last = max(own, key=lambda one: one.get("lastTimestamp") or one.get("eventTime") or "", default=None)
+    return "" if last is None else f"the mpi-operator says {last.get('reason')}: {last.get('message')}"
 
 
 def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The launcher's last attempt."""
     launchers = [pod for pod in pods if is_role(pod, "launcher")]
     return max(launchers, key=lambda pod: pod["metadata"].get("creationTimestamp") or "", default=None)
+
+
+def is_active(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod's container runs, or may yet run."""
+    return pod["status"].get("phase") not in ("Succeeded", "Failed") and "terminated" not in _container(pod).get(
+        "state", {}
+    )
+
+
+def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of the pods of an ended job that nobody will end; none once its launcher ends.
+
+    The operator then removes workers as `cleanPodPolicy` says. When workers were evicted it calls the job failed, and
+    leaves all others to go on.
+    """
+    going_on = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
+    return sorted(pod["metadata"]["name"] for pod in going_on) if newest_launcher(going_on) is not None else []
 
 
 def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
@@ -106,9 +139,12 @@ def _trouble(pod: Mapping[str, Any] | None) -> str:
     for one in status.get("conditions") or ():
         if one["type"] == "PodScheduled" and one["status"] == "False":
             return f"{name} cannot be placed: {one.get('message') or one.get('reason')}"
-    state = _container(pod).get("state", {})
+    container = _container(pod)
+    state = container.get("state", {})
     waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
-    if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+    if waiting.get("reason") == "CrashLoopBackOff":  # what it waits for is to be started again
+        terminated = container.get("lastState", {}).get("terminated", {})
+    if waiting and not terminated and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
         return f"{name}: " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
     if terminated and terminated.get("exitCode"):
         ended = f"{name} ended with exit code {terminated['exitCode']}"

@@ -1,0 +1,66 @@
+"""A file that is merged into the MPIJob, for all that no setting says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.errors import ConfigurationError
+
+_FIXED = (("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace"))
+"""By which the job is found again."""
+
+
+def read_patch(path: Path) -> dict[str, Any]:
+    """The content of a patch file, in YAML or JSON.
+
+    Raises:
+        ConfigurationError: it cannot be read, or says something other than an MPIJob's fields.
+    """
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigurationError("patch: this needs PyYAML: pip install 'hvdcomp[k8s]'") from None
+    try:
+        patch = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"patch: {path} cannot be read: {error.strerror or error}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"patch: {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(patch, dict):
+        raise ConfigurationError(f"patch: {path} must hold fields of an MPIJob, beginning with metadata: or spec:")
+    for place in _FIXED:
+        value: Any = patch
+        for key in place:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            raise ConfigurationError(f"patch: {path} sets {'.'.join(place)}, which the settings say: leave it out")
+    return patch
+
+
+def merged(base: Any, patch: Any) -> Any:
+    """The base with the patch in it.
+
+    Tables are merged field by field, and null takes a field out. Lists of containers, volumes, variables and others
+    whose items have a `name` are merged item by item, and new ones come last; what is mounted is known by its
+    `mountPath`. Any other value replaces the base's.
+    """
+    if isinstance(base, Mapping) and isinstance(patch, Mapping):
+        result = {key: value for key, value in base.items() if patch.get(key, value) is not None}
+        for key, value in patch.items():
+            if value is not None:
+                result[key] = merged(base.get(key), value)
+        return result
+    if isinstance(patch, Mapping):
+        return merged({}, patch)  # without its nulls
+    if isinstance(base, list) and isinstance(patch, list):
+        whole = [*base, *patch]
+        tables = all(isinstance(one, Mapping) for one in whole)
+        key = "mountPath" if tables and any("mountPath" in one for one in whole) else "name"
+        if tables and all(key in one for one in whole):
+            items = {one[key]: one for one in base}
+            for one in patch:
+                items[one[key]] = merged(items.get(one[key]), one)
+            return list(items.values())
+    return patch
