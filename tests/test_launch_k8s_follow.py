@@ -143,8 +143,8 @@ def test_what_a_running_job_lacks_is_said(api: KubernetesApi) -> None:
 
     def cluster() -> None:
         started(api)
+        api.wait_for(lambda: api.asked("watch", "pods$") and api.asked("list", "/log$"))
         api.put_pod("mnist", "worker", "mnist-worker-0", phase="Running", containerStatuses=[waiting])
-        assert said in invoke("launch", "k8s", "status", "mnist").stdout
         ended(api, 213)
 
     result = play(api, cluster)
@@ -283,10 +283,10 @@ def test_the_end_waits_for_a_log_that_comes_late(api: KubernetesApi, monkeypatch
     noticed = threading.Event()
     finish = logs.Log.finish
 
-    def finished(log: Any) -> None:
+    def finished(log: Any, seconds: float | None = None) -> None:
         if api.asked("list", "/log$"):
             threading.Timer(0.2, noticed.set).start()
-        finish(log)
+        finish(log, seconds)
 
     def fail(verb: str, path: str, query: dict[str, str]) -> None:
         if path.endswith("/log"):

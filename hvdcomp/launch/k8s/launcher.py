@@ -29,6 +29,8 @@ WORKERS_WITHIN = 1800.0
 WARN_EVERY = 15
 """Seconds between two warnings: a program that is only just starting takes no notice yet."""
 
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+
 
 def hosts() -> list[str]:
     """The workers' hosts, in the order of the operator's file; none if there is no such file."""
@@ -66,12 +68,14 @@ class Ranks:
 
     def run(self, command: list[str]) -> int:
         """The exit code of the command; 128 and the number of the signal, if one ended it."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
+        for number in _SIGNALS:
             signal.signal(number, self._warn)
         self._process = subprocess.Popen(command)
         if self._told:
             self._warn()
         code = self._process.wait()
+        for number in _SIGNALS:  # an alarm that is still set must not end this process in place of its code
+            signal.signal(number, signal.SIG_IGN)
         return code if code >= 0 else 128 - code
 
     def _warn(self, *_: Any) -> None:
