@@ -50,7 +50,7 @@ class HorovodRanks(Ranks):
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        sets = {group: _process_set(self._hvd, list(group)) for group in groups}
+        sets = {group: process_set_of(self._hvd, list(group)) for group in groups}
         return {group: self._of(made) for group, made in sets.items() if self.rank in group}
 
     def _of(self, process_set: Any) -> Communicator:
@@ -106,7 +106,7 @@ def generation(hvd: Any) -> int:
     return getattr(library, _SHUTDOWNS)
 
 
-def _process_set(hvd: Any, ranks: list[int]) -> Any:
+def process_set_of(hvd: Any, ranks: list[int]) -> Any:
     """Horovod's process set of some ranks: one that is there, or a new one. All ranks ask for the same in one order.
 
     Raises:

@@ -18,6 +18,7 @@ import hvdcomp
 import hvdcomp.tensorflow
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.tensorflow.keras import PolicyCallback
+from tests.multirank.everywhere import halves
 from tests.multirank.training_tensorflow import (
     IN_GRAPH,
     assert_like_horovods,
@@ -152,8 +153,7 @@ def case_groups_and_process_sets() -> None:
     grouped = fitted("topk:ratio=0.05", steps=4, groups=2)
     assert grouped.ours.ledger.steps == 4
     assert np.array_equal(weights(grouped.trainable_variables), plain)
-    half = hvd.size() // 2
-    sets = [hvd.add_process_set(list(range(half))), hvd.add_process_set(list(range(half, hvd.size())))]
+    sets = halves(hvd)
     mine = sets[0] if sets[0].included() else sets[1]
     model = fitted("topk:ratio=0.05", steps=4, process_set=mine, options={"process_set": mine})
     everyone = gathered(weights(model.trainable_variables))

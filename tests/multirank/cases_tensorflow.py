@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdcomp import TwoLevel, state_for
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
-from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics
+from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics, halves
 from tests.multirank.training_tensorflow import (
     Network,
     TapeTraining,
@@ -199,13 +199,12 @@ def case_local_sources_stay_local() -> None:
 
 
 def case_process_sets() -> None:
-    half = hvd.size() // 2
-    sets = [hvd.add_process_set(list(range(half))), hvd.add_process_set(list(range(half, hvd.size())))]
+    sets = halves(hvd)
     mine = sets[0] if sets[0].included() else sets[1]
     for spec in ("topk:ratio=0.05", "none"):
         training = TapeTraining(spec, process_set=mine, tape={"process_set": mine}).run(6)
         everyone = gathered(training.weights)
-        first = 0 if mine is sets[0] else half
+        first = 0 if mine is sets[0] else hvd.size() // 2
         assert all(np.array_equal(everyone[first], everyone[rank]) for rank in mine.ranks)
         assert not np.array_equal(everyone[0], everyone[-1])
         assert training.compression.ledger.steps == (6 if mine.size() > 1 else 0)

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdcomp.errors import ConfigurationError
+from tests.multirank.everywhere import halves
 from tests.multirank.training_tensorflow import (
     IN_GRAPH,
     Network,
@@ -89,8 +90,7 @@ def case_a_gradient_of_an_unknown_variable() -> None:
 
 
 def case_another_process_set() -> None:
-    half = hvd.size() // 2
-    sets = [hvd.add_process_set(list(range(half))), hvd.add_process_set(list(range(half, hvd.size())))]
+    sets = halves(hvd)
     mine = sets[0] if sets[0].included() else sets[1]
     if mine.size() > 1:  # with one rank Horovod exchanges nothing
         training = TapeTraining("topk:ratio=0.1", tape={"process_set": mine})

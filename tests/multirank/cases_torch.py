@@ -14,7 +14,7 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
-from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics
+from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics, halves
 from tests.multirank.models import Branches
 from tests.multirank.training import (
     assert_same_everywhere,
@@ -252,8 +252,7 @@ def case_channels_last() -> None:
 
 
 def case_process_set() -> None:
-    half = hvd.size() // 2
-    sets = [hvd.add_process_set(list(range(half))), hvd.add_process_set(list(range(half, hvd.size())))]
+    sets = halves(hvd)
     mine = sets[0] if sets[0].included() else sets[1]
     model = small_model()
     how = compression("topk:ratio=0.05", model, process_set=mine)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import hvdcomp
+from hvdcomp.communicators.horovod_ranks import process_set_of
 
 
 def raised_everywhere(kind: type[Exception], work: Callable[[], object], gather: Callable[[Any], list[Any]]) -> str:
@@ -26,6 +27,12 @@ def raised_everywhere(kind: type[Exception], work: Callable[[], object], gather:
     assert all(everyone), f"raised only on some ranks: {everyone}"
     assert message is not None
     return message
+
+
+def halves(hvd: Any) -> list[Any]:
+    """Horovod's process sets of the first and of the second half of the ranks. Two levels may have made them before."""
+    half = hvd.size() // 2
+    return [process_set_of(hvd, list(range(half))), process_set_of(hvd, list(range(half, hvd.size())))]
 
 
 def assert_metrics(compression: hvdcomp.Compression, dense_bytes: int) -> None:
