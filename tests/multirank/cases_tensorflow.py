@@ -213,7 +213,7 @@ def case_process_sets() -> None:
 
 
 def case_two_levels_keep_weights_identical() -> None:
-    """With two nodes of half the ranks each. Their process sets stay: `case_process_sets` is before this one."""
+    """With two nodes of half the ranks each."""
     for spec in TwoLevel.examples:
         training = TapeTraining(spec, optimizer=sgd(0.005))
         start = training.weights

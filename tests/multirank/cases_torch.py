@@ -278,8 +278,7 @@ def case_process_set() -> None:
 
 
 def case_two_levels_keep_weights_identical() -> None:
-    """With two nodes of half the ranks each. All compressions use the same groups of ranks, which stay: Horovod refuses
-    a process set of the same ranks from here on, so `case_process_set` is before this one."""
+    """With two nodes of half the ranks each. All compressions use the same groups of ranks."""
     for spec in TwoLevel.examples:
         model = small_model()
         start = weights(model)
