@@ -48,8 +48,9 @@ while [ "${{1#-}}" != "$1" ]; do
 done
 pod=$1
 shift
+mkdir -p {folder}/$pod  # a pod's own, as what Open MPI's daemons keep there bears the same name on each
 exec nsenter --target "$(cat {folder}/$pod.pid)" --pid --mount \\
-  env -i TMPDIR={folder} PATH={path} HOME={folder} OPAL_PREFIX={prefix} \\
+  env -i TMPDIR={folder}/$pod PATH={path} HOME={folder} OPAL_PREFIX={prefix} \\
   OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 setsid sh -c "$*"
 """
 WORKERS = ("x-worker-0", "x-worker-1")
