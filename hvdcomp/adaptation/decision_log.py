@@ -158,8 +158,14 @@ class DecisionLog:
             self._begin(self._header)
         parts = to_json({**_parts(made), "statistics": _renamed(made.statistics.known(), _WRITTEN)})
         self._write("decision", made, parts)
-        now = {"step": made.from_step, "epoch": made.epoch, "state": made.state, "decision": made.decision}
-        self._header = dataclasses.replace(self._header, **now, continues=True)
+        self._header = dataclasses.replace(
+            self._header,
+            step=made.from_step,
+            epoch=made.epoch,
+            state=made.state,
+            decision=made.decision,
+            continues=True,
+        )
 
     def close(self) -> None:
         """Closes the file. A line that follows opens it again."""
