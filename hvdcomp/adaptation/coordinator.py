@@ -275,7 +275,7 @@ class Coordinator:
             "steps_per_epoch": self.progress.steps_per_epoch,
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
             "period_rates": self._first_rates,
-            "partial": self._partial,
+            **({"partial": True} if self._partial else {}),  # where it is so: earlier versions know nothing of it
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
