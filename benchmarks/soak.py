@@ -1,6 +1,6 @@
 """Whether a long training takes ever more memory, open files or disk: each policy and many methods, on real ranks.
 
-    python benchmarks/soak.py --steps 2000                                # a quarter of an hour on two cores
+    python benchmarks/soak.py --steps 2000
     python benchmarks/soak.py --steps 1000000 --case topk --case auto --output runs/soak
 
 Each case is a training of its own, of a small network, in processes of its own. Each rank looks now and then at its

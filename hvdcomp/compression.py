@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, check_limits
+from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, log_files
 from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.bindings.setup import Setup
@@ -55,14 +55,12 @@ class Compression:
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
             from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
-        decision_log_bytes, decision_log_files: a file of the log that has grown to this size is put aside, as
-            "decisions.1.jsonl" of "decisions.jsonl", and a new one begins; of more files than this, the oldest goes.
+        decision_log_bytes, decision_log_files: the size from which on the log goes on in a new file, and how many stay.
         grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; when it changes the loss
             scale, residuals follow. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
 
     Attributes:
-        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). It stays empty with one rank, where
-            Horovod exchanges nothing.
+        ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). With one rank of Horovod it is empty.
 
     Raises:
         ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
@@ -97,10 +95,7 @@ class Compression:
             compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes
         )
         self.ledger = Ledger()
-        self.decision_log = None if decision_log is None else Path(decision_log)
-        check_limits(decision_log_bytes, decision_log_files)
-        self.decision_log_bytes = decision_log_bytes
-        self.decision_log_files = decision_log_files
+        self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files)
         self._framework, self._parameters = frameworks.of_arguments(
             {"named_parameters": named_parameters, "variables": variables}, optimizer
         )
@@ -202,9 +197,7 @@ class Compression:
         It holds the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not: to
         lose nothing, save it on every rank, each to a file of its own. `torch.save` can write it.
         """
-        if self._binding is not None:
-            return self._binding.state_dict()
-        return {} if self._restored is None else self._restored
+        return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
         """Goes on from what `state_dict` returned, before the first step; to be called on every rank.

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdcomp.adaptation.log_lines import Parts, Shorthand
 from hvdcomp.errors import ConfigurationError, SpecError
@@ -215,11 +215,24 @@ class DecisionLog:
         )
 
 
-def check_limits(file_bytes: int, files: int) -> None:
-    """Raises SpecError unless these can be the limits of a log, by the names that `hvdcomp.Compression` gives them."""
+class LogFiles(NamedTuple):
+    """Where a decision log is to be written: the arguments of `DecisionLog`."""
+
+    path: Path
+    file_bytes: int
+    files: int
+
+
+def log_files(path: str | Path | None, file_bytes: int, files: int) -> LogFiles | None:
+    """What a user asked for; None for no log.
+
+    Raises:
+        SpecError: if these cannot be the limits of a log, by the names that `hvdcomp.Compression` gives them.
+    """
     for name, given, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
         if not is_whole(given, least):
             raise SpecError(f"{name}={given!r} is not possible; give a whole number from {least} on")
+    return None if path is None else LogFiles(Path(path), file_bytes, files)
 
 
 def read_decisions(path: Path) -> Iterator[Start | Decided]:

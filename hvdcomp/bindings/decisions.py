@@ -8,7 +8,6 @@ from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.in_step import coordinator_for
-from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.bindings.training import Training
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import Policy
@@ -35,7 +34,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
     if communicator.rank == 0:
         candidates = _candidates(policy, training, errors)
         try:
-            log = _log(setup.compression)
+            log = None if setup.compression.decision_log is None else DecisionLog(*setup.compression.decision_log)
         except ConfigurationError as error:
             errors["error of the decision log"] = str(error)
 
@@ -48,13 +47,6 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
 
     make, steps = coordinator_for(policy), setup.compression.settings.steps_per_epoch
     return make(policy, training.engine, broadcaster, training.like, steps, log, candidates), errors
-
-
-def _log(compression: UsedCompression) -> DecisionLog | None:
-    """Raises ConfigurationError if a decision log is wanted where none can be written."""
-    if compression.decision_log is None:
-        return None
-    return DecisionLog(compression.decision_log, compression.decision_log_bytes, compression.decision_log_files)
 
 
 def _candidates(policy: Any, training: Training, errors: dict[str, str]) -> Candidates | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from hvdcomp.adaptation.decision_log import LogFiles
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.settings import Settings
@@ -19,9 +19,7 @@ class UsedCompression(Protocol):
 
     settings: Settings
     ledger: Ledger
-    decision_log: Path | None
-    decision_log_bytes: int
-    decision_log_files: int
+    decision_log: LogFiles | None
 
     @property
     def levels(self) -> dict[str, Level]: ...
