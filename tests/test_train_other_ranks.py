@@ -115,8 +115,8 @@ def test_four_ranks_then_two_then_three(controller: str, compression: str, tmp_p
     assert said.count("what was left to be sent is kept, 2 old ranks in each") == 1
     said, summary = _train(tmp_path, controller, 3, _NEVER, options, "finished")
     assert said.count("checkpoint of 2 ranks, this run has 3 ranks: what was left to be sent is kept, by ranks 0 to 1")
-    # Of four ranks an epoch is 10 steps, of two 20, of three 13: of the third epoch a quarter is over, or 3 steps.
-    assert [line["step"] for line in _lines(tmp_path / "run" / "epochs.jsonl")] == [10, 25, 25 + 10 + 13 - 3]
+    # Of four ranks an epoch is 10 steps, of two 20, of three 13: of the third epoch a half is over, or 6 steps.
+    assert [line["step"] for line in _lines(tmp_path / "run" / "epochs.jsonl")] == [10, 25, 35 + 13 - 6]
     assert summary["resumed_at"] == [15, 35]
 
 
@@ -129,8 +129,8 @@ def test_tensorflow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     _train(tmp_path, "gloo", 3, 40, options, "stopped")
     said, summary = _train(tmp_path, "gloo", 2, _NEVER, options, "finished")
     assert said.count("checkpoint of 3 ranks, this run has 2 ranks: what was left to be sent is kept, up to 2 old") == 1
-    # Of three ranks an epoch is 13 steps, of which 6 are over as the run goes on with them.
-    assert [line["step"] for line in _lines(tmp_path / "run" / "epochs.jsonl")] == [20, 37, 37 + 20 - 3 * 20 // 13]
+    # Of three ranks an epoch is 13 steps, of which 6 are over as the run goes on with them; then 3, or 4 of 20.
+    assert [line["step"] for line in _lines(tmp_path / "run" / "epochs.jsonl")] == [20, 30 + 13 - 6, 40 + 20 - 4]
     assert summary["resumed_at"] == [30, 40]
 
 
