@@ -13,10 +13,10 @@ from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies.decisions import BatchSize, MultiLevel, Probe
 from hvdcomp.policies.request import Period, Request, Statistic
+from tests.decision_lines import whole_lines
 from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
 from tests.harness import BACKENDS, make
 from tests.spy_policy import EPOCH, Spy, SpyState, at_ratio, drive
-from tests.test_coordinator import lines
 from tests.test_step_counter import loop
 from tests.two_levels import Model, gain_of, top
 
@@ -305,7 +305,7 @@ def test_with_lag_0_gains_are_told_in_the_step_that_obeys_them(backend: str, tmp
         sent = [model.send(send) for model in models]
         for name in SHAPES:
             np.testing.assert_allclose(first.results[step][name], (sent[0][name] + sent[1][name]) / 2, atol=1e-6)
-    assert [line["from_step"] for line in lines(log.path)[1:]] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    assert [line["from_step"] for line in whole_lines(log.path)[1:]] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
 
 
 @every_lag
