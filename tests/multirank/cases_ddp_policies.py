@@ -18,6 +18,7 @@ import torch.distributed as dist
 import hvdcomp
 from hvdcomp.report.replay import replay
 from hvdcomp.torch.ddp_binding import DDPBinding
+from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.models import batch, weights
 from tests.multirank.training_ddp import (
@@ -103,7 +104,7 @@ def trained(
             assert other == (found.plans, found.casts), policy
         if dist.get_rank() == 0:
             assert replay(log).difference is None, policy
-            found.decisions = [json.loads(line) for line in log.read_text().splitlines()]
+            found.decisions = whole_lines(log)
         return found
 
 
