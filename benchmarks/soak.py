@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, str | None]] = {
 """By name, a compressor and a policy."""
 LOOKS = 80
 MEMORY = 2 * 2**20  # bytes by which the median may grow
-LOG_BYTES, LOG_FILES, LONGEST_LINE = 2**16, 3, 2**15
+LOG_BYTES, LOG_FILES, LONGEST_LINE = 2**14, 3, 2**15
 STEPS_PER_EPOCH = 100
 _WIDTH = 128  # of the network
 
