@@ -147,6 +147,7 @@ def train(case: str, steps: int, folder: Path) -> None:
             step += 1
         looks.append(look(step, log))
     (folder / f"looks-{hvd.rank()}.json").write_text(json.dumps(looks))
+    hvd.allreduce(torch.zeros(1), name="the end")  # rank 0 may still be sending its last decision
     hvd.shutdown()
 
 
