@@ -71,6 +71,6 @@ def test_a_short_run_on_real_ranks(tmp_path: Path) -> None:
         # In so few steps memory may still grow.
         assert all("memory" in words for words in case["grows"]), (name, case["grows"])
         assert [len(seen) for seen in case["ranks"]] == [80, 80]
-        assert case["ranks"][0][-1]["log_files"] == (0 if name == "topk" else 1 if name != "accordion" else 2), name
+        assert case["ranks"][0][-1]["log_files"] >= (0 if name == "topk" else 2 if name == "accordion" else 1), name
         assert case["ranks"][1][-1]["log_files"] == 0
     assert (folder / "soak.md").read_text().count("\n") == 4 + len(names)
