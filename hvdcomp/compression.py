@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, log_files
 from hvdcomp.bindings import frameworks
+from hvdcomp.bindings.follows_ranks import FollowsRanks
 from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
@@ -23,7 +24,7 @@ from hvdcomp.settings import Settings, check
 from hvdcomp.specs.levels import Level
 
 
-class Compression:
+class Compression(FollowsRanks):
     """Goes into `compression=` of `hvd.DistributedOptimizer`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
@@ -229,45 +230,6 @@ class Compression:
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
             )
 
-    # What elastic Horovod needs, whose ranks change while a training runs.
-
-    def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Goes back to what `state_dict` returned at an earlier time; to be called on every rank.
-
-        `hvd.elastic.TorchState(..., compression=compression)` calls it after a failure. The next step is then as the
-        first of a training: all ranks wait for each other, and have of what they share what rank 0 has.
-        """
-        if self._binding is None:
-            self._restored = dict(state) or None
-        else:
-            self._binding.roll_back(state)
-
-    def meet_ranks_early(self, optimizer: Any = None) -> None:
-        """Makes all ranks agree now, if the first step would be too late: a training loop reads `accumulation` before
-        it. To be called on every rank.
-
-        Args:
-            optimizer: what hvd.DistributedOptimizer returned, if that is known.
-
-        Raises:
-            ConfigurationError: if the optimizer is needed and not known, or the ranks cannot go on together.
-        """
-        if not changes_batch_size(self.settings.policy):
-            return
-        optimizer = self._optimizer if optimizer is None else optimizer
-        if self._binding is None:
-            if self._framework is None and optimizer is not None:
-                self._framework = frameworks.of_optimizer(optimizer)
-            if self._framework is None or optimizer is None:
-                raise ConfigurationError(
-                    f"the policy {self.settings.policy} changes the batch size: give the elastic state the optimizer "
-                    "too, hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
-                )
-            self.serve(frameworks.maker(self._framework), optimizer)
-        elif self._binding.is_stale:
-            self._binding.follow_ranks()
-        self._binding.meet_elastic_ranks()
-
     def __getstate__(self) -> dict[str, Any]:
         """For copies. A copy serves another model, so it takes the names of parameters from Horovod's optimizer.
 
@@ -277,8 +239,7 @@ class Compression:
         if self._binding is not None:
             raise ConfigurationError(
                 "this hvdcomp.Compression is at work in a training, and cannot be copied or pickled any more: do so "
-                "before the first step, or make a new one and give it this one's state_dict(). An elastic state of "
-                "Horovod for TensorFlow keeps it by hvdcomp.track(state, compression)"
+                "before the first step, or make a new one from state_dict(). For elastic states there is hvdcomp.track"
             )
         return self.__dict__ | {"_parameters": None}
 
