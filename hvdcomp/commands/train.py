@@ -160,7 +160,7 @@ def command(context: click.Context, **options: Any) -> None:
         from hvdcomp.train.ranks import RunRefused
         from hvdcomp.train.trainer import train
 
-        learner_class(chosen.framework, choose(chosen.backend, chosen.framework, chosen.elastic))
+        learner_class(chosen.framework, choose(chosen.backend, chosen.framework, elastic=chosen.elastic))
         ranks = reach(chosen.backend, chosen.framework)
     except SetupError as error:
         raise click.UsageError(str(error), context) from None

@@ -13,7 +13,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def choose(
-    backend: str, framework: str, elastic: bool = False, environment: Mapping[str, str] = os.environ
+    backend: str, framework: str, environment: Mapping[str, str] = os.environ, elastic: bool = False
 ) -> str:
     """The backend that is meant: "auto" is what the launcher is for.
 
