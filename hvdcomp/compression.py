@@ -218,13 +218,9 @@ class Compression(FollowsRanks):
         self._restored = dict(state) or None
         if self._restored is None:
             return
-        if self._framework is None and optimizer is not None:
-            self._framework = frameworks.of_optimizer(optimizer)
         if self._binding is not None:
             self._binding.load_state_dict(self._restored)
-        elif self._framework and frameworks.framework_named(self._framework).can_bind(self._parameters, optimizer):
-            self.serve(frameworks.maker(self._framework), self._optimizer if optimizer is None else optimizer)
-        elif changes_batch_size(self.settings.policy):
+        elif not self._bind(optimizer) and changes_batch_size(self.settings.policy):
             raise ConfigurationError(
                 f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"

@@ -300,26 +300,37 @@ def test_another_file_is_not_touched(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1, "loss": 0.5'
 
 
-def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path) -> None:
-    """In a process of its own, none of whose files can grow beyond what fills it: a real error of a real write."""
-    code = """
+def fill_up(path: Path, before: str, most: str, write: str) -> None:
+    """Lets a write to a log fail, as on a full disk, in a process of its own; asserts that the failure is said, once.
+
+    Args:
+        path: of the log.
+        before: what the process does first, in Python; it makes `log`, and knows `path`, START and MADE.
+        most: the largest size of a file from then on, in Python.
+        write: what fails, in Python.
+    """
+    code = f"""
 import resource, sys
 from pathlib import Path
 from hvdcomp.errors import ConfigurationError
-from tests.test_decision_log import START, DecisionLog
+from tests.test_decision_log import MADE, START, DecisionLog
 path = Path(sys.argv[1])
-log = DecisionLog(path)
-log.start(**START)
-resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, resource.RLIM_INFINITY))
+{before}
+resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, resource.RLIM_INFINITY))
 try:
-    log.start(**START)
+    {write}
 except ConfigurationError as error:
     print(error)
 """
-    path = tmp_path / "decisions.jsonl"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"the decision log {path} cannot be written: File too large; name another file\n"
     assert done.stderr == "", "nothing more from closing the file"
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines(tmp_path: Path) -> None:
+    """In a process of its own, none of whose files can grow beyond what fills it: a real error of a real write."""
+    path = tmp_path / "decisions.jsonl"
+    fill_up(path, "log = DecisionLog(path)\nlog.start(**START)", "path.stat().st_size + 30", "log.start(**START)")
     assert path.read_bytes().endswith(b"\n")
     assert len(list(read_decisions(path))) == 1
 

@@ -272,6 +272,8 @@ class Binding(Training):
             self._batch.apply()
         state = checkpoint.state_of(self.engine, self.coordinator, self.copy)
         state["own"]["loss_scale"] = self._loss_scale
+        if self.summed:
+            state["own"]["op"] = "sum"
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -107,7 +107,7 @@ def restore(
         for name, kept in own["residuals"].items():
             # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
             arrays = (place(array, name) for array in kept["arrays"])
-            engine.states[name].memory = tuple(_zeros_like(array) if lost else array for array in arrays)
+            engine.states[name].memory = tuple(zeros_like(array) if lost else array for array in arrays)
             engine.states[name].keeper = parse_memory(kept["memory"])
     if coordinator is not None:
         coordinator.restore(shared["coordinator"], own["coordinator"] if own["rank"] == 0 else None, place)
@@ -115,7 +115,8 @@ def restore(
     engine.ledger.steps = own["steps"]
 
 
-def _zeros_like(array: Array) -> Array:
+def zeros_like(array: Array) -> Array:
+    """Zeros in the framework, shape, element type and place of an array."""
     zeros: Array = arrays_for(array).zeros(tuple(array.shape), like=array)
     return zeros
 

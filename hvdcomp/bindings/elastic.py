@@ -23,6 +23,7 @@ from hvdcomp.bindings.setup import require_compression
 from hvdcomp.bindings.world import renumbered
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import gather_rows
 
 _AT_ONCE = 1 << 16  # bytes of rank 0's state that need no second broadcast
 _NOBODY = -1
@@ -114,11 +115,9 @@ def _zeros(described: Mapping[str, Any], like: Array) -> dict[str, Any]:
 
 
 def _gather(communicator: Ranks, like: Array, mine: Survivor) -> list[Survivor]:
-    row = np.array(mine, np.float64).view(np.uint8)
-    array = arrays_for(like).from_numpy(row, like=like)
-    gathered = np.asarray(communicator.wait(communicator.start_allgather(array, "hvdcomp.survivors")))
-    rows = np.ascontiguousarray(gathered).reshape(-1).view(np.float64).reshape(-1, len(mine)).tolist()
-    return [Survivor(int(rank), int(ranks), energy) for rank, ranks, energy in rows]
+    rows = gather_rows(communicator, np.array(mine, np.float64).tobytes(), like, "hvdcomp.survivors")
+    found = (np.frombuffer(row, np.float64).tolist() for row in rows)
+    return [Survivor(int(rank), int(ranks), energy) for rank, ranks, energy in found]
 
 
 def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:

@@ -17,6 +17,7 @@ class FollowsRanks:
 
     settings: Settings
     _framework: str | None
+    _parameters: Any
     _optimizer: Any
     _restored: dict[str, Any] | None
     _binding: Any
@@ -24,6 +25,19 @@ class FollowsRanks:
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
         """`Compression.serve`."""
         raise NotImplementedError
+
+    def _bind(self, optimizer: Any) -> bool:
+        """Makes the binding before the first gradient, if what is known is enough for it; says whether it did.
+
+        Args:
+            optimizer: as for `load_state_dict`.
+        """
+        if self._framework is None and optimizer is not None:
+            self._framework = frameworks.of_optimizer(optimizer)
+        if not self._framework or not frameworks.framework_named(self._framework).can_bind(self._parameters, optimizer):
+            return False
+        self.serve(frameworks.maker(self._framework), self._optimizer if optimizer is None else optimizer)
+        return True
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """Goes back to what `state_dict` returned at an earlier time; to be called on every rank.
@@ -48,16 +62,13 @@ class FollowsRanks:
         """
         if not changes_batch_size(self.settings.policy):
             return
-        optimizer = self._optimizer if optimizer is None else optimizer
         if self._binding is None:
-            if self._framework is None and optimizer is not None:
-                self._framework = frameworks.of_optimizer(optimizer)
-            if self._framework is None or optimizer is None:
+            optimizer = self._optimizer if optimizer is None else optimizer
+            if optimizer is None or not self._bind(optimizer):
                 raise ConfigurationError(
                     f"the policy {self.settings.policy} changes the batch size: give the elastic state the optimizer "
                     "too, hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
                 )
-            self.serve(frameworks.maker(self._framework), optimizer)
         elif self._binding.is_stale:
             self._binding.follow_ranks()
         self._binding.meet_elastic_ranks()

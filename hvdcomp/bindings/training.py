@@ -84,6 +84,11 @@ class Training(ABC):
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
 
+    @property
+    def summed(self) -> bool:
+        """Whether the training takes the sum of the ranks' gradients, and not their mean."""
+        return False
+
     @abstractmethod
     def meet_elastic_ranks(self) -> None:
         """Goes on from what rank 0 knows, where the ranks may have changed, before the first step with those that there

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, wide_dtype
-from hvdcomp.bindings.checkpoint import parts_of
+from hvdcomp.bindings.checkpoint import parts_of, zeros_like
 from hvdcomp.errors import ConfigurationError
 
 _WAY_OUT = 'or start without what was left to be sent: residuals="drop"'
@@ -205,7 +205,7 @@ class _Sum:
         if self._count == 1 and factor == 1:
             arrays = self._arrays
         elif not self._count:
-            arrays = [arrays_for(array).zeros(array.shape, like=array) for array in self._arrays]
+            arrays = [zeros_like(array) for array in self._arrays]
         else:
             arrays = [
                 _narrow(_wide(one) * factor, dtype) for one, dtype in zip(self._arrays, self._dtypes, strict=True)

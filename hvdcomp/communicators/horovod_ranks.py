@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,7 +34,8 @@ class HorovodRanks(Ranks):
     def __init__(self, hvd: Any, process_set: Any) -> None:
         super().__init__()
         self._hvd = hvd
-        self._generation = generation(hvd)
+        self._shutdowns = _shutdowns(hvd)
+        self._generation = self._shutdowns.count
         self._process_set = process_set
         self._ops = {"mean": hvd.Average, "sum": hvd.Sum, "max": hvd.Max}
         self.included = process_set.included()
@@ -68,7 +70,7 @@ class HorovodRanks(Ranks):
 
     @property
     def is_stale(self) -> bool:
-        return generation(self._hvd) != self._generation
+        return self._shutdowns.count != self._generation  # asked for each gradient
 
     def anew(self) -> Ranks:
         if self._process_set.process_set_id != 0:
@@ -84,8 +86,15 @@ class HorovodRanks(Ranks):
         return self._process_set.ranks[0] if self._process_set.ranks else 0
 
 
-def generation(hvd: Any) -> int:
-    """How often Horovod was shut down in this process since this was first asked for.
+@dataclass
+class _Shutdowns:
+    """How often Horovod was shut down in this process, as far as it was counted."""
+
+    count: int = 0
+
+
+def _shutdowns(hvd: Any) -> _Shutdowns:
+    """Counts, from the first call on, how often Horovod is shut down in this process.
 
     Horovod does not tell. After an elastic change rank and size may be those of before, though another worker has gone
     and a new one has come. So the function by which Horovod's Python shuts its library down is counted here.
@@ -95,15 +104,16 @@ def generation(hvd: Any) -> int:
     """
     library = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics.MPI_LIB_CTYPES
     if not hasattr(library, _SHUTDOWNS):
-        shut_down = library.horovod_shutdown
+        shut_down, made = library.horovod_shutdown, _Shutdowns()
 
         def counted() -> Any:
-            setattr(library, _SHUTDOWNS, getattr(library, _SHUTDOWNS) + 1)
+            made.count += 1
             return shut_down()
 
-        setattr(library, _SHUTDOWNS, 0)
+        setattr(library, _SHUTDOWNS, made)
         library.horovod_shutdown = counted
-    return getattr(library, _SHUTDOWNS)
+    found: _Shutdowns = getattr(library, _SHUTDOWNS)
+    return found
 
 
 def process_set_of(hvd: Any, ranks: list[int]) -> Any:

@@ -41,11 +41,11 @@ def require_agreement(
     """
     text = json.dumps(facts, sort_keys=True).encode()
     digest = hashlib.sha256(text).digest()
-    rows = _gather(communicator, digest + len(text).to_bytes(_LENGTH_BYTES, "big"), like, "hvdcomp.agreement")
+    rows = gather_rows(communicator, digest + len(text).to_bytes(_LENGTH_BYTES, "big"), like, "hvdcomp.agreement")
     if len({row[:-_LENGTH_BYTES] for row in rows}) == 1:
         return
     longest = max(int.from_bytes(row[-_LENGTH_BYTES:], "big") for row in rows)
-    texts = _gather(communicator, text.ljust(longest), like, "hvdcomp.agreement.facts")
+    texts = gather_rows(communicator, text.ljust(longest), like, "hvdcomp.agreement.facts")
     raise RankMismatchError(_what_differs([json.loads(text) for text in texts], broadcast))
 
 
@@ -76,7 +76,7 @@ def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[N
         raise
 
 
-def _gather(communicator: Communicator, row: bytes, like: Array, name: str) -> list[bytes]:
+def gather_rows(communicator: Communicator, row: bytes, like: Array, name: str) -> list[bytes]:
     """Every rank's row of bytes, equally long on all."""
     array = arrays_for(like).from_numpy(np.frombuffer(row, np.uint8).copy(), like=like)
     gathered = np.asarray(communicator.wait(communicator.start_allgather(array, name)))

@@ -239,6 +239,10 @@ class TensorFlowBinding(Binding):
 
     # What `Binding` asks of the framework.
 
+    @property
+    def summed(self) -> bool:
+        return self._summed
+
     def facts(self) -> dict[str, Any]:
         return self._facts_of_call
 
@@ -269,12 +273,6 @@ class TensorFlowBinding(Binding):
 
     def copy(self, array: Array) -> Array:
         return np.array(array) if self._on_device is None else self._on_device.to_host(array)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._summed:
-            state["own"]["op"] = "sum"
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with tf.init_scope():  # the first step may be being traced

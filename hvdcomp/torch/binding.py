@@ -125,23 +125,22 @@ class TorchBinding(TorchTraining):
     def _run_pending(self, presence: int) -> None:
         """Runs the engine on what is pending; `presence` is what Horovod made of the ranks' numbers."""
         try:
-            self.check_presence(presence if self._summed else presence * self.communicator.world_size)
+            self.check_presence(presence if self.summed else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
             self._horovods.finish()
             raise
         self._everyone.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
-        if self._summed:
+        if self.summed:
             for result in self._results.values():
                 result.mul_(self.communicator.world_size)
 
-    @property
-    def _summed(self) -> bool:
-        """Whether the training takes the sum of the ranks' gradients, and not their mean."""
-        return bool(getattr(self._optimizer, "op", hvd.Average) == hvd.Sum)
-
     # What `Binding` asks of the framework.
+
+    @property
+    def summed(self) -> bool:
+        return bool(getattr(self._optimizer, "op", hvd.Average) == hvd.Sum)
 
     def presence_bytes(self, tensors: int) -> int:
         return PRESENCE_BYTES * (tensors + bool(self.engine.overlap.era))
@@ -158,12 +157,6 @@ class TorchBinding(TorchTraining):
     def follow_batch_size(self, batch_size: BatchSize) -> None:
         super().follow_batch_size(batch_size)
         self._optimizer.set_backward_passes_per_step(self._passes * batch_size.accumulation)
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._summed:
-            state["own"]["op"] = "sum"
-        return state
 
 
 def _checked_optimizer(setup: Setup) -> Any:
