@@ -35,14 +35,18 @@ def test_importing_imports_no_framework() -> None:
 
 
 def test_importing_is_quick() -> None:
-    """Half a second at most, interpreter and NumPy included: the median of seven, in CPU time."""
-    seconds = []
+    """Three times what NumPy takes by itself at most; the interpreter's start counts in both. It was 2.0 times.
+
+    CPU time, of each in turns: how fast a machine is, and how busy, does not matter.
+    """
+    seconds: dict[str, list[float]] = {"numpy": [], "hvdcomp": []}
     for _ in range(7):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run(sys.executable, "-c", "import hvdcomp")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert statistics.median(seconds) < 0.5, seconds
+        for module, took in seconds.items():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            run(sys.executable, "-c", f"import {module}")
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert statistics.median(seconds["hvdcomp"]) < 3 * statistics.median(seconds["numpy"]), seconds
 
 
 def test_everything_public_is_there_without_frameworks() -> None:
