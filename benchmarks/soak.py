@@ -2,10 +2,14 @@
 
     python benchmarks/soak.py --steps 2000
     python benchmarks/soak.py --steps 1000000 --case topk --case auto --output runs/soak
+    python benchmarks/soak.py --faults 0
 
 Each case is a training of its own, of a small network, in processes of its own. Each rank looks now and then at its
 resident memory, its open files, and the bytes of its decision log, whose files are small here, so that they are put
-aside. A case is flat if of every rank
+aside. In a share of the steps, drawn at random, something goes wrong on one rank, also drawn: see `FAULTS`. The mean
+gradient is clipped, and a step whose gradients are not finite is left out, as careful programs do.
+
+A case is flat if the weights of all ranks are the same at every look, and of every rank
 
 - the median memory of the last quarter of the looks is at most 2 MiB above that of the quarter before,
 - no look of the last quarter finds more open files than one of the quarter before, and
@@ -19,10 +23,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import click
@@ -49,6 +58,13 @@ CASES: dict[str, tuple[str, str | None]] = {
     "auto": ("topk:ratio=0.01", "auto:calibration={calibration},window=3,every=5,budget=0.5"),
 }
 """By name, a compressor and a policy."""
+FAULTS = {
+    "nan": "one element of the gradient is NaN",
+    "inf": "one element of the gradient is infinite",
+    "huge": "all of the gradient is 1e12 times as large",
+    "missing": "the last layer has no gradient",
+    "full disk": "nothing can be written: no line of the decision log, and no checkpoint of the compression",
+}
 LOOKS = 80
 MEMORY = 2 * 2**20  # bytes by which the median may grow
 LOG_BYTES, LOG_FILES, LONGEST_LINE = 2**14, 3, 2**15
@@ -56,7 +72,7 @@ STEPS_PER_EPOCH = 100
 _WIDTH = 128  # of the network
 
 
-def look(step: int, log: Path) -> dict[str, int]:
+def look(step: int, log: Path, model: Any) -> dict[str, int]:
     """What this process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = [file.stat().st_size for file in log.parent.glob(f"{log.stem}*")]
@@ -66,6 +82,7 @@ def look(step: int, log: Path) -> dict[str, int]:
         "open_files": len(os.listdir("/proc/self/fd")),
         "log_files": len(files),
         "log_bytes": sum(files),
+        "weights": zlib.crc32(b"".join(one.detach().numpy().tobytes() for one in model.parameters())),
     }
 
 
@@ -86,6 +103,47 @@ def what_grows(looks: list[dict[str, int]]) -> list[str]:
     return found
 
 
+def where_ranks_differ(seen: list[list[dict[str, int]]]) -> list[str]:
+    """The first look at which not all ranks have the same weights, in words; nothing if there is none."""
+    steps = [looks[0]["step"] for looks in zip(*seen, strict=True) if len({one["weights"] for one in looks}) > 1]
+    return [f"weights differ at step {steps[0]}"] if steps else []
+
+
+@contextmanager
+def full_disk(full: bool) -> Iterator[None]:
+    """Lets every write to a file fail, if `full`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def draw(random: Random, share: float, ranks: int) -> tuple[str | None, int]:
+    """The fault of a step, if any, and the rank that has it. All ranks draw the same."""
+    happens, fault, rank = random.random() < share, random.choice(list(FAULTS)), random.randrange(ranks)
+    return fault if happens else None, rank
+
+
+@contextmanager
+def spoiled(parameters: list[Any], fault: str | None) -> Iterator[None]:
+    """Lets the backward pass give gradients that the fault has touched, before anything else sees them."""
+    hooks: list[Any] = []
+    if fault in ("nan", "inf"):
+        first = parameters[0].new_zeros(parameters[0].shape)
+        first.view(-1)[0] = float(fault)
+        hooks = [parameters[0].register_hook(lambda gradient: gradient + first)]
+    elif fault == "huge":
+        hooks = [one.register_hook(lambda gradient: gradient * 1e12) for one in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def write_calibration(path: Path, spec: str, model: Any) -> None:
     """Made-up numbers, by which no way to send the gradients is much faster than the others."""
     cost = {"algorithm": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}
@@ -104,7 +162,7 @@ def write_calibration(path: Path, spec: str, model: Any) -> None:
     path.write_text(json.dumps(calibration))
 
 
-def train(case: str, steps: int, folder: Path) -> None:
+def train(case: str, steps: int, faults: float, folder: Path) -> None:
     """What each rank does: so many steps of a case, and a file of what it saw."""
     import horovod.torch as hvd
     import torch
@@ -134,52 +192,73 @@ def train(case: str, steps: int, folder: Path) -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     own = torch.Generator().manual_seed(hvd.rank())
+    parameters, random = list(model.parameters()), Random(case)
+    happened = dict.fromkeys(["left out", *FAULTS], 0)
     looks, step = [], 0
     for turn in range(LOOKS):
         while step < steps * (turn + 1) // LOOKS:
+            fault, rank = draw(random, faults, hvd.size())
+            if fault is not None:
+                happened[fault] += 1
+            here = fault if rank == hvd.rank() else None
             optimizer.zero_grad()
-            for _ in range(compression.accumulation):
-                inputs = torch.randn(8, _WIDTH, generator=own)
-                (mse_loss(model(inputs), inputs) / compression.accumulation).backward()
-            optimizer.step()
+            with spoiled(parameters, here), full_disk(here == "full disk"):
+                for _ in range(compression.accumulation):
+                    inputs = torch.randn(8, _WIDTH, generator=own)
+                    outputs = (model[:-1] if here == "missing" else model)(inputs)
+                    (mse_loss(outputs, inputs) / compression.accumulation).backward()
+                optimizer.synchronize()
+                if here == "full disk":
+                    with suppress(OSError, RuntimeError):
+                        torch.save(compression.state_dict(), log.with_name("checkpoint.pt"))
+                        raise AssertionError("a checkpoint was written to a full disk")
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if torch.isfinite(norm):
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                happened["left out"] += 1
             # The rate falls and comes back, so that policies that follow it do not come to rest.
             optimizer.param_groups[0]["lr"] = 1e-3 * (0.5 if step % STEPS_PER_EPOCH > STEPS_PER_EPOCH // 2 else 1)
             step += 1
-        looks.append(look(step, log))
+        looks.append(look(step, log, model))
+    (folder / f"faults-{hvd.rank()}.json").write_text(json.dumps(happened))
     (folder / f"looks-{hvd.rank()}.json").write_text(json.dumps(looks))
     hvd.allreduce(torch.zeros(1), name="the end")  # rank 0 may still be sending its last decision
     hvd.shutdown()
 
 
-def run_case(case: str, steps: int, ranks: int, folder: Path) -> dict[str, Any]:
+def run_case(case: str, steps: int, ranks: int, faults: float, folder: Path) -> dict[str, Any]:
     """Starts the ranks of a case, and judges what they saw."""
     folder.mkdir(parents=True)
     command = ["horovodrun", "-np", str(ranks), "--gloo", sys.executable, str(Path(__file__).resolve())]
-    arguments = ["--worker", case, "--steps", str(steps), "--output", str(folder)]
+    arguments = ["--worker", case, "--steps", str(steps), "--faults", str(faults), "--output", str(folder)]
     output = folder / "output.txt"
     with output.open("wb") as file:
         status = subprocess.run([*command, *arguments], stdout=file, stderr=subprocess.STDOUT).returncode
     files = [folder / f"looks-{rank}.json" for rank in range(ranks)]
     if status or not all(file.exists() for file in files):
-        return {"ranks": [], "grows": [f"the ranks ended with status {status}: see {output}"]}
+        return {"ranks": [], "grows": [f"the ranks ended with status {status}: see {output}"], "faults": {}}
     seen = [json.loads(file.read_text()) for file in files]
     grows = [f"rank {rank}: {words}" for rank, looks in enumerate(seen) for words in what_grows(looks)]
-    return {"ranks": seen, "grows": grows}
+    happened = json.loads((folder / "faults-0.json").read_text())
+    return {"ranks": seen, "grows": [*where_ranks_differ(seen), *grows], "faults": happened}
 
 
 def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
     """A Markdown table, of the rank that grew most."""
     lines = [
-        "| case | compressor | policy | MiB at half | MiB at the end | open files | files of the log | flat |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | compressor | policy | MiB at half | MiB at the end | open files | files of the log | faults | flat |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in cases.items():
         spec, policy = CASES[name]
-        cells = ["", "", "", ""]
+        cells = ["", "", "", "", ""]
         if case["ranks"]:
             worst = max(case["ranks"], key=lambda looks: looks[-1]["memory"] - looks[len(looks) // 2]["memory"])
             memory = [f"{worst[place]['memory'] / 2**20:.1f}" for place in (len(worst) // 2, -1)]
             cells = [*memory, str(worst[-1]["open_files"]), str(max(looks[-1]["log_files"] for looks in case["ranks"]))]
+            cells.append(str(sum(times for fault, times in case["faults"].items() if fault != "left out")))
         flat = "; ".join(case["grows"]) or "yes"
         policy = (policy or "").format(calibration="made up").replace("|", "\\|")
         lines.append(f"| {' | '.join([name, f'`{spec}`', policy and f'`{policy}`', *cells, flat])} |")
@@ -190,20 +269,22 @@ def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
 @click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Of each case.")
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True)
 @click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Default: all. Repeatable.")
+@click.option("--faults", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="The share of steps with one.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
 @click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
-def main(steps: int, ranks: int, names: tuple[str, ...], output: Path, worker: str | None) -> None:
+def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: Path, worker: str | None) -> None:
     """Train for a while, and see that nothing grows."""
     if worker is not None:
-        train(worker, steps, output)
+        train(worker, steps, faults, output)
         return
     if output.exists():
         raise click.UsageError(f"--output {output} is there already; name another folder")
     cases = {}
     for name in names or CASES:
-        cases[name] = run_case(name, steps, ranks, output / name.replace(" ", "-"))
+        cases[name] = run_case(name, steps, ranks, faults, output / name.replace(" ", "-"))
         click.echo(f"{name}: {'; '.join(cases[name]['grows']) or 'flat'}")
-    text = "\n".join([f"{ranks} ranks, {steps} steps of each case.", "", *table_of(cases)]) + "\n"
+    said = f"{ranks} ranks, {steps} steps of each case, a fault in {faults:.0%} of them."
+    text = "\n".join([said, "", *table_of(cases)]) + "\n"
     (output / "soak.md").write_text(text)
     (output / "soak.json").write_text(json.dumps({"steps": steps, "number_of_ranks": ranks, "cases": cases}) + "\n")
     sys.exit(any(case["grows"] for case in cases.values()))

@@ -18,7 +18,7 @@ soak = load("soak")
 
 def looks(memory: float = 0, **last: int) -> list[dict[str, int]]:
     """Eighty looks, 100 steps apart, that grow by so many bytes of memory each; the last is as given."""
-    same = {"open_files": 9, "log_files": 3, "log_bytes": 10**5}
+    same = {"open_files": 9, "log_files": 3, "log_bytes": 10**5, "weights": 1}
     seen = [{"step": 100 * place, "memory": int(10**8 + memory * place), **same} for place in range(1, 81)]
     return [*seen[:-1], {**seen[-1], **last}]
 
@@ -34,6 +34,23 @@ def test_what_is_flat_and_what_is_not() -> None:
     assert soak.what_grows(looks(log_bytes=10**6)) == ["the decision log took 1000000 bytes"]
 
 
+def test_ranks_with_other_weights_are_found() -> None:
+    assert soak.where_ranks_differ([looks(), looks(10**6)]) == []
+    other = looks()
+    for one in other[40:]:
+        one["weights"] = 2
+    assert soak.where_ranks_differ([looks(), other, looks()]) == ["weights differ at step 4100"]
+
+
+def test_all_ranks_draw_the_same_faults_and_each_of_them_happens() -> None:
+    ranks = [soak.Random("topk"), soak.Random("topk")]
+    drawn, others = ([soak.draw(random, 0.05, 2) for _ in range(2000)] for random in ranks)
+    assert drawn == others
+    happened = [pair for pair in drawn if pair[0] is not None]
+    assert 60 < len(happened) < 140
+    assert set(happened) == {(fault, rank) for fault in soak.FAULTS for rank in range(2)}
+
+
 def test_every_policy_has_a_case() -> None:
     tried = {parse_policy(policy.format(calibration="x.json")).name for _, policy in soak.CASES.values() if policy}
     assert tried == {name for name, kind in POLICIES.items() if kind.__module__.startswith("hvdcomp.")}
@@ -41,15 +58,15 @@ def test_every_policy_has_a_case() -> None:
 
 def test_the_table_tells_what_grew_and_what_failed() -> None:
     cases = {
-        "topk": {"ranks": [looks(), looks(10**6)], "grows": ["rank 1: memory"]},
-        "warmup": {"ranks": [], "grows": ["the ranks ended with status 1: see x"]},
-        "auto": {"ranks": [looks()], "grows": []},
+        "topk": {"ranks": [looks(), looks(10**6)], "grows": ["rank 1: memory"], "faults": {"left out": 3, "nan": 4}},
+        "warmup": {"ranks": [], "grows": ["the ranks ended with status 1: see x"], "faults": {}},
+        "auto": {"ranks": [looks()], "grows": [], "faults": {"left out": 0, "nan": 0}},
     }
     _, _, topk, warmup, auto = soak.table_of(cases)
-    assert topk == "| topk | `topk:ratio=0.01` |  | 134.5 | 171.7 | 9 | 3 | rank 1: memory |"
+    assert topk == "| topk | `topk:ratio=0.01` |  | 134.5 | 171.7 | 9 | 3 | 4 | rank 1: memory |"
     assert "`warmup:levels=0.25\\|0.05,epochs=1`" in warmup
-    assert warmup.endswith("|  |  |  |  | the ranks ended with status 1: see x |")
-    assert auto.endswith("| 95.4 | 95.4 | 9 | 3 | yes |")
+    assert warmup.endswith("|  |  |  |  |  | the ranks ended with status 1: see x |")
+    assert auto.endswith("| 95.4 | 95.4 | 9 | 3 | 0 | yes |")
 
 
 @pytest.mark.thorough
@@ -71,6 +88,7 @@ def test_a_short_run_on_real_ranks(tmp_path: Path) -> None:
         # In so few steps memory may still grow.
         assert all("memory" in words for words in case["grows"]), (name, case["grows"])
         assert [len(seen) for seen in case["ranks"]] == [80, 80]
+        assert case["faults"]["left out"] >= case["faults"]["nan"] + case["faults"]["inf"] > 0, name
         assert case["ranks"][0][-1]["log_files"] >= (0 if name == "topk" else 2 if name == "accordion" else 1), name
         assert case["ranks"][1][-1]["log_files"] == 0
     assert (folder / "soak.md").read_text().count("\n") == 4 + len(names)

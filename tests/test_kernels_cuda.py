@@ -87,8 +87,9 @@ def test_scattered_tensors_go_one_by_one(spec: str, monkeypatch: pytest.MonkeyPa
     ("spec", "memory"),
     [
         ("efsignsgd", MomentumCorrection(0.9, nesterov=True, clip=1.0)),
-        ("topk:ratio=0.1", MomentumCorrection(0.9)),
-        ("powersgd:rank=2", ErrorFeedback(0.5)),
+        # The interpreter takes ten seconds for each of these; `tests.test_engine_faults` has them without it.
+        pytest.param("topk:ratio=0.1", MomentumCorrection(0.9), marks=pytest.mark.thorough),
+        pytest.param("powersgd:rank=2", ErrorFeedback(0.5), marks=pytest.mark.thorough),
     ],
 )
 def test_a_step_that_does_not_count_leaves_everything_as_it_was(spec: str, memory: Any) -> None:

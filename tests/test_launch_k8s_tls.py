@@ -90,7 +90,7 @@ def test_follows_that_end_well_over_tls(certificate: Path, tmp_path: Path, times
     assert seen == {0: times - times // 2, 3: times // 2}
 
 
-@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("status", [pytest.param(401, marks=pytest.mark.thorough), 403])
 def test_a_server_that_is_restarted_is_waited_for_while_it_knows_no_rights(
     certificate: Path, tmp_path: Path, status: int
 ) -> None:
