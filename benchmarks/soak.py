@@ -269,7 +269,7 @@ def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
 @click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Of each case.")
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True)
 @click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Default: all. Repeatable.")
-@click.option("--faults", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="The share of steps with one.")
+@click.option("--faults", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share of steps.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
 @click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
 def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: Path, worker: str | None) -> None:

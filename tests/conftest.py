@@ -23,7 +23,7 @@ hypothesis.settings.register_profile(
     "quick",
     deadline=None,
     derandomize=True,
-    max_examples=25,
+    max_examples=12,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
@@ -32,7 +32,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("quick")
 
 # Whose tests take longest. They come first, so that in the end none of several processes waits long for another.
-_LONGEST = {"test_bench", "test_buckets", "test_kernels_build", "test_kernels_cuda", "test_train_tensorflow"}
+_LONGEST = {"test_bench", "test_buckets", "test_kernels_cuda", "test_launch_k8s_tls", "test_train_tensorflow"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -174,6 +174,7 @@ def test_peers_are_of_pytorch_whatever_the_framework(monkeypatch: pytest.MonkeyP
     assert [one.method for one in machine.asked] == ["none"]
 
 
+@pytest.mark.thorough
 def test_the_command_writes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     steady = Spread(9.0, 9.0, 9.0)  # on a busy machine two copies differ by more than what may be published

@@ -530,6 +530,7 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     assert all(least <= one["step_ms"] < 1000 for one in methods.values())
 
 
+@pytest.mark.thorough
 def test_two_ranks_of_torch_distributed_calibrate_what_advise_reads(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "own_model.py").write_text(OWN)

@@ -453,6 +453,7 @@ def test_the_picture_shades_what_is_critical() -> None:
         draw(RegimeRecord())
 
 
+@pytest.mark.thorough
 def test_the_benchmark_writes_what_it_measured(tmp_path: Path) -> None:
     for package in ("sklearn", "matplotlib"):
         pytest.importorskip(package)

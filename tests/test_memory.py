@@ -91,7 +91,7 @@ def test_no_method_holds_more_with_every_step(spec: str) -> None:
     assert grown(spec, "constant", 60) < LEAST_LEAK
 
 
-@pytest.mark.parametrize("policy", TRIED_POLICIES[:3])
+@pytest.mark.parametrize("policy", TRIED_POLICIES[:2])
 def test_no_policy_holds_more_with_every_step(policy: str) -> None:
     assert grown("topk:ratio=0.2", policy, 60) < LEAST_LEAK
 

@@ -19,7 +19,7 @@ _JOIN = "cases_join"
 _LOST = "Horovod has been shut down"
 _MODULES = {
     "cases_torch": EVERY_SETTING,
-    "cases_horovod": ((4, "mpi"), (2, "gloo")),
+    "cases_horovod": ((2, "gloo"), (4, "mpi")),
     "cases_mismatch": EACH_ONCE,
     "cases_policies": ((2, "gloo"), (4, "gloo"), (4, "mpi")),
     "cases_collectives": EVERY_SETTING,

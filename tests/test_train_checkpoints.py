@@ -228,6 +228,7 @@ def test_a_finished_run_is_found_finished_and_can_be_made_longer(tmp_path: Path)
     _check_same_run(tmp_path / "a", tmp_path / "b", [60])  # the second run had nothing to do, and nothing to save
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "damaged" / "step-00000005").mkdir(parents=True)
     (tmp_path / "damaged" / "step-00000005" / "run-0.json").write_text('{"format"')

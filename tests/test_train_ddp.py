@@ -80,7 +80,8 @@ def test_weights_are_those_of_horovod(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("at", [13, pytest.param(3, marks=pytest.mark.thorough)], ids=["saved", "nothing-saved"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("at", [13, 3], ids=["saved", "nothing-saved"])
 def test_a_killed_rank_comes_back(at: int, tmp_path: Path) -> None:
     """torchrun starts all ranks again; they go on from the checkpoint, or anew where there is none yet."""
     options = [*_MLP, "--compression", "topk:ratio=0.02", "--checkpoint-every", "10"]

@@ -75,7 +75,7 @@ def _needs(controller: str) -> None:
         pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
 
-@pytest.mark.parametrize("controller", ["gloo", "torchrun"])
+@pytest.mark.parametrize("controller", ["gloo", pytest.param("torchrun", marks=pytest.mark.thorough)])
 def test_two_ranks_then_one_then_two(controller: str, tmp_path: Path) -> None:
     """One rank has 40 steps in an epoch, two have 20; half of the second epoch, and a quarter of the third, is over."""
     _needs(controller)

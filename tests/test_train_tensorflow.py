@@ -197,7 +197,8 @@ print("losses", json.dumps([*losses, *learner.evaluate(*data.test_batch(np.arang
 """
 
 
-@pytest.mark.parametrize(("model", "steps"), [("cnn", 12), pytest.param("resnet20", 5, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "steps"), [("cnn", 12), ("resnet20", 5)])
 def test_a_step_does_what_it_does_in_torch(tmp_path: Path, model: str, steps: int) -> None:
     """Momentum of Nesterov's form, weight decay, clipping, two backward passes, running statistics."""
     step = {"weight_decay": 0.1, "nesterov": True, "clip_norm": 0.5, "backward_passes_per_step": 2}

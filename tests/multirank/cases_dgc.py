@@ -10,6 +10,7 @@ import torch
 
 import hvdcomp
 from tests.multirank.training import assert_same_everywhere, compression, raised, small_model, train, weights
+from tests.multirank.worker import thorough
 
 
 def distributed(
@@ -40,6 +41,7 @@ def case_other_memories_leave_momentum_to_the_optimizer() -> None:
     assert_same_everywhere(weights(model))
 
 
+@thorough
 def case_momentum_is_that_of_sgd() -> None:
     """Everything sent, nothing masked: as SGD with momentum, for compressed and for dense tensors."""
     for nesterov in (False, True):

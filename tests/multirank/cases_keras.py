@@ -105,6 +105,7 @@ def case_fit_keeps_weights_identical() -> None:
             assert model.losses_by_epoch[-1] < model.losses_by_epoch[0], spec
 
 
+@thorough
 def case_casts_equal_horovods_own() -> None:
     for spec in ("none", "fp16"):
         ours, theirs = fitted(spec), fitted(getattr(hvd.Compression, spec))
@@ -133,6 +134,7 @@ def case_run_eagerly_and_several_steps_per_execution() -> None:
         np.testing.assert_allclose(weights(model.trainable_variables), plain, rtol=1e-4, atol=1e-6)
 
 
+@thorough
 def case_backward_passes_per_step() -> None:
     for spec, average in (("topk:ratio=1", False), ("none", True)):
         options = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
@@ -148,6 +150,7 @@ def case_backward_passes_per_step() -> None:
     assert_same_everywhere(weights(model.trainable_variables))
 
 
+@thorough
 def case_groups_and_process_sets() -> None:
     plain = weights(fitted("topk:ratio=0.05", steps=4).trainable_variables)
     grouped = fitted("topk:ratio=0.05", steps=4, groups=2)
@@ -209,6 +212,7 @@ def case_mixed_precision_skips_an_overflow_everywhere() -> None:
         assert_same_everywhere(weights(model.trainable_variables))
 
 
+@thorough
 def case_half_precision_policy() -> None:
     """Layers compute in half precision, variables stay in single."""
     tf_keras.mixed_precision.set_global_policy("mixed_float16")
@@ -290,6 +294,7 @@ def case_horovods_callbacks() -> None:
     assert history["compression_factor"][-1] > 2
 
 
+@thorough
 def case_momentum_is_corrected_where_it_can_be() -> None:
     def warm_up(optimizer: Any) -> list[float]:
         model = keras_model()

@@ -42,6 +42,7 @@ def case_weights_are_identical_after_50_steps() -> None:
         assert training.traces == 1
 
 
+@thorough
 def case_weights_are_identical_without_a_tf_function() -> None:
     for spec in ("none", "topk:ratio=0.05"):
         eager, graph = TapeTraining(spec, graph=False).run(20), TapeTraining(spec).run(20)
@@ -244,6 +245,7 @@ def case_steps_in_a_loop_inside_of_a_graph() -> None:
         np.testing.assert_allclose(looped.weights, one_by_one.weights, rtol=1e-4, atol=1e-6)
 
 
+@thorough
 def case_two_tapes_in_one_step() -> None:
     """Two networks with a compression each, trained in one function."""
     trainings = [TapeTraining("topk:ratio=0.1"), TapeTraining("powersgd:rank=1")]
@@ -298,6 +300,7 @@ def case_the_same_seed_gives_the_same_run() -> None:
     assert not np.array_equal(results[0], results[2])
 
 
+@thorough
 def case_the_optimizer_of_tensorflow_1() -> None:
     """In a tf.function, through hvd.DistributedOptimizer of horovod.tensorflow."""
     model = Network()

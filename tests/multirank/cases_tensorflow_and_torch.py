@@ -120,6 +120,7 @@ def _stepped_in_torch(spec: str, steps: list[dict[str, np.ndarray]]) -> tuple[np
     return np.concatenate([one.detach().numpy().reshape(-1) for one in parameters.values()]), how
 
 
+@thorough
 def case_the_same_gradients_give_the_same_weights_in_both_frameworks() -> None:
     hvd_torch.init()
     generator = own_generator()

@@ -58,6 +58,7 @@ def _assert_same_residuals(one: TapeTraining, other: TapeTraining) -> None:
             np.testing.assert_array_equal(mine.reshape(-1), theirs.reshape(-1), err_msg=name)
 
 
+@thorough
 def case_the_bits_of_the_host() -> None:
     for spec in ("topk:ratio=0.05", "qsgd:bits=4"):
         host = _train(spec)

@@ -28,6 +28,7 @@ from tests.multirank.training_tensorflow import (
     sgd,
     weights,
 )
+from tests.multirank.worker import thorough
 
 
 def later(spec: str = "topk:ratio=0.1", **options: Any) -> hvdcomp.Compression:
@@ -60,6 +61,7 @@ def unbuilt_model() -> Any:
     )
 
 
+@thorough
 def case_an_unbuilt_keras_model() -> None:
     trained = []
     for how in ("told", "function", "given"):
