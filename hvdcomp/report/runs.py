@@ -32,7 +32,9 @@ _NUMBERS = (
 )  # fmt: skip
 # Options that say where and with which seed a run went; what was run is told by the others and by the spec.
 _LONGEST = 60  # characters of a value in a message
-_NOT_COMPARED = {"compression", "data_dir", "output", "overwrite", "progress", "residuals", "seed", "tensorboard"}
+_NOT_COMPARED = {
+    "compression", "data_dir", "elastic", "output", "overwrite", "progress", "residuals", "seed", "tensorboard",
+}  # fmt: skip
 
 
 class RunError(ValueError):
