@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hvdcomp.cli import main
 from hvdcomp.launch.job import Job, read_settings
-from hvdcomp.launch.k8s.manifest import literal, render
+from hvdcomp.launch.k8s.manifest import WORKERS, literal, render
 from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.rank import from_variable
 from tests import kustomize
@@ -30,6 +30,13 @@ BUILT["base"] = kustomize.build(ROOT / "k8s" / "base")
 LAUNCHED = {
     "small": KubernetesSettings(Job("a", ("python3", "train.py"), 1), "hvdcomp"),
     "torch": KubernetesSettings(Job("a", ("python3", "train.py"), 4, backend="torch"), "hvdcomp", slots_per_worker=2),
+    "elastic ranks": KubernetesSettings(
+        Job("a", ("python3", "train.py"), 8, {"A": "b"}),
+        "hvdcomp",
+        slots_per_worker=2,
+        gpu_resource="nvidia.com/gpu",
+        elastic="4:12",
+    ),
     "all": KubernetesSettings(
         Job("a" * 40, ("python3", "train.py"), 64, {"OMPI_MCA_btl": "self,tcp", "A": "b"}),
         "registry.example.org:5000/team/hvdcomp:1.0@sha256:" + "0" * 64,
@@ -61,6 +68,9 @@ LAUNCHED = {
         resources={"rdma/hca": "1"},
     ),
 }
+
+
+ELASTIC = ("elastic", "elastic ranks")
 
 
 def mpijob(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -169,9 +179,14 @@ def test_the_operator_accepts_it(name: str) -> None:
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", last)
     assert spec["slotsPerWorker"] >= 1
     assert spec["mpiImplementation"] == "OpenMPI"
-    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
-    # A gang that counts the launcher, which is made when the workers are ready, would never be placed.
-    assert spec["runPolicy"]["schedulingPolicy"]["minAvailable"] == worker["replicas"]
+    gang = spec["runPolicy"]["schedulingPolicy"]["minAvailable"]
+    if name in ELASTIC:
+        assert spec["launcherCreationPolicy"] == "AtStartup"
+        assert gang == 1 + int(only_container(launcher["template"]["spec"])["command"][-1])
+    else:
+        assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+        # A gang that counts the launcher, which is made when the workers are ready, would never be placed.
+        assert gang == worker["replicas"]
     assert spec["sshAuthMountPath"] == "/home/mpiuser/.ssh"
     assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
 
@@ -198,7 +213,27 @@ def test_its_pods_satisfy_the_restricted_pod_security_standard(name: str) -> Non
             assert container["readinessProbe"]["tcpSocket"]["port"] == 2222
 
 
-@pytest.mark.parametrize("name", [name for name in JOBS if name != "elastic"])
+@pytest.mark.parametrize("name", ELASTIC)
+def test_bounds_and_slots_of_an_elastic_job_agree(name: str) -> None:
+    spec = JOBS[name]["spec"]
+    launcher = only_container(pods(JOBS[name])["Launcher"])
+    slots, replicas = spec["slotsPerWorker"], spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    horovodrun = pytest.importorskip("horovod.runner.launch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["horovodrun", *launcher["args"]])
+        options = horovodrun.parse_args()
+    least = options.min_num_proc
+    assert least <= slots * replicas <= options.max_num_proc
+    assert (options.num_proc, options.slots, options.nics) == (least, slots, {"eth0"})
+    assert options.cooldown_range == [60, 600]
+    assert launcher["command"][:5] == ["python3", "-m", "hvdcomp.launch.k8s.elastic", "2222", WORKERS]
+    assert int(launcher["command"][5]) * slots == least
+    assert "HVDCOMP_EXPECTED_SIZE" not in environment(launcher)
+    assert options.command == ["sh", "-c", "trap '' USR1 USR2; exec python3 -m hvdcomp.launch.rank"]
+    assert from_variable(environment(launcher)["HVDCOMP_COMMAND"])[0] == "python3"
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in ELASTIC])
 def test_ranks_slots_gpus_and_the_promise_agree(name: str) -> None:
     spec = JOBS[name]["spec"]
     launcher, worker = (only_container(pod) for pod in pods(JOBS[name]).values())
@@ -233,8 +268,9 @@ def test_the_claim_that_is_mounted_is_there(name: str) -> None:
     assert [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one] == [claim]
 
 
-@pytest.mark.parametrize("name", ["cpu-demo", "v100"])
-def test_the_settings_beside_an_overlay_make_the_same_job(name: str) -> None:
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_the_settings_beside_an_overlay_make_the_same_job(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # where the patch is looked for
     file = ROOT / "k8s" / "overlays" / name / "launch.toml"
     assert render(read_settings(file, "k8s", KubernetesSettings, {})) == JOBS[name]
 
@@ -344,6 +380,10 @@ def test_a_dry_run_prints_the_job_and_needs_no_cluster(monkeypatch: pytest.Monke
     assert result.exit_code == 0, result.output
     job = Job("it", tuple(program[1:]), 4, {"A": "b=c $(D)"})
     assert yaml.safe_load(result.stdout) == render(KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2))
+    elastic = CliRunner().invoke(main, ["launch", "k8s", *words, "--elastic", "2:8", "--dry-run", *program])
+    assert yaml.safe_load(elastic.stdout) == render(
+        KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2, elastic="2:8")
+    )
     for_torch = CliRunner().invoke(main, ["launch", "k8s", *words, "--backend", "torch", "--dry-run", *program])
     job = replace(job, backend="torch")
     assert yaml.safe_load(for_torch.stdout) == render(KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2))

@@ -11,14 +11,24 @@ from hypothesis import strategies as st
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import Job
-from hvdcomp.launch.k8s.settings import KubernetesSettings, quantity
+from hvdcomp.launch.k8s.quantity import quantity
+from hvdcomp.launch.k8s.settings import KubernetesSettings
 
 
 def settings(
-    name: str = "run", ranks: int = 4, environment: dict[str, str] | None = None, **more: Any
+    name: str = "run",
+    ranks: int = 4,
+    environment: dict[str, str] | None = None,
+    command: tuple[str, ...] = ("python3", "train.py"),
+    backend: Any = "horovod",
+    **more: Any,
 ) -> KubernetesSettings:
-    job = Job(name, ("python3", "train.py"), ranks, environment or {})
+    job = Job(name, command, ranks, environment or {}, backend)
     return KubernetesSettings(**{"job": job, "image": "hvdcomp:cpu", **more})
+
+
+TRAIN = ("hvdcomp", "train", "--model", "mlp")
+SAVES = (*TRAIN, "--checkpoint-folder", "/checkpoints/mlp")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +103,26 @@ def settings(
         ({"environment": {"HVDCOMP_EXPECTED_SIZE": "1"}}, "HVDCOMP_EXPECTED_SIZE is set by the launcher itself"),
         ({"environment": {"OMPI_MCA_a": "$(touch x)"}}, "may have letters, digits and _.,:^/@=+- only"),
         ({"environment": {"OMPI_MCA_a": "a b"}}, "OMPI_MCA_a='a b'"),
+        ({"elastic": "8"}, "elastic: '8' must be MIN:MAX, the fewest and the most ranks, as 2:8"),
+        ({"elastic": "0:4"}, "elastic: '0:4' must be MIN:MAX"),
+        ({"elastic": "-1:4"}, "elastic: '-1:4' must be MIN:MAX"),
+        ({"elastic": "2:8\n"}, "elastic: '2:8\\n' must be MIN:MAX"),
+        ({"elastic": "8:2"}, "elastic: 8:2 must hold ranks=4"),
+        ({"elastic": "5:8"}, "elastic: 5:8 must hold ranks=4, which the cluster is asked for at first: take MIN <="),
+        ({"elastic": "1:4", "slots_per_worker": 2}, "elastic: 1:4 do not fill pods of slots_per_worker=2"),
+        ({"elastic": "2:5", "slots_per_worker": 2}, "elastic: 2:5 do not fill pods of slots_per_worker=2"),
+        ({"name": "a" * 40, "elastic": f"2:{10**16}"}, "longer than the 63 characters"),
+        ({"elastic": "2:8", "backend": "torch"}, "elastic: ranks come and go in Horovod alone, and backend is torch"),
+        ({"elastic": "2:8", "interface": "eth0,lo"}, "interface: 'eth0,lo' is not a network's interface"),
+        ({"elastic": "2:64"}, "launcher_memory: 512Mi is too little for elastic=2:64, as the launcher has processes"),
+        ({"elastic": "2:8", "command": TRAIN, "checkpoint_claim": "disk"}, "elastic: `hvdcomp train` goes on from its"),
+        ({"elastic": "2:8", "command": ("python3", "-m", *TRAIN)}, "add --checkpoint-folder, in a volume that all"),
+        ({"elastic": "2:8", "command": SAVES}, "elastic: no volume is mounted, so workers would not find"),
+        (
+            {"elastic": "2:8", "command": (*SAVES, "--backend", "ddp"), "checkpoint_claim": "disk"},
+            "elastic: `hvdcomp train --backend ddp` is not Horovod",
+        ),
+        ({"command": (*SAVES, "--elastic")}, "command: `hvdcomp train --elastic` belongs in an elastic job"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_way_out(values: dict[str, Any], said: str) -> None:
@@ -114,6 +144,22 @@ def test_what_is_right_is_taken() -> None:
         ranks=8, slots_per_worker=4, environment={"OMPI_MCA_btl": "^openib,self/x:1"}, gpu_resource="amd.com/gpu"
     )
     assert taken.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        (SAVES, (*SAVES[:2], "--elastic", *SAVES[2:])),
+        (("/opt/bin/hvdcomp", *SAVES[1:]), ("/opt/bin/hvdcomp", "train", "--elastic", *SAVES[2:])),
+        (("python3", "-m", *SAVES), ("python3", "-m", "hvdcomp", "train", "--elastic", *SAVES[2:])),
+        ((*SAVES, "--elastic"), (*SAVES, "--elastic")),
+        (("python3", "train.py"), ("python3", "train.py")),
+    ],
+)
+def test_hvdcomp_train_of_an_elastic_job_is_told_so(command: tuple[str, ...], program: tuple[str, ...]) -> None:
+    elastic = settings(ranks=4, command=command, elastic="2:8", slots_per_worker=2, checkpoint_claim="disk")
+    assert (elastic.program, elastic.bounds, elastic.workers) == (program, (2, 8), 2)
+    assert "--elastic" in command or settings(command=command).program == command
 
 
 @given(

@@ -43,6 +43,11 @@ _submission = [
     click.option("--name", callback=checked(check_job_name), help="Of the job."),
     click.option("--image", help="Of launcher and workers."),
     click.option("--ranks", type=int, help="Number of processes."),
+    click.option(
+        "--elastic",
+        metavar="MIN:MAX",
+        help="Horovod goes on when ranks come and go, with at least MIN and at most MAX ranks; --ranks are asked for.",
+    ),
     click.option("--slots-per-worker", type=int, help="Ranks in one pod. [default: 1]"),
     click.option("--gpu-resource", metavar="RESOURCE", help="One for each rank, as nvidia.com/gpu. [default: none]"),
     click.option("--worker-cpu", metavar="QUANTITY", help="Of one worker pod. [default: 2]"),

@@ -47,16 +47,17 @@ Done = TypeVar("Done")
 
 
 class Warnings:
-    """Notes, while it is entered, that this process was told to stop: SIGUSR1 or SIGTERM no longer end it.
+    """Notes, while it is entered, that this process was told to stop: SIGUSR1, SIGTERM or SIGUSR2 no longer end it.
 
     Attributes:
         told: whether it was.
+        all_told: whether that is meant for all ranks, by SIGUSR2; else the others of an elastic job go on.
     """
 
-    SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+    SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
 
     def __init__(self) -> None:
-        self.told = False
+        self.told = self.all_told = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Warnings:
@@ -70,8 +71,9 @@ class Warnings:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         self.told = True
+        self.all_told |= number == signal.SIGUSR2
 
 
 class Checkpoints:

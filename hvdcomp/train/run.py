@@ -180,9 +180,10 @@ class Run:
 
     def _agree(self, save: bool = False) -> str | None:
         """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
-        told = self._warnings is not None and self._warnings.told
-        mine = (self._finite, told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
-        finite, stop, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
+        warnings = self._warnings
+        told, all_told = (False, False) if warnings is None else (warnings.told, warnings.all_told)
+        mine = (self._finite, told, all_told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
+        finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):
@@ -190,7 +191,8 @@ class Run:
         if self._checkpoints is not None and (save or any(stop) or any(changed)):
             with self._compression.paused():
                 self._checkpoints.save(self._step, self._learner, self._position)
-        if any(changed) or (self._ranks.elastic and any(stop) and not all(stop)):
+        some_leave = self._ranks.elastic and any(stop) and not all(stop)
+        if (any(changed) or some_leave) and not any(stop_all):
             self._ranks.meet_anew(without_me=told)
         return "stopped" if any(stop) else None
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,6 +39,15 @@ def hosts() -> list[str]:
     return [] if file is None else [line.split()[0] for line in Path(file).read_text().splitlines() if line.strip()]
 
 
+def answers(host: str, port: int) -> bool:
+    """Whether something answers on a host's port."""
+    try:
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:  # also while the name is not known yet
+        return False
+
+
 def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
     """Return when something answers on a host's port.
 
@@ -59,10 +69,19 @@ def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
         time.sleep(1)
 
 
-class Ranks:
-    """What mpirun has started: it is run by `run`, and warned when this process is told to end."""
+def _pass_on(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGUSR1)  # mpirun passes it on to all ranks
 
-    def __init__(self) -> None:
+
+class Ranks:
+    """The ranks of a command that starts them. `run` runs it, and warns them when this process is told to end.
+
+    Arguments:
+        warn: warns them, given the process of the command; it may be called again and again, and must not wait.
+    """
+
+    def __init__(self, warn: Callable[[subprocess.Popen[bytes]], None] = _pass_on) -> None:
+        self._warn_ranks = warn
         self._process: subprocess.Popen[bytes] | None = None
         self._told = False
 
@@ -81,14 +100,25 @@ class Ranks:
     def _warn(self, *_: Any) -> None:
         self._told = True
         if self._process is not None:
-            self._process.send_signal(signal.SIGUSR1)  # mpirun passes it on to all ranks
+            self._warn_ranks(self._process)
             signal.alarm(WARN_EVERY)
+
+
+def end_while_waiting() -> None:
+    """Let SIGTERM end this process: the first one of a container is not ended by a signal that it does not handle."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def finish(code: int) -> NoReturn:
+    """End with the exit code of the ranks."""
+    if code == EXIT_SAVED:
+        print("hvdcomp: the ranks have saved and stopped; started again, they go on from there", file=sys.stderr)
+    sys.exit(code)
 
 
 def _main() -> NoReturn:
     port, *command = sys.argv[1:]
-    # The first process of a container is not ended by a signal that it does not handle.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_while_waiting()
     try:
         for host in hosts():
             wait_for(host, int(port))
@@ -99,9 +129,7 @@ def _main() -> NoReturn:
     except FileNotFoundError as error:
         print(f"hvdcomp: {error.filename} cannot be run: {error.strerror}", file=sys.stderr)
         sys.exit(127)
-    if code == EXIT_SAVED:
-        print("hvdcomp: the ranks have saved and stopped; started again, they go on from there", file=sys.stderr)
-    sys.exit(code)
+    finish(code)
 
 
 if __name__ == "__main__":

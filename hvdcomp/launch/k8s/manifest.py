@@ -33,6 +33,20 @@ _COMMUNICATION = {
 """What Horovod exchanges through, or agrees through where NCCL carries the data."""
 _RANK = ("sh", "-c", "trap '' USR1; exec python3 -m hvdcomp.launch.rank")
 """What each rank starts with. A program that takes no notice of the warning is not ended by it."""
+_ELASTIC_RANK = ("sh", "-c", "trap '' USR1 USR2; exec python3 -m hvdcomp.launch.rank")
+
+WORKERS = "/etc/mpi/discover_hosts.sh"
+"""The operator's program in the launcher's container, which prints the hosts of the workers that run, one a line. A
+change arrives there after a minute or two."""
+_WORKERS_WITHIN = 1800
+"""Seconds that the ranks of an elastic job wait when they have become too few."""
+_USED_AGAIN = (60, 600)
+"""After how many seconds a worker of which a rank failed, or left, is used again: after two or three times the first
+number, then later and later, up to the second. Its pod may be made again under the same name, and before that the list
+may still hold it."""
+
+_ELASTIC_COMMUNICATION = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
+"""By default 30: too little for a new rank to start in a new pod, and all ranks would fail with it."""
 _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
@@ -64,7 +78,8 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
             "slotsPerWorker": settings.slots_per_worker,
             "sshAuthMountPath": f"{settings.home}/.ssh",
             "mpiImplementation": "OpenMPI",
-            "launcherCreationPolicy": "WaitForWorkersReady",
+            # The launcher of an elastic job waits itself, for fewer workers than are asked for.
+            "launcherCreationPolicy": "AtStartup" if settings.elastic else "WaitForWorkersReady",
             "runPolicy": _run_policy(settings),
             "mpiReplicaSpecs": {
                 "Launcher": {
@@ -86,7 +101,9 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
 
 def _run_policy(settings: KubernetesSettings) -> dict[str, Any]:
     # By default a gang is the workers and the launcher, which is made only when all workers run: it would never start.
-    gang: dict[str, Any] = {"minAvailable": settings.workers}
+    # That of an elastic job is made at once, and begins with as few workers as may be.
+    least = settings.workers if settings.elastic is None else settings.bounds[0] // settings.slots_per_worker + 1
+    gang: dict[str, Any] = {"minAvailable": least}
     if settings.queue is not None:
         gang["queue"] = settings.queue
     policy: dict[str, Any] = {
@@ -110,11 +127,18 @@ def _template(settings: KubernetesSettings, spec: dict[str, Any]) -> dict[str, A
 def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
     amounts = {"cpu": settings.launcher_cpu, "memory": settings.launcher_memory}
     variables = _variables(settings)
+    if settings.elastic is None:
+        command = ["hvdcomp.launch.k8s.launcher", str(SSH_PORT), "mpirun"]
+        arguments = _mpirun(settings, [*variables, *settings.secrets])
+    else:
+        least = settings.bounds[0] // settings.slots_per_worker
+        command = ["hvdcomp.launch.k8s.elastic", str(SSH_PORT), WORKERS, str(least)]
+        arguments = _horovodrun(settings)
     container = {
         "name": "launcher",
         **_image(settings),
-        "command": ["python3", "-m", "hvdcomp.launch.k8s.launcher", str(SSH_PORT), "mpirun"],
-        "args": [literal(argument) for argument in _mpirun(settings, [*variables, *settings.secrets])],
+        "command": ["python3", "-m", *command],
+        "args": [literal(argument) for argument in arguments],
         "env": [
             *({"name": name, "value": literal(value)} for name, value in variables.items()),
             *({"name": name, "valueFrom": _secret(source)} for name, source in settings.secrets.items()),
@@ -126,11 +150,15 @@ def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _variables(settings: KubernetesSettings) -> dict[str, str]:
-    """Of the launcher's container, from where mpirun takes them to the ranks. The job's own win."""
+    """Of the launcher's container, from where mpirun or horovodrun takes them to the ranks. The job's own win."""
+    if settings.elastic is not None:
+        needed = _ELASTIC_COMMUNICATION
+    else:
+        needed = _rendezvous(settings) if settings.job.backend == "torch" else _COMMUNICATION
     return {
-        EXPECTED_SIZE: str(settings.job.ranks),
-        COMMAND: to_variable(settings.job.program),
-        **(_rendezvous(settings) if settings.job.backend == "torch" else _COMMUNICATION),
+        **({} if settings.elastic is not None else {EXPECTED_SIZE: str(settings.job.ranks)}),
+        COMMAND: to_variable(settings.program),
+        **needed,
         **(_GPU_COMMUNICATION if settings.gpu_resource else {}),
         **settings.job.environment,
     }
@@ -160,6 +188,19 @@ def _mpirun(settings: KubernetesSettings, variables: list[str]) -> list[str]:
     for name in dict.fromkeys([*settings.forward, *own]):
         arguments += ["-x", name]
     return [*arguments, *_RANK]
+
+
+def _horovodrun(settings: KubernetesSettings) -> list[str]:
+    """Its options, but for those that `hvdcomp.launch.k8s.elastic` knows, and what each rank starts with."""
+    least, most = settings.bounds
+    return [
+        *("-np", str(least), "--min-np", str(least), "--max-np", str(most)),
+        *("--slots-per-host", str(settings.slots_per_worker)),  # the operator's list names none
+        *("--network-interfaces", settings.interface),
+        *("--elastic-timeout", str(_WORKERS_WITHIN)),
+        *("--blacklist-cooldown-range", *map(str, _USED_AGAIN)),
+        *_ELASTIC_RANK,
+    ]
 
 
 def _worker(settings: KubernetesSettings) -> dict[str, Any]:

@@ -6,24 +6,20 @@ everything that it looks at is looked at here, before anything is sent.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import DNS_LABEL, VARIABLE, Job, check_name
+from hvdcomp.launch.k8s.quantity import quantity
 from hvdcomp.launch.promise import EXPECTED_SIZE
 from hvdcomp.launch.rank import COMMAND
 
 HOST_NAME_LENGTH = 63
-
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
-_SCALES = {"": Decimal(1), "m": Decimal("0.001")}
-_SCALES |= {unit: Decimal(1000) ** (power + 1) for power, unit in enumerate("kMGTPE")}
-_SCALES |= {f"{unit}i": Decimal(1024) ** (power + 1) for power, unit in enumerate("KMGTPE")}
 
 _IMAGE = re.compile(
     r"(?:[a-zA-Z0-9](?:[-.a-zA-Z0-9]*[a-zA-Z0-9])?(?::[0-9]+)?/)?"  # registry, with its port
@@ -84,6 +80,10 @@ class KubernetesSettings:
             cannot be written.
         resources: extended resources of one worker pod, besides gpu_resource, as for RDMA.
         patch: a file of YAML that is merged into the MPIJob, for all else; see `patch.merged`.
+        elastic: "MIN:MAX": ranks come and go, in elastic Horovod. Training begins and goes on with at least MIN ranks,
+            and takes at most MAX. The job's ranks, between them, are those that the cluster is asked for at first. None
+            for a job whose ranks stay as they are.
+        interface: of the pods' network, over which the ranks of an elastic job find each other.
     """
 
     job: Job
@@ -124,10 +124,13 @@ class KubernetesSettings:
     volumes: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, str] = field(default_factory=dict)
     patch: Path | None = None
+    elastic: str | None = None
+    interface: str = "eth0"
 
     def __post_init__(self) -> None:
         self._check_names()
         self._check_ranks()
+        self._check_elastic()
         self._check_quantities()
         self._check_environment()
         self._check_mounts()
@@ -145,6 +148,21 @@ class KubernetesSettings:
     def workers(self) -> int:
         """The number of worker pods."""
         return self.job.ranks // self.slots_per_worker
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most ranks."""
+        least, _, most = (self.elastic or f"{self.job.ranks}:{self.job.ranks}").partition(":")
+        return int(least), int(most)
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What is started on each rank: `hvdcomp train` of an elastic job is told so."""
+        words = self.job.program
+        if self.elastic is None or not _trains(words) or "--elastic" in words:
+            return words
+        place = words.index("train") + 1
+        return (*words[:place], "--elastic", *words[place:])
 
     def _check_names(self) -> None:
         check_job_name(self.job.name)
@@ -214,12 +232,74 @@ class KubernetesSettings:
                 f"ranks: {self.job.ranks} do not fill pods of slots_per_worker={self.slots_per_worker}: take a "
                 "multiple of it, or other slots"
             )
-        last = f"{self.job.name}-worker-{self.workers - 1}"
+        self._check_last(self.workers)
+
+    def _check_last(self, workers: int) -> None:
+        last = f"{self.job.name}-worker-{workers - 1}"
         if len(last) > HOST_NAME_LENGTH:
             raise ConfigurationError(
                 f"name: the last worker would be {last!r}, longer than the {HOST_NAME_LENGTH} characters of a host "
                 "name: take a shorter name"
             )
+
+    def _check_elastic(self) -> None:
+        trains = _trains(self.job.command)
+        if self.elastic is None:
+            if trains and "--elastic" in self.job.command:
+                raise ConfigurationError(
+                    "command: `hvdcomp train --elastic` belongs in an elastic job: give elastic, as 2:8, or leave it "
+                    "out"
+                )
+            return
+        if not re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", self.elastic, re.ASCII):
+            raise ConfigurationError(
+                f"elastic: {self.elastic!r} must be MIN:MAX, the fewest and the most ranks, as 2:8, of 1 or more"
+            )
+        least, most = self.bounds
+        if not least <= self.job.ranks <= most:
+            raise ConfigurationError(
+                f"elastic: {self.elastic} must hold ranks={self.job.ranks}, which the cluster is asked for at first: "
+                "take MIN <= ranks <= MAX"
+            )
+        if least % self.slots_per_worker or most % self.slots_per_worker:
+            raise ConfigurationError(
+                f"elastic: {self.elastic} do not fill pods of slots_per_worker={self.slots_per_worker}: take multiples "
+                "of it"
+            )
+        self._check_last(most // self.slots_per_worker)
+        if self.job.backend != "horovod":
+            raise ConfigurationError(
+                f"elastic: ranks come and go in Horovod alone, and backend is {self.job.backend}: leave elastic out. "
+                "With retries a job that lost a worker starts again, and goes on from its checkpoint"
+            )
+        if not re.fullmatch(r"[\w.-]{1,15}", self.interface, re.ASCII):
+            raise ConfigurationError(
+                f"interface: {self.interface!r} is not a network's interface: write one name, as eth0"
+            )
+        memory = 128 + 32 * most
+        if quantity("launcher_memory", self.launcher_memory) < memory * 2**20:
+            raise ConfigurationError(
+                f"launcher_memory: {self.launcher_memory} is too little for elastic={self.elastic}, as the launcher "
+                f"has processes of its own for each rank: take {memory}Mi or more"
+            )
+        if trains:
+            self._check_training()
+
+    def _check_training(self) -> None:
+        """What `hvdcomp train --elastic` would refuse, or find out too late."""
+        words = self.job.command
+        if not any(word.partition("=")[0] == "--checkpoint-folder" for word in words):
+            raise ConfigurationError(
+                "elastic: `hvdcomp train` goes on from its checkpoint when ranks come and go: add --checkpoint-folder, "
+                "in a volume that all workers share"
+            )
+        if self.checkpoint_claim is None and not self.volumes and self.patch is None:
+            raise ConfigurationError(
+                "elastic: no volume is mounted, so workers would not find the checkpoints of others: name a claim that "
+                "all of them can mount as checkpoint_claim, with --checkpoint-folder in checkpoint_path"
+            )
+        if "--backend=ddp" in words or ("--backend", "ddp") in itertools.pairwise(words):
+            raise ConfigurationError("elastic: `hvdcomp train --backend ddp` is not Horovod: leave --backend out")
 
     def _check_quantities(self) -> None:
         for name in ("worker_cpu", "worker_memory", "shared_memory", "launcher_cpu", "launcher_memory"):
@@ -265,6 +345,11 @@ class KubernetesSettings:
                 raise ConfigurationError(f"forward: {name!r} is not the name of a variable: write the name alone")
 
 
+def _trains(command: tuple[str, ...]) -> bool:
+    """Whether a command is `hvdcomp train`, or `python3 -m hvdcomp train`."""
+    return (Path(command[0]).name, *command[1:2]) == ("hvdcomp", "train") or command[1:4] == ("-m", "hvdcomp", "train")
+
+
 def check_job_name(name: str) -> None:
     """Refuse what no MPIJob of `hvdcomp launch k8s` can be called.
 
@@ -294,17 +379,3 @@ def check_namespace(namespace: str) -> None:
         raise ConfigurationError(
             f"namespace: {namespace!r} is not a namespace: at most 63 small letters, digits and hyphens"
         )
-
-
-def quantity(name: str, text: str) -> Decimal:
-    """A Kubernetes quantity as a number, "1500m" as 1.5 and "1Ki" as 1024.
-
-    Raises:
-        ConfigurationError: it is not a quantity; `name` is the setting's.
-    """
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
-        raise ConfigurationError(
-            f"{name}: {text!r} is not a quantity: write a number and, if needed, a unit, as 500m, 4 or 16Gi"
-        )
-    return Decimal(match[1]) * _SCALES[match[2] or ""]

@@ -3,6 +3,9 @@
 Kubernetes would send SIGTERM to sshd alone, and with it end all ranks of the pod at once. This warns them with SIGUSR1,
 and returns when they have ended; Kubernetes gives it as long as the pod's grace period. Ranks agree on when to save, so
 those of other pods need no warning.
+
+`python3 -m hvdcomp.launch.k8s.warn all` sends SIGUSR2 once. It tells the ranks of an elastic job that all of them are
+to end; at SIGUSR1 those of other pods go on.
 """
 
 from __future__ import annotations
@@ -10,25 +13,34 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 from hvdcomp.launch.k8s.launcher import WARN_EVERY
 
 _LOOK_EVERY = 0.5
+_HOROVODRUN = b"HOROVOD_RANK="
+"""A variable that horovodrun gives to ranks, which ssh starts in a shell."""
 
 
 def ranks(processes: Path = Path("/proc")) -> list[int]:
-    """The processes that Open MPI's daemon has started in this container."""
-    parents: dict[int, tuple[str, int]] = {}
+    """The processes that Open MPI's daemon or horovodrun has started in this container."""
+    names: dict[int, str] = {}
+    parents: dict[int, int] = {}
+    started: set[int] = set()
     for folder in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it has just ended, or is sshd's own
             # "12 (the name) S 1 ...", where the name may have anything in it
             before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
             state, parent = after.split()[:2]
             if state != "Z":
-                parents[int(folder.name)] = (before.partition("(")[2], int(parent))
-    return [number for number, (_, parent) in parents.items() if parents.get(parent, ("", 0))[0] == "orted"]
+                number = int(folder.name)
+                names[number], parents[number] = before.partition("(")[2], int(parent)
+                if any(one.startswith(_HOROVODRUN) for one in (folder / "environ").read_bytes().split(b"\0")):
+                    started.add(number)
+    first = {number for number in started if parents[number] not in started}  # the others are what ranks have started
+    return sorted(first | {number for number, parent in parents.items() if names.get(parent) == "orted"})
 
 
 def warn() -> None:
@@ -36,12 +48,19 @@ def warn() -> None:
     warned = -float(WARN_EVERY)
     while found := ranks():
         if time.monotonic() - warned >= WARN_EVERY:
-            for number in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGUSR1)
+            _send(found, signal.SIGUSR1)
             warned = time.monotonic()
         time.sleep(_LOOK_EVERY)
 
 
+def _send(found: list[int], number: signal.Signals) -> None:
+    for process in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
 if __name__ == "__main__":
-    warn()
+    if sys.argv[1:] == ["all"]:
+        _send(ranks(), signal.SIGUSR2)
+    else:
+        warn()
