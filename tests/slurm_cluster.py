@@ -2,7 +2,8 @@
 
 It needs root and the packages of scripts/install-system-packages --slurm; `why_not` says what is missing. Two nodes
 with more processors than the machine may have, so that small jobs run side by side; no accounting, so no sacct. Both
-nodes are this machine, by two of its names; what fits on the first does not go to the second.
+nodes are this machine, by two of its names; what fits on the first does not go to the second. A second partition is for
+one account alone.
 """
 
 from __future__ import annotations
@@ -46,23 +47,25 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
-GresTypes=gpu
+GresTypes=gpu,nic
 JobRequeue=0
 KillWait=20
 MinJobAge=300
 ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=5
-NodeName=DEFAULT CPUs=8 RealMemory=4000 Gres=gpu:2 State=UNKNOWN
+NodeName=DEFAULT CPUs=8 RealMemory=4000 Gres=gpu:2,nic:1 State=UNKNOWN
 NodeName={host} NodeAddr=127.0.0.1 Port={node_ports[0]} Weight=1
 NodeName={second} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_ports[1]} Weight=2
 PartitionName=tests Nodes=ALL Default=YES MaxTime=60 State=UP
+PartitionName=physics Nodes=ALL AllowAccounts=physics MaxTime=60 State=UP
 """
 
 # Slurm wants a device for each GPU, and any will do: nothing opens them.
 _GRES_CONF = """
 Name=gpu File=/dev/full
 Name=gpu File=/dev/zero
+Name=nic Count=1
 """
 
 
@@ -97,6 +100,19 @@ class SlurmCluster:
         )
         assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout
+
+    @contextmanager
+    def configured(self, line: str) -> Iterator[None]:
+        """With one line more in slurm.conf."""
+        path = self.folder / "slurm.conf"
+        before = path.read_text()
+        path.write_text(f"{before}{line}\n")
+        self.command("scontrol", "reconfigure")
+        try:
+            yield
+        finally:
+            path.write_text(before)
+            self.command("scontrol", "reconfigure")
 
     def wait_for_state(self, job: int, *states: str, seconds: float = 120) -> str:
         """Waits until the job is in one of these states and returns it."""
@@ -199,7 +215,7 @@ def _wait_until_idle(cluster: SlurmCluster) -> None:
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%T"], env=_variables(cluster), capture_output=True, text=True, check=False
         )
-        return done.stdout.strip() == "idle"
+        return set(done.stdout.split()) == {"idle"}
 
     _wait(cluster, idle, "the nodes do not become idle")
 

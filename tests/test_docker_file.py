@@ -52,6 +52,12 @@ def test_no_image_is_built_that_was_not_looked_at() -> None:
     assert "COPY --from=checked /tmp/checked.txt " in last
 
 
+def test_the_image_has_what_nccl_needs_for_infiniband() -> None:
+    """In the stage that runs; what only the others have is thrown away."""
+    (system,) = re.findall(r"^FROM \S+ AS system\n(.*?)^FROM ", INSTRUCTIONS, re.M | re.S)
+    assert {"libibverbs1", "ibverbs-providers"} <= set(system.split())
+
+
 def test_bases_are_pinned() -> None:
     for base in (ARGUMENTS["BASE"], GPU["BASE"], GPU["BUILD_BASE"]):
         assert re.fullmatch(r"docker\.io/[\w/]+:[\w.-]*\d[\w.-]+", base), base

@@ -92,6 +92,18 @@ def test_a_session_of_sshd_finds_open_mpi(built: Image) -> None:
     assert (done.returncode, done.stdout) == (0, "/usr/local/bin/orted\n1\n"), done.stderr
 
 
+def test_it_has_what_nccl_needs_for_infiniband(built: Image) -> None:
+    """NCCL opens this library by itself, and that the providers of cards that are named in its folder."""
+    program = (
+        "import ctypes, pathlib; ctypes.CDLL('libibverbs.so.1').ibv_get_device_list;"
+        "names = sorted(one.stem for one in pathlib.Path('/etc/libibverbs.d').glob('mlx*.driver'));"
+        "[ctypes.CDLL(str(next(pathlib.Path('/usr/lib').glob(f'*/libibverbs/lib{name}-*.so')))) for name in names];"
+        "print(*names)"
+    )
+    done = built.run("python3", "-c", program)
+    assert (done.returncode, done.stdout) == (0, "mlx4 mlx5\n"), done.stderr
+
+
 def test_nothing_that_compiles_is_in_it(built: Image) -> None:
     programs = ["gcc", "g++", "cc", "c++", "ld", "as", "make", "cmake", "ninja", "nvcc", "git", "sudo", "curl"]
     look = f"for program in {' '.join(programs)} python3; do command -v $program; done"

@@ -48,7 +48,7 @@ def test_what_no_job_can_be_called_never_reaches_the_server(api: KubernetesApi, 
     for arguments in (*([*command, name] for command in COMMANDS), submit):
         result = launch("k8s", *arguments)
         assert result.exit_code == 2, (arguments, result.output)
-        assert f"name: {name!r}" in result.stderr
+        assert f"{'name (--name)' if arguments is submit else 'name'}: {name!r}" in result.stderr
         assert "letter" in result.stderr
     assert not api.requests
     assert len(api.objects) == 2
@@ -59,7 +59,7 @@ def test_what_no_namespace_can_be_called_never_reaches_the_server(api: Kubernete
     for command in COMMANDS:
         result = launch("k8s", *command, "one", "--namespace", namespace)
         assert result.exit_code == 2
-        assert f"namespace: {namespace!r} is not a namespace" in result.stderr
+        assert f"namespace (--namespace): {namespace!r} is not a namespace" in result.stderr
     assert not api.requests
 
 

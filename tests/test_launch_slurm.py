@@ -70,11 +70,19 @@ def test_there_are_examples() -> None:
 
 
 _REFUSED = {
-    "ranks: 3 ranks do not fill 1 nodes of 2 tasks": {"ranks": 3, "tasks_per_node": 2},
+    "ranks: 3 ranks do not fill nodes of 2 tasks": {"ranks": 3, "tasks_per_node": 2},
+    "ranks: 3 ranks do not fill 2 nodes evenly: take a multiple of 2": {"ranks": 3, "nodes": 2},
+    "ranks: 2 ranks do not fill 4 nodes evenly": {"ranks": 2, "nodes": 4},
+    "ranks: 4 ranks do not fill 1 nodes of 2 tasks": {"ranks": 4, "nodes": 1, "tasks_per_node": 2},
+    "tasks_per_node: 0 is too few": {"tasks_per_node": 0},
     "nodes: 0 is too few": {"nodes": 0},
     "cpus_per_task: -1 is too few": {"cpus_per_task": -1},
     "gpus_per_node: -1 is below 0": {"gpus_per_node": -1},
-    "gpus_per_node: 1 GPUs are too few for 2 ranks": {"ranks": 2, "tasks_per_node": 2, "gpus_per_node": 1},
+    "gpus_per_node: 1 GPUs are too few for 2 ranks": {"ranks": 2, "gpus_per_node": 1},
+    "gres: 'nic 1' is not a resource": {"gres": ("nic 1",)},
+    "gres: 'nic:0' is not a resource": {"gres": ("nic:0",)},
+    "gres: 'nic\\n' is not a resource": {"gres": ("nic\n",)},
+    "gres: 'gpu:v100:4' would ask for GPUs a second time": {"gres": ("gpu:v100:4",)},
     "max_requeues: -1 is below 0": {"max_requeues": -1},
     "memory: '16 GB' is not an amount": {"memory": "16 GB"},
     "memory: '0G' is not an amount": {"memory": "0G"},
@@ -114,6 +122,39 @@ def test_what_slurm_could_not_take_is_refused_by_name(message: str, changes: dic
     assert len(str(refused.value)) > len(message) + 10, "it says the way out"
 
 
+def _options(script: str) -> dict[str, str]:
+    lines = (line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --"))
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "tasks"),
+    [
+        ({"ranks": 3}, "1", "3"),
+        ({"ranks": 4, "nodes": 2}, "2", "2"),
+        ({"ranks": 8, "tasks_per_node": 4}, "2", "4"),
+        ({"ranks": 8, "nodes": 2, "tasks_per_node": 4}, "2", "4"),
+    ],
+)
+def test_what_is_not_said_of_nodes_follows_from_the_ranks(given: dict[str, Any], nodes: str, tasks: str) -> None:
+    options = _options(batch_script(_job(**given)))
+    assert (options["nodes"], options["ntasks-per-node"], options["ntasks"]) == (nodes, tasks, str(given["ranks"]))
+
+
+def test_resources_beside_gpus_are_asked_for() -> None:
+    assert _options(batch_script(_job(gres=("nic:1", "shard:big:2K"))))["gres"] == "nic:1,shard:big:2K"
+    assert "gres" not in _options(batch_script(_job()))
+
+
+def test_each_rank_sees_all_gpus_of_its_node_and_the_script_says_why() -> None:
+    for launcher in ("srun", "mpirun"):
+        script = batch_script(_job(gpus_per_node=2, launcher=launcher))
+        reason, launch = script.index("\n# Each rank sees all GPUs"), script.index("\nlaunch=(")
+        assert "\nunset SLURM_GPU_BIND SLURM_GPUS_PER_TASK " in script[reason:launch]
+        assert "--gpu" not in script[launch:]
+    assert "GPU" not in batch_script(_job())
+
+
 def test_time_limits_are_read_as_sbatch_reads_them() -> None:
     seconds = {"90": 5400, "90:30": 5430, "1:02:03": 3723, "2-3": 183600, "2-03:04": 183840, "2-03:04:05": 183845}
     assert {text: seconds_of(text) for text in seconds} == seconds
@@ -140,14 +181,22 @@ def test_settings_come_from_the_file_and_flags_win(tmp_path: Path) -> None:
     {
         "there is no setting 'tasks'": ["--settings", "job.toml", "--", "true"],
         "nowhere.toml cannot be read": ["--settings", "nowhere.toml"],
-        "command: it is not set": ["--name", "a", "--ranks", "1"],
-        "name: 'A B' is not a name for a job": ["--name", "A B", "--ranks", "1", "--", "true"],
+        "command (-- PROGRAM): it is not set": ["--name", "a", "--ranks", "1"],
+        "name (--name): it is not set": ["--ranks", "1", "--", "true"],
+        "name (--name): 'A B' is not a name for a job": ["--name", "A B", "--ranks", "1", "--", "true"],
+        "tasks_per_node (--tasks-per-node): 0 is too few": [
+            *("--name", "a", "--ranks", "1", "--tasks-per-node", "0"),
+            *("--", "true"),
+        ],
+        "mounts (--mount): it needs a container": ["--name", "a", "--ranks", "1", "--mount", "/a", "--", "true"],
         "'A' is not of the form NAME=VALUE": ["--env", "A"],
-        "environment: 'A-B' is not the name of a variable": [
+        "environment (--env): 'A-B' is not the name of a variable": [
             *("--name", "a", "--ranks", "1", "--env", "A-B=1"),
             *("--", "true"),
         ],
         "its options come after it": ["--time", "5", "status"],
+        "--array 1-3: arrays of jobs are not submitted": ["--array", "1-3", "--name", "a", "--", "true"],
+        "'12_3' is a job of an array": ["status", "12_3"],
     }.items(),
 )
 def test_wrong_settings_are_said_before_anything_is_submitted(
@@ -208,6 +257,16 @@ def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], Any]:
     assert done.returncode == 0, done.stderr
     arguments, value = json.loads(result.read_text())
     return arguments, value
+
+
+def test_a_script_refuses_to_be_an_array() -> None:
+    """All its jobs would write to the same files."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["bash"], input=batch_script(_job()), env=variables, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "this script is one job, not an array" in done.stdout
 
 
 _words = st.text(st.characters(codec="utf-8", exclude_characters="\0"))

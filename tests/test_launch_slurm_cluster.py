@@ -4,111 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
+import resource
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hvdcomp.launch.promise import EXIT_SAVED
-from tests.slurm_cluster import SlurmCluster, slurm_cluster, why_not
+from tests.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.slurm_launch import Launcher, cluster_or_skip, number_of, submission
 from tests.test_launch_slurm import _HOSTILE
 from tests.test_launch_torch_rank import ADDS_UP, UNTIL_WARNED, found
 
 pytestmark = pytest.mark.cluster
 
-_ROOT = Path(__file__).parents[1]
-_BIN = Path(sys.executable).parent
 _PYTHON = sys.executable
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[SlurmCluster]:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    with slurm_cluster() as running:
-        yield running
+    yield from cluster_or_skip()
 
 
 @pytest.fixture
 def launch(cluster: SlurmCluster, tmp_path: Path) -> Launcher:
     return Launcher(cluster, tmp_path)
-
-
-class Launcher:
-    """Runs `hvdcomp launch slurm` for the tests' cluster, from a folder of the test's own."""
-
-    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
-        self.cluster = cluster
-        self.folder = folder
-        self.variables = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "SLURM_"))},
-            **cluster.environment,
-            "PATH": f"{_BIN}:{cluster.environment['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "COLUMNS": "160",
-        }
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(_BIN / "hvdcomp"), "launch", "slurm", *arguments],
-            env=self.variables,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, *arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
-        try:
-            output, said = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, said = process.communicate()
-            raise AssertionError(f"it still ran after {timeout} s:\n{said}\n{output}\n{self.cluster.logs()}") from None
-        return subprocess.CompletedProcess(process.args, process.returncode, output, said)
-
-    def job(self, *arguments: str, ranks: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
-        return self.run(*_submission(ranks), *arguments, **options)
-
-    def detached(self, *arguments: str, ranks: int = 2) -> int:
-        """Submits without waiting; the job's number."""
-        done = self.job("--detach", *arguments, ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
-
-    def wait_for_line(self, job: int, text: str, seconds: float = 100) -> None:
-        """Waits until a job wrote this."""
-        log = self.folder / f"test-{job}.log"
-        deadline = time.monotonic() + seconds
-        while not log.exists() or text not in log.read_text():
-            assert time.monotonic() < deadline, f"no {text!r} of job {job}\n{self.cluster.logs()}"
-            time.sleep(0.1)
-
-
-def _submission(ranks: int) -> list[str]:
-    count = str(ranks)
-    return ["--name", "test", "--ranks", count, "--tasks-per-node", count, "--time", "10", "--poll-seconds", "0.5"]
-
-
-def _number(said: str) -> int:
-    match = re.search(r"job (\d+): submitted", said)
-    assert match is not None, said
-    return int(match[1])
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +65,7 @@ def test_ranks_of_torch_find_each_other(launch: Launcher, launcher: str) -> None
     program = ["--", _PYTHON, "program.py"]
     done = launch.job("--backend", "torch", "--launcher", launcher, "--no-requeue", *program)
     assert done.returncode == EXIT_SAVED, done.stdout + done.stderr
-    number = _number(done.stderr)
+    number = number_of(done.stderr)
     host = socket.gethostname().partition(".")[0]
     same = {"MASTER_ADDR": host, "MASTER_PORT": str(20000 + number), "TORCHELASTIC_RUN_ID": str(number)}
     place = {"ranks": 2, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
@@ -151,7 +76,7 @@ def test_ranks_of_torch_on_two_nodes_look_for_rank_0_on_its_own(launch: Launcher
     pytest.importorskip("torch")
     says_where = 'import os; os.write(1, "\\nnode {SLURM_PROCID} {SLURMD_NODENAME}\\n".format(**os.environ).encode())'
     (launch.folder / "program.py").write_text(f"{says_where}\n{ADDS_UP}")
-    nodes = ["--nodes", "2", "--tasks-per-node", "2", "--no-requeue"]
+    nodes = ["--nodes", "2", "--no-requeue"]
     done = launch.job("--backend", "torch", *nodes, "--", _PYTHON, "program.py", ranks=4)
     assert done.returncode == EXIT_SAVED, done.stdout + done.stderr
     node_of = dict(re.findall(r"^node (\d) (\S+)$", done.stdout, re.MULTILINE))
@@ -190,14 +115,37 @@ def test_words_reach_the_ranks_as_they_are(launch: Launcher, launcher: str) -> N
     assert not (launch.folder / "injected").exists()
 
 
-def test_gpus_are_asked_for(launch: Launcher) -> None:
+@pytest.mark.parametrize("binding", ["", "single:1"])
+def test_each_rank_sees_all_gpus_of_its_node(launch: Launcher, binding: str) -> None:
+    """Also where the cluster, or the user's environment, would give each rank its own alone."""
+    if binding:
+        launch.variables["SLURM_GPU_BIND"] = binding
     program = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"
     done = launch.job("--gpus-per-node", "2", "--", _PYTHON, "-c", program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sees 0,1\n") == 2
-    refused = launch.job("--gpus-per-node", "3", "--", "true")
-    assert refused.returncode == 125
-    assert "sbatch failed" in refused.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sees 0,1\n") == 2, done.stdout
+
+
+def test_other_resources_of_nodes_are_asked_for(launch: Launcher) -> None:
+    job = launch.detached("--gres", "nic:1", "--gpus-per-node", "2", "--", "true")
+    shown = launch.cluster.command("scontrol", "show", "job", str(job))
+    asked = re.search(r"TresPerNode=(\S+)", shown)
+    assert asked is not None, shown
+    assert sorted(asked[1].split(",")) == ["gres:gpu:2", "gres:nic:1"]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_ranks_may_lock_as_much_memory_as_their_node_allows(launch: Launcher, launcher: str) -> None:
+    """InfiniBand needs that, and Slurm brings the limit of the submission along, which is often 64 KB."""
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    program = "import os, resource; os.write(1, f'\\nlocks {resource.getrlimit(resource.RLIMIT_MEMLOCK)}\\n'.encode())"
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (16384, before[1]))
+    try:
+        done = launch.job("--launcher", launcher, "--", _PYTHON, "-c", program)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"locks ({before[1]}, {before[1]})\n") == 2, done.stdout
 
 
 def test_a_wrong_plugin_of_srun_stops_the_ranks(launch: Launcher, horovod: None) -> None:
@@ -248,9 +196,9 @@ def test_delete_cancels_a_job(launch: Launcher) -> None:
 @pytest.mark.parametrize("cancels", [True, False], ids=["cancels", "leaves"])
 def test_interrupting(launch: Launcher, cancels: bool) -> None:
     flags = ["--cancel-on-interrupt"] if cancels else []
-    process = launch.start(*_submission(2), *flags, "--", _PYTHON, "-c", _WAITS)
+    process = launch.start(*submission(2), *flags, "--", _PYTHON, "-c", _WAITS)
     assert process.stderr is not None
-    job = _number(process.stderr.readline())
+    job = number_of(process.stderr.readline())
     launch.wait_for_line(job, "started")
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=100)

@@ -32,8 +32,19 @@ def refusals() -> Iterator[None]:
     """Around all that is asked of a scheduler: what it refuses stops the command, with its reason."""
     try:
         yield
-    except (ConfigurationError, SchedulerError) as error:
+    except ConfigurationError as error:
+        raise NotLaunchedError(_with_flag(str(error), click.get_current_context())) from None
+    except SchedulerError as error:
         raise NotLaunchedError(str(error)) from None
+
+
+def _with_flag(said: str, context: click.Context) -> str:
+    """What is wrong with a setting begins with the setting's name; its flag beside that, if the command has one."""
+    flags = {one.name: one.opts[0] for one in context.command.params if isinstance(one, click.Option)}
+    if isinstance(context.command, ProgramGroup):
+        flags["command"] = "-- PROGRAM"
+    setting, colon, rest = said.partition(":")
+    return f"{setting} ({flags[setting]}){colon}{rest}" if setting in flags else said
 
 
 class ProgramGroup(Group):
@@ -67,7 +78,7 @@ def checked(check: Callable[[str], None]) -> Callable[[click.Context, click.Para
             try:
                 check(value)
             except ConfigurationError as error:
-                raise click.UsageError(str(error), context) from None
+                raise click.UsageError(_with_flag(str(error), context), context) from None
         return value
 
     return callback

@@ -41,6 +41,8 @@ class _JobNumber(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
+        if re.fullmatch(r"[0-9]+_[0-9]+", value):
+            self.fail(f"{value!r} is a job of an array, and none is made here: take `squeue`, `scancel`", param, ctx)
         if not re.fullmatch(r"[1-9][0-9]{0,9}", value):
             self.fail(f"{value!r} is not the number of a job: take one that `squeue --me` lists", param, ctx)
         return int(value)
@@ -48,6 +50,16 @@ class _JobNumber(click.ParamType):
 
 def _list(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
     return values or None
+
+
+def _refuse_array(context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError(
+            f"--array {value}: arrays of jobs are not submitted, as one job is followed, and saves and goes on in "
+            "files of its own. Submit each job by itself, with --detach, another --name and other files: for seed in "
+            "1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... --output runs/$seed; done",
+            context,
+        )
 
 
 def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> Callable[[Any], Any]:
@@ -60,10 +72,11 @@ _SETTINGS = (
     _setting("--ranks", "Processes of the job.", int),
     environment_option,
     backend_option,
-    _setting("--nodes", "Nodes.", int),
-    _setting("--tasks-per-node", "Ranks on each node.", int),
+    _setting("--nodes", "Nodes; by default what --tasks-per-node makes of the ranks, or 1.", int),
+    _setting("--tasks-per-node", "Ranks on each node; by default all of them, shared out over the nodes.", int),
     _setting("--cpus-per-task", "Cores of each rank.", int),
-    _setting("--gpus-per-node", "GPUs of each node.", int),
+    _setting("--gpus-per-node", "GPUs of each node; each rank sees all of them, and takes one.", int),
+    click.option("--gres", multiple=True, callback=_list, help="Other resource of each node, as nic:1; repeat it."),
     _setting("--memory", "Memory of each node, such as 64G."),
     _setting("--time", "Time limit, such as 04:00:00."),
     _setting("--warning-seconds", "How long before the limit the ranks are told to save.", int),
@@ -81,6 +94,7 @@ _SETTINGS = (
     _setting("--image", "Image of the container."),
     click.option("--mount", "mounts", multiple=True, callback=_list, help="/outside:/inside; repeat it."),
     _setting("--log-folder", "Folder for the output of the job."),
+    click.option("--array", hidden=True, expose_value=False, callback=_refuse_array),
 )
 
 

@@ -20,6 +20,7 @@ _NOT_NOW = re.compile(
     r"Transport endpoint|Resource temporarily unavailable|protocol authentication error",
     re.IGNORECASE,
 )
+_NO_CONFIGURATION = re.compile(r"Could not establish a configuration source|Unable to process configuration file")
 _UNKNOWN = re.compile(r"Invalid job id specified", re.IGNORECASE)
 _ACCOUNTED = "JobName,State,NodeList,ExitCode"
 _ENDED = {
@@ -42,6 +43,18 @@ class SchedulerUnavailableError(SchedulerError):
 
 class UnknownJobError(SchedulerError):
     """Slurm knows no such job, or no longer."""
+
+
+class RefusedError(SchedulerError):
+    """A command of Slurm's failed for good.
+
+    Attributes:
+        said: what it wrote, on one line.
+    """
+
+    def __init__(self, name: str, code: int, said: str) -> None:
+        super().__init__(f"{name} failed with exit code {code}: {said or 'it says nothing'}")
+        self.said = said
 
 
 @dataclass(frozen=True)
@@ -86,11 +99,18 @@ def submit(script: str) -> int:
     """Hands the script to sbatch and returns the job's number.
 
     Raises:
-        SchedulerError: sbatch refused it.
+        RefusedError: sbatch refused it.
+        SchedulerUnavailableError: Slurm does not answer now; it may have the job all the same.
     """
-    # Such variables would win over the script's own options, unseen.
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("SBATCH_")}
-    output = _run(["sbatch", "--parsable"], text=script, variables=variables)
+    # The first would win over the script's own options, unseen; the second are of a job that this runs in, if any.
+    others = ("SBATCH_", "SLURM_ARRAY_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    try:
+        output = _run(["sbatch", "--parsable"], text=script, variables=variables)
+    except SchedulerUnavailableError as error:
+        raise SchedulerUnavailableError(
+            f"{error}: see with `squeue --me` whether it has the job all the same, and submit again if not"
+        ) from None
     match = re.match(r"(\d+)(;|$)", output.strip().splitlines()[-1] if output.strip() else "")
     if match is None:
         raise SchedulerError(f"sbatch did not say which job it made, but {output!r}; `squeue --me` lists yours")
@@ -197,9 +217,20 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
         raise SchedulerUnavailableError(f"{name} did not answer in {_COMMAND_SECONDS} s") from None
     if done.returncode == 0:
         return done.stdout
-    said = (done.stderr or done.stdout).strip()
+    said = _one_line(name, done.stderr or done.stdout)
+    if _NO_CONFIGURATION.search(said):
+        raise SchedulerError(
+            f"{name} finds no configuration of Slurm ({said}): run this on a login node of the cluster, or name its "
+            "slurm.conf in SLURM_CONF"
+        )
     if _UNKNOWN.search(said):
         raise UnknownJobError(f"{name}: {said}")
     if _NOT_NOW.search(said):
         raise SchedulerUnavailableError(f"{name}: {said}")
-    raise SchedulerError(f"{name} failed with exit code {done.returncode}: {said or 'it says nothing'}")
+    raise RefusedError(name, done.returncode, said)
+
+
+def _one_line(name: str, text: str) -> str:
+    """What a command wrote, without its name and the word error at the start of each line."""
+    lines = (re.sub(rf"^{name}: ((error|fatal): )?", "", line.strip()) for line in text.splitlines())
+    return "; ".join(line for line in lines if line)

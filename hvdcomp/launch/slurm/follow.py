@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 from hvdcomp.launch.slurm import client
 from hvdcomp.launch.slurm.client import SchedulerUnavailableError, SlurmJobState
+from hvdcomp.launch.slurm.errors import what_keeps
 
 _LOG_SECONDS = 0.5  # between two looks at the log, on which nobody else waits
 _PATIENCE_SECONDS = 900.0  # how long Slurm's controller may not answer, as while it is restarted
@@ -103,7 +104,9 @@ class Follower:
             details.append(f"on {state.nodes}")
         if state.restarts:
             details.append(f"start {state.restarts + 1}")
-        self._say_once(f"job {self._job_id}: {state.state}" + (f" ({', '.join(details)})" if details else ""))
+        keeps = what_keeps(state.reason) if state.state == "PENDING" else ""
+        told = f"job {self._job_id}: {state.state}" + (f" ({', '.join(details)})" if details else "")
+        self._say_once(f"{told}: {keeps}. `hvdcomp launch slurm delete {self._job_id}` ends it" if keeps else told)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

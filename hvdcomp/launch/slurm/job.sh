@@ -7,12 +7,19 @@
 # a checkpoint, all of the same step, and end with the code below; the job is queued again and goes on from there.
 
 : "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch}"
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+  # They would all write to the same files, and one that is queued again may take the whole array with it.
+  echo "job $SLURM_JOB_ID: this script is one job, not an array: submit it once for each job, without --array"
+  exit 2
+fi
 #@modules
 
 # How many ranks there must be: one that finds fewer others stops with the reason.
 export HVDCOMP_EXPECTED_SIZE="$SLURM_NTASKS"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
 export PYTHONUNBUFFERED=1
+# InfiniBand needs memory that is locked. Slurm brings the login node's limit along: take all that this node allows.
+ulimit -S -l hard
 #@torch
 #@environment
 

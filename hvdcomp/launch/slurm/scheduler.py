@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hvdcomp.launch.scheduler import Scheduler, SchedulerError
 from hvdcomp.launch.slurm import client
-from hvdcomp.launch.slurm.client import SlurmJobState, UnknownJobError
+from hvdcomp.launch.slurm.client import RefusedError, SlurmJobState, UnknownJobError
+from hvdcomp.launch.slurm.errors import refusal
 from hvdcomp.launch.slurm.follow import Follower
 from hvdcomp.launch.slurm.script import batch_script, log_name
 from hvdcomp.launch.slurm.settings import SlurmJob
@@ -41,7 +42,10 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SchedulerError(str(error)) from None
-        number = client.submit(script)
+        try:
+            number = client.submit(script)
+        except RefusedError as error:
+            raise SchedulerError(refusal(error.said, settings) or str(error)) from None
         return BatchJob(number, folder / log_name(settings.job.name, number))
 
     def find(self, number: int) -> BatchJob:

@@ -38,6 +38,14 @@ _SRUN_CODE = (
 )
 # mpirun returns the code of the rank that failed first, and signals the process that it started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
+# srun's --gpu-bind=none is no way: under it Slurm 22.05 sets no CUDA_VISIBLE_DEVICES, so that ranks may see the GPUs of
+# other jobs.
+_ALL_GPUS = (
+    "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and takes that of its local rank.",
+    "# With --gpus-per-task or --gpu-bind it would see its own alone, as number 0: a program that takes the GPU of its",
+    "# local rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
+    "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
+)
 # A node may run ranks of several jobs, so each job has a port by its number. It lies below those that Linux hands out.
 _TORCH = (
     "",
@@ -84,11 +92,12 @@ def log_name(name: str, job_id: int | str = "%j") -> str:
 
 def _options(settings: SlurmJob) -> list[str]:
     """Options of sbatch, without their hyphens."""
+    nodes, tasks = settings.shape
     options = [
         f"job-name={settings.job.name}",
-        f"nodes={settings.nodes}",
+        f"nodes={nodes}",
         f"ntasks={settings.job.ranks}",
-        f"ntasks-per-node={settings.tasks_per_node}",
+        f"ntasks-per-node={tasks}",
         f"cpus-per-task={settings.cpus_per_task}",
         f"time={settings.time}",
         f"signal=B:USR1@{settings.warning_seconds}",
@@ -98,6 +107,8 @@ def _options(settings: SlurmJob) -> list[str]:
     ]
     if settings.gpus_per_node:
         options.append(f"gpus-per-node={settings.gpus_per_node}")
+    if settings.gres:
+        options.append(f"gres={','.join(settings.gres)}")
     if settings.memory is not None:
         options.append(f"mem={settings.memory}")
     for name in ("partition", "account", "qos", "constraint", "reservation"):
@@ -122,7 +133,8 @@ def _launch(settings: SlurmJob) -> list[str]:
     else:
         words = ["mpirun", "-np", str(settings.job.ranks), "--bind-to", "none"]
         rank = _MPIRUN_RANK
-    return [*rank, f'launch=({" ".join(words)} bash -c "$rank")']
+    gpus = _ALL_GPUS if settings.gpus_per_node else ()
+    return [*rank, *gpus, f'launch=({" ".join(words)} bash -c "$rank")']
 
 
 def _apptainer(settings: SlurmJob) -> str:

@@ -18,6 +18,8 @@ _MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 _FEATURES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:&|*()\[\],-]*")
+# A generic resource: its name, maybe a type of it, and how many.
+_RESOURCE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?::[A-Za-z_][A-Za-z0-9_.-]*)?(?::[1-9]\d*[KMG]?)?")
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class SlurmJob:
 
     Attributes:
         job: the program, its ranks and its environment.
-        nodes, tasks_per_node: their product must be `job.ranks`.
+        nodes, tasks_per_node: their product must be `job.ranks`. One of them follows from the other and the ranks;
+            without both it is one node.
         cpus_per_task: cores for each rank.
         gpus_per_node: 0 for none.
+        gres: other generic resources of each node, as for `sbatch --gres`, such as "nic:1".
         memory: of each node, such as "64G"; None leaves it to the cluster.
         time: the limit, in any form of `sbatch --time`; the warning comes before it ends.
         warning_seconds: how long before the limit the ranks are told to save and stop. Slurm may tell them up to a
@@ -49,10 +53,11 @@ class SlurmJob:
     """
 
     job: Job
-    nodes: int = 1
-    tasks_per_node: int = 1
+    nodes: int | None = None
+    tasks_per_node: int | None = None
     cpus_per_task: int = 1
     gpus_per_node: int = 0
+    gres: tuple[str, ...] = ()
     memory: str | None = None
     time: str = "01:00:00"
     warning_seconds: int = 120
@@ -84,27 +89,60 @@ class SlurmJob:
         self._check_word("constraint", self.constraint, _FEATURES, "names of features joined by &, | or , in [ ]")
         for module in self.modules:
             self._check_word("modules", module, _MODULE, "the names that `module avail` lists, such as cuda/12.6")
+        self._check_resources()
         self._check_container()
         self._check_log_folder()
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of nodes, and of ranks on each of them."""
+        if self.tasks_per_node is None:
+            nodes = 1 if self.nodes is None else self.nodes
+            return nodes, self.job.ranks // nodes
+        nodes = self.job.ranks // self.tasks_per_node if self.nodes is None else self.nodes
+        return nodes, self.tasks_per_node
+
     def _check_sizes(self) -> None:
         for field in ("nodes", "tasks_per_node", "cpus_per_task"):
-            if getattr(self, field) < 1:
-                raise ConfigurationError(f"{field}: {getattr(self, field)} is too few: take 1 or more")
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{field}: {value} is too few: take 1 or more")
         for field in ("gpus_per_node", "max_requeues"):
             if getattr(self, field) < 0:
                 raise ConfigurationError(f"{field}: {getattr(self, field)} is below 0: take 0 for none")
-        tasks = self.nodes * self.tasks_per_node
-        if self.job.ranks != tasks:
+        nodes, tasks = self.shape
+        if self.job.ranks != nodes * tasks:
+            raise ConfigurationError(f"ranks: {self.job.ranks} ranks do not fill {self._misfit()}")
+        if self.gpus_per_node and tasks > self.gpus_per_node:
             raise ConfigurationError(
-                f"ranks: {self.job.ranks} ranks do not fill {self.nodes} nodes of {self.tasks_per_node} tasks "
-                f"(tasks_per_node), which are {tasks}: change ranks, nodes or tasks_per_node"
+                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {tasks} ranks on each node, of which each "
+                "takes its own: ask for as many, or share the ranks out over more nodes (nodes)"
             )
-        if self.gpus_per_node and self.tasks_per_node > self.gpus_per_node:
-            raise ConfigurationError(
-                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {self.tasks_per_node} ranks on each node "
-                "(tasks_per_node), of which each takes its own: ask for as many, or start fewer ranks"
+
+    def _misfit(self) -> str:
+        """What the ranks do not fill, and the way out."""
+        if self.tasks_per_node is None:
+            return f"{self.nodes} nodes evenly: take a multiple of {self.nodes} (ranks), or other nodes (nodes)"
+        if self.nodes is None:
+            return (
+                f"nodes of {self.tasks_per_node} tasks (tasks_per_node): take a multiple of {self.tasks_per_node}, or "
+                "leave tasks_per_node out"
             )
+        return (
+            f"{self.nodes} nodes of {self.tasks_per_node} tasks (tasks_per_node), which are "
+            f"{self.nodes * self.tasks_per_node}: leave nodes or tasks_per_node out, which then follows from the ranks"
+        )
+
+    def _check_resources(self) -> None:
+        for resource in self.gres:
+            match = _RESOURCE.fullmatch(resource)
+            if match is None:
+                raise ConfigurationError(
+                    f"gres: {resource!r} is not a resource of Slurm: write NAME, NAME:COUNT or NAME:TYPE:COUNT, such "
+                    "as nic:1"
+                )
+            if match["name"] == "gpu":
+                raise ConfigurationError(f"gres: {resource!r} would ask for GPUs a second time: set gpus_per_node")
 
     def _check_time(self) -> None:
         seconds = seconds_of(self.time)
