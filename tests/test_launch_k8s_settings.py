@@ -15,9 +15,13 @@ from hvdcomp.launch.k8s.settings import KubernetesSettings, quantity
 
 
 def settings(
-    name: str = "run", ranks: int = 4, environment: dict[str, str] | None = None, **more: Any
+    name: str = "run",
+    ranks: int = 4,
+    environment: dict[str, str] | None = None,
+    command: tuple[str, ...] = ("python3", "train.py"),
+    **more: Any,
 ) -> KubernetesSettings:
-    job = Job(name, ("python3", "train.py"), ranks, environment or {})
+    job = Job(name, command, ranks, environment or {})
     return KubernetesSettings(**{"job": job, "image": "hvdcomp:cpu", **more})
 
 
@@ -89,6 +93,10 @@ def settings(
         ({"time_limit": 0}, "time_limit: 0 must be at least 1"),
         ({"keep_finished": 2**31}, "below 2^31"),
         ({"forward": ("A=1",)}, "forward: 'A=1' is not the name of a variable"),
+        ({"command": ("a", "--metrics-port")}, "command: --metrics-port '' is not a port for metrics"),
+        ({"command": ("a", "--metrics-port=x")}, "command: --metrics-port 'x' is not a port for metrics"),
+        ({"command": ("a", "--metrics-port", "65536")}, "take a number from 1 to 65535"),
+        ({"command": ("a", "--metrics-port", "2222")}, "other than 2222, which is sshd's"),
         ({"environment": {"HVDCOMP_COMMAND": "[]"}}, "HVDCOMP_COMMAND is set by the launcher itself"),
         ({"environment": {"HVDCOMP_EXPECTED_SIZE": "1"}}, "HVDCOMP_EXPECTED_SIZE is set by the launcher itself"),
         ({"environment": {"OMPI_MCA_a": "$(touch x)"}}, "may have letters, digits and _.,:^/@=+- only"),
