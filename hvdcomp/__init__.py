@@ -14,6 +14,7 @@ from typing import Any
 from hvdcomp.bindings import frameworks as _frameworks
 from hvdcomp.bindings.elastic import track as track
 from hvdcomp.bindings.metrics import write_metrics as write_metrics
+from hvdcomp.bindings.prometheus import serve_metrics as serve_metrics
 from hvdcomp.bindings.world import state_for as state_for
 from hvdcomp.compression import Compression as Compression
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
@@ -72,6 +73,7 @@ except PackageNotFoundError:  # a checkout that nobody has installed
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
 __all__ = [
     "__version__",
+    "serve_metrics",
     "state_for",
     "track",
     "write_metrics",

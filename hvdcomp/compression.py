@@ -14,6 +14,7 @@ from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -142,10 +143,14 @@ class Compression(FollowsRanks):
         return self.settings.compressor.level if self._level is None else self._level
 
     @property
+    def plan(self) -> Plan:
+        """The compressor of each tensor in the latest step, by name; empty before the first gradient."""
+        return {} if self._binding is None else self._binding.engine.plan
+
+    @property
     def levels(self) -> dict[str, Level]:
         """The level of each tensor in the latest step, by name; without those that are sent dense."""
-        plan = {} if self._binding is None else self._binding.engine.plan
-        return {name: one.level for name, one in plan.items() if one.level is not None}
+        return {name: one.level for name, one in self.plan.items() if one.level is not None}
 
     def metrics(self) -> dict[str, float]:
         """What the latest step cost this rank, for experiment trackers; nothing before the first step. It never waits.
@@ -157,7 +162,7 @@ class Compression(FollowsRanks):
             `communicate_seconds` and `decode_seconds` as the ledger has them, and the mean over the tensors that have a
             level: `mean_ratio`, `mean_rank` or `mean_bits`. What is not known, or means nothing, is left out.
         """
-        return {} if self._binding is None else metrics_of(self.ledger, self._binding.engine.plan)
+        return metrics_of(self.ledger, self.plan)
 
     def set_level(self, level: Level) -> None:
         """Sets the level (ratio, rank) of all compressed tensors from the next step on.

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 TAG = "localhost/hvdcomp:cpu"
 # The Debian of the Dockerfile's own base.
 _RELEASE = "bookworm"
-_BASE = f"localhost/hvdcomp-base:{_RELEASE}"
+BASE = f"localhost/hvdcomp-base:{_RELEASE}"
 # Frameworks of the tests' image: compiling Horovod for TensorFlow takes three times as long, and nothing else differs.
 _FRAMEWORKS = "torch"
 _PROGRAMS = ("buildah", "debootstrap", "ip", "setpriv", "ssh-keygen", "tc", "unshare")
@@ -142,7 +142,7 @@ def image() -> Iterator[Image]:
         if len(built.buildah("images", "--all", "--quiet").split()) > _MOST_IMAGES:
             shutil.rmtree(folder / "storage")
         built.buildah("rm", "--all")  # of a run that was killed
-        if not built.buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
+        if not built.buildah("images", "--quiet", "--filter", f"reference={BASE}"):
             _make_base(built, Path(run))
         _build(environment, Path(run))
         try:
@@ -179,13 +179,13 @@ def _make_base(built: Image, folder: Path) -> None:
     archive = shutil.make_archive(str(tree), "tar", tree)
     container = built.buildah("from", "scratch")
     built.buildah("add", container, archive, "/")
-    built.buildah("commit", "--rm", "--format", "docker", container, _BASE)
+    built.buildah("commit", "--rm", "--format", "docker", container, BASE)
 
 
 def _build(environment: dict[str, str], folder: Path) -> None:
     configuration, seen = _pip_configuration()
     (folder / "pip.conf").write_text(configuration)
-    command = [str(ROOT / "docker" / "build"), "cpu", "--build-arg", f"BASE={_BASE}"]
+    command = [str(ROOT / "docker" / "build"), "cpu", "--build-arg", f"BASE={BASE}"]
     command += ["--build-arg", f"FRAMEWORKS={_FRAMEWORKS}"]
     command += [f"--volume={path}:{_HOST}{path}:ro" for path in seen]
     variables = environment | {"PIP_CONFIG_FILE": str(folder / "pip.conf")}

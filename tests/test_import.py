@@ -14,7 +14,8 @@ from tests.package_index import fresh_environment, pip_with_index, source_of_pac
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
-FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes"]  # nor anything else that is heavy and optional
+# Nor anything else that is heavy and optional.
+FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes", "prometheus_client"]
 
 
 def run(*command: str | Path, timeout: float = 300) -> str:

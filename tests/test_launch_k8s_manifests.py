@@ -37,6 +37,11 @@ LAUNCHED = {
         gpu_resource="nvidia.com/gpu",
         elastic="4:12",
     ),
+    "metrics": KubernetesSettings(
+        Job("a", ("hvdcomp", "train", "--metrics-port", "1", "--metrics-port=9400"), 4),
+        "hvdcomp",
+        pod_annotations={"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"},
+    ),
     "all": KubernetesSettings(
         Job("a" * 40, ("python3", "train.py"), 64, {"OMPI_MCA_btl": "self,tcp", "A": "b"}),
         "registry.example.org:5000/team/hvdcomp:1.0@sha256:" + "0" * 64,
@@ -370,6 +375,20 @@ def test_what_clusters_demand_is_where_they_look_for_it() -> None:
     volumes = {volume["name"]: volume.get("persistentVolumeClaim") for volume in pods(job)["Worker"]["volumes"]}
     assert volumes[mounted["/data"]] == {"claimName": "datasets", "readOnly": True}
     assert volumes[mounted["/scratch"]] == {"claimName": "scratch"}
+
+
+def test_prometheus_is_told_where_rank_0_is_scraped() -> None:
+    """In the first worker. Annotations of the settings win."""
+    launched = KubernetesSettings(Job("a", ("hvdcomp", "train", "--metrics-port", "9400"), 4), "hvdcomp")
+    launcher, worker = (one["template"] for one in render(launched)["spec"]["mpiReplicaSpecs"].values())
+    assert "metadata" not in launcher
+    assert worker["metadata"] == {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": "9400"}}
+    assert only_container(worker["spec"])["ports"][1:] == [{"name": "metrics", "containerPort": 9400}]
+    launcher, worker = (one["template"] for one in JOBS["metrics"]["spec"]["mpiReplicaSpecs"].values())
+    own = {"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"}
+    assert launcher["metadata"]["annotations"] == own
+    assert worker["metadata"]["annotations"] == {**own, "prometheus.io/port": "9400"}
+    assert "prometheus" not in json.dumps([JOBS["small"], JOBS["torch"], JOBS["all"]])
 
 
 def test_a_dry_run_prints_the_job_and_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

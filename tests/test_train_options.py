@@ -22,7 +22,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
-            "data_dir", "memory", "policy", "bucket_bytes", "output", "samples", "checkpoint_folder", "checkpoint_every"
+            "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
+            "checkpoint_folder", "checkpoint_every", "metrics_port",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -67,6 +68,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"text_size": 10}, "--text-size 10"),
         ({"text_unit": "line"}, "--text-unit 'line'"),
         ({"sequence_length": 0}, "--sequence-length 0"),
+        ({"metrics_port": 0}, "--metrics-port 0: from 1 to 65535"),
+        ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
         ({"tensorboard": True}, "--tensorboard writes below --output"),
     ],
 )

@@ -111,8 +111,7 @@ def restore(
             engine.states[name].keeper = parse_memory(kept["memory"])
     if coordinator is not None:
         coordinator.restore(shared["coordinator"], own["coordinator"] if own["rank"] == 0 else None, place)
-    engine.ledger.totals = Cost(**own["totals"])
-    engine.ledger.steps = own["steps"]
+    engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
 
 
 def zeros_like(array: Array) -> Array:

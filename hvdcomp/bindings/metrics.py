@@ -34,13 +34,17 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
         found["encode_seconds"] = timed.encode_seconds
         found["communicate_seconds"] = timed.communicate_seconds
         found["decode_seconds"] = timed.decode_seconds
+    found |= {f"mean_{name}": mean for name, mean in mean_levels(plan).items()}
+    return {f"hvdcomp/{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def mean_levels(plan: Plan) -> dict[str, float]:
+    """The mean over the tensors that have a level, by the level's kind: "ratio", "rank", "bits"."""
     levels: dict[str | None, list[float]] = {}
     for compressor in plan.values():
         if compressor.level is not None:
             levels.setdefault(compressor.level_name, []).append(compressor.level)
-    for name, values in levels.items():
-        found[f"mean_{name}"] = fmean(values)
-    return {f"hvdcomp/{name}": float(value) for name, value in found.items() if value is not None}
+    return {str(name): fmean(values) for name, values in levels.items()}
 
 
 class ScalarWriter(Protocol):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdcomp.adaptation.decision_log import LogFiles
+from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.settings import Settings
@@ -23,6 +24,9 @@ class UsedCompression(Protocol):
 
     @property
     def levels(self) -> dict[str, Level]: ...
+
+    @property
+    def plan(self) -> Plan: ...
 
     def metrics(self) -> dict[str, float]: ...
 

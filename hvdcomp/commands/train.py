@@ -114,6 +114,13 @@ _START = (
 @_option("--overwrite", "Replace the run that --output holds.", is_flag=True, shown=False)
 @_option("--tensorboard", "Write TensorBoard's files too, below --output.", is_flag=True, shown=False)
 @_option(
+    "--metrics-port",
+    "Let Prometheus scrape bytes, levels and times from this port of rank 0.",
+    type=int,
+    metavar="PORT",
+    shown=False,
+)
+@_option(
     "--checkpoint-folder",
     "Folder, shared by all hosts, for checkpoints: go on from the newest. SIGUSR1 and SIGTERM then save and stop.",
     type=click.Path(path_type=Path),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from hvdcomp.exchange.clock import Clock, Span, Spans
@@ -61,6 +61,14 @@ class Cost:
             self.communicate_seconds = (self.communicate_seconds or 0) + other.communicate_seconds
         if other.decode_seconds is not None:
             self.decode_seconds = (self.decode_seconds or 0) + other.decode_seconds
+
+    def without(self, other: Cost) -> Cost:
+        """The difference to another cost. A time that is not known is none."""
+        differences = {}
+        for field in fields(Cost):
+            mine, others = getattr(self, field.name), getattr(other, field.name)
+            differences[field.name] = mine if others is None else (mine or 0) - others
+        return Cost(**differences)
 
 
 def compression_factor(dense_bytes: float, bytes_sent: float, bytes_in_node: float = 0) -> float | None:
@@ -139,6 +147,8 @@ class Ledger:
         self.last: StepCost | None = None
         self.totals = Cost()
         self.steps = 0
+        # What this process had made when the run last went on from a checkpoint, and the sums of that checkpoint.
+        self._went_on = (Cost(), 0, Cost(), 0)
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
         self._timed: StepCost | None = None
@@ -159,6 +169,19 @@ class Ledger:
     def timed(self) -> StepCost | None:
         """The newest step whose times are known; None if those of the last step never will be."""
         return self._timed if self._unsettled or self._timed is self.last else None
+
+    def here(self) -> tuple[Cost, int]:
+        """The sum of all steps that this process made, and their number. Unlike `totals` they never go back, whatever
+        the run goes on from."""
+        made, number, totals, steps = self._went_on
+        cost = self.totals.without(totals)
+        cost.add(made)
+        return cost, number + self.steps - steps
+
+    def go_on_from(self, totals: Cost, steps: int) -> None:
+        """Goes on from the sums and the number of steps of a checkpoint, in place of those so far."""
+        self._went_on = (*self.here(), replace(totals), steps)
+        self.totals, self.steps = totals, steps
 
     def record(self, step: StepCost, settle: Settle | None = None) -> None:
         """Enters a step whose bytes and floats are known.

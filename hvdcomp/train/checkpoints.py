@@ -39,7 +39,7 @@ _DIGESTS = "SHA256SUMS"
 # becomes of residuals. So may the number of ranks, which is among the facts.
 _MAY_CHANGE = {
     *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
-    "elastic",
+    *("elastic", "metrics_port"),
 }
 _RANKS = "ranks"
 

@@ -72,6 +72,7 @@ class TrainingOptions:
     output: Path | None = None
     overwrite: bool = False
     tensorboard: bool = False
+    metrics_port: int | None = None  # of rank 0
     checkpoint_folder: Path | None = None
     checkpoint_every: int | None = None  # steps; None: at the end of each epoch
     residuals: str = "keep"
@@ -194,6 +195,10 @@ class TrainingOptions:
             (
                 self.checkpoint_every is None or self.checkpoint_folder is not None,
                 "--checkpoint-every writes to --checkpoint-folder DIR: give one",
+            ),
+            (
+                self.metrics_port is None or 1 <= self.metrics_port <= 65535,
+                f"--metrics-port {self.metrics_port}: from 1 to 65535, such as 9400",
             ),
             (
                 not self.tensorboard or self.output is not None,

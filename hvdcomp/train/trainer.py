@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import hvdcomp
 from hvdcomp.compression import Compression
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.backends import reach
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
@@ -34,11 +36,12 @@ def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any
         SetupError: the ranks cannot be reached as asked.
         ImportError: the framework, or Horovod for it, is not installed.
     """
-    with Warnings() if options.checkpoint_folder is not None else contextlib.nullcontext() as warnings:
-        return _set_up(options, ranks, warnings).run()
+    with ExitStack() as stack:
+        return _set_up(options, ranks, stack).run()
 
 
-def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | None) -> Run:
+def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> Run:
+    warnings = stack.enter_context(Warnings()) if options.checkpoint_folder is not None else None
     ranks = ranks or reach(options.backend, options.framework)
     options = dataclasses.replace(options, backend=ranks.backend)
     make_learner = learner_class(options.framework, ranks.backend)
@@ -54,6 +57,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
     ranks.check_same({**_comparable(options), "training samples": len(data.train_x), "classes": data.classes})
     learner.broadcast()
     compression = ranks.together(lambda: _compression(options, learner, steps))
+    stack.enter_context(ranks.together(lambda: _metrics(options, ranks, compression)))
     learner.distribute(compression)
     if checkpoints is not None and saved is not None:
         checkpoints.restore(learner)
@@ -105,6 +109,16 @@ def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Comp
         overlap=OVERLAP[options.overlap],
         bucket_bytes=options.bucket_bytes,
     )
+
+
+def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
+    """What answers Prometheus, on rank 0."""
+    if options.metrics_port is None or ranks.rank != 0:
+        return nullcontext()
+    try:
+        return hvdcomp.serve_metrics(compression, options.metrics_port)
+    except ConfigurationError as error:
+        raise SetupError(f"--metrics-port {options.metrics_port}: {error}") from None
 
 
 def _writer(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any] | None) -> outputs.RunWriter | None:

@@ -6,10 +6,11 @@ that. The manifests in the folder `k8s/` explain the same fields in comments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hvdcomp.launch.k8s.patch import merged, read_patch
-from hvdcomp.launch.k8s.settings import TOLERATION, KubernetesSettings
+from hvdcomp.launch.k8s.settings import SSH_PORT, TOLERATION, KubernetesSettings
 from hvdcomp.launch.promise import EXPECTED_SIZE
 from hvdcomp.launch.rank import COMMAND, to_variable
 from hvdcomp.launch.torch_rank import DEFAULT_PORT
@@ -21,8 +22,6 @@ ROLE_LABEL = "training.kubeflow.org/job-role"
 """Set on pods by the operator; the role is "launcher" or "worker"."""
 
 USER = 1000
-SSH_PORT = 2222
-"""Ports below 1024 are root's."""
 
 _COMMUNICATION = {
     "OMPI_MCA_pml": "ob1",
@@ -85,13 +84,13 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
                 "Launcher": {
                     "replicas": 1,
                     "restartPolicy": settings.restart_policy,
-                    "template": _template(settings, _launcher(settings)),
+                    "template": _template(settings, _launcher(settings), {}),
                 },
                 "Worker": {
                     "replicas": settings.workers,
                     # A pod that failed is never made again; a container that is ended, as for memory, starts again.
                     "restartPolicy": "OnFailure",
-                    "template": _template(settings, _worker(settings)),
+                    "template": _template(settings, _worker(settings), _scraped(settings)),
                 },
             },
         },
@@ -118,10 +117,18 @@ def _run_policy(settings: KubernetesSettings) -> dict[str, Any]:
     return policy
 
 
-def _template(settings: KubernetesSettings, spec: dict[str, Any]) -> dict[str, Any]:
-    metadata = {"labels": dict(settings.pod_labels), "annotations": dict(settings.pod_annotations)}
+def _template(settings: KubernetesSettings, spec: dict[str, Any], annotations: Mapping[str, str]) -> dict[str, Any]:
+    metadata = {"labels": dict(settings.pod_labels), "annotations": {**annotations, **settings.pod_annotations}}
     metadata = {name: values for name, values in metadata.items() if values}
     return {"metadata": metadata, "spec": spec} if metadata else {"spec": spec}
+
+
+def _scraped(settings: KubernetesSettings) -> dict[str, str]:
+    """What tells Prometheus to scrape rank 0, which mpirun starts in the first worker. All workers have one template,
+    so all get it."""
+    if settings.metrics_port is None:
+        return {}
+    return {"prometheus.io/scrape": "true", "prometheus.io/port": str(settings.metrics_port)}
 
 
 def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
@@ -227,12 +234,15 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
         source = {"claimName": claim.removesuffix(":ro")} | ({"readOnly": True} if claim.endswith(":ro") else {})
         mounts.append({"name": f"volume-{number}", "mountPath": folder})
         volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": source})
+    ports = [{"name": "ssh", "containerPort": SSH_PORT}]
+    if settings.metrics_port is not None:
+        ports.append({"name": "metrics", "containerPort": settings.metrics_port})
     container = {
         "name": "worker",
         **_image(settings),
         "command": ["/usr/sbin/sshd"],
         "args": [literal(argument) for argument in _sshd(settings)],
-        "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
+        "ports": ports,
         "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 5},
         "lifecycle": {"preStop": {"exec": {"command": ["python3", "-m", "hvdcomp.launch.k8s.warn"]}}},
         "resources": {"requests": requests, "limits": limits},

@@ -35,6 +35,11 @@ _PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
 """A taint, as kubectl writes it: key, value, effect."""
 
+SSH_PORT = 2222
+"""Of sshd in the workers. Ports below 1024 are root's."""
+
+_METRICS_PORT = "--metrics-port"
+
 OPERATOR_DOMAIN = "training.kubeflow.org/"
 _MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
 
@@ -135,6 +140,7 @@ class KubernetesSettings:
         self._check_environment()
         self._check_mounts()
         self._check_labels()
+        _ = self.metrics_port  # refuses a wrong one
         for name, number, least in (
             ("retries", self.retries, 0),
             ("grace_period", self.grace_period, 1),
@@ -163,6 +169,24 @@ class KubernetesSettings:
             return words
         place = words.index("train") + 1
         return (*words[:place], "--elastic", *words[place:])
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where Prometheus finds rank 0: at the port of the option `--metrics-port`, if the program has it."""
+        given = None
+        for word, following in zip(self.job.command, [*self.job.command[1:], ""], strict=True):
+            if word == _METRICS_PORT:
+                given = following
+            elif word.startswith(f"{_METRICS_PORT}="):
+                given = word.partition("=")[2]
+        if given is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,5}", given) or not 1 <= int(given) <= 65535 or int(given) == SSH_PORT:
+            raise ConfigurationError(
+                f"command: {_METRICS_PORT} {given!r} is not a port for metrics: take a number from 1 to 65535 other "
+                f"than {SSH_PORT}, which is sshd's, as 9400"
+            )
+        return int(given)
 
     def _check_names(self) -> None:
         check_job_name(self.job.name)

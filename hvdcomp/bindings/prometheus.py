@@ -1,0 +1,126 @@
+"""What a training costs, where Prometheus comes for it: on a port of the process that serves it.
+
+A step does nothing for it. The thread that answers a scrape reads what the steps have left in the ledger. It asks no
+device, and leaves it to the training's own thread to enter the times that have become known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from hvdcomp.bindings.metrics import mean_levels
+from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.errors import ConfigurationError
+
+_PHASES = ("encode", "communicate", "decode")
+
+
+class Collector:
+    """The metrics of one compression, for a `prometheus_client.CollectorRegistry`. docs/metrics.md lists them.
+
+    Args:
+        compression: at work in the training.
+    """
+
+    def __init__(self, compression: UsedCompression) -> None:
+        self._compression = compression
+
+    def collect(self) -> Iterator[Any]:
+        """Called by the registry for each scrape: all metrics, also those that have no value yet."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+
+        settings, ledger, plan = self._compression.settings, self._compression.ledger, self._compression.plan
+        cost, steps = ledger.here()
+        last = ledger.last
+        described = {"compressor": str(settings.compressor), "policy": str(settings.policy or "")}
+        yield InfoMetricFamily("hvdcomp", "How gradients are compressed, as spec strings.", described)
+        for name, meaning, value in (
+            ("steps", "Steps of this process.", steps),
+            ("sent_bytes", "Bytes that this rank handed to collectives.", cost.bytes_sent),
+            ("sent_in_node_bytes", "Of these, bytes to ranks of its own node.", cost.bytes_in_node),
+            ("dense_bytes", "Bytes of the same gradients uncompressed.", cost.dense_bytes),
+        ):
+            yield CounterMetricFamily(f"hvdcomp_{name}", meaning, value)
+        seconds = CounterMetricFamily("hvdcomp_step_seconds", "Time of hvdcomp in steps.", labels=["phase"])
+        for phase in _PHASES:
+            seconds.add_metric([phase], getattr(cost, f"{phase}_seconds") or 0.0)
+        yield seconds
+        factor = None if last is None else last.compression_factor
+        yield GaugeMetricFamily(
+            "hvdcomp_compression_factor",
+            "Dense bytes / sent bytes that may leave the node, of the latest step.",
+            factor,
+        )
+        levels = GaugeMetricFamily("hvdcomp_mean_level", "Mean over the tensors that have one.", labels=["kind"])
+        for kind, mean in mean_levels(plan).items():
+            levels.add_metric([kind], mean)
+        yield levels
+        # A label for each tensor would be hundreds of series: tensors that are sent alike are one.
+        tensors = GaugeMetricFamily("hvdcomp_tensors", "Tensors that are sent so.", labels=["method", "level"])
+        alike = Counter((one.name, "" if one.level is None else f"{one.level:g}") for one in plan.values())
+        for labels, count in sorted(alike.items()):
+            tensors.add_metric(labels, count)
+        yield tensors
+
+
+class MetricsServer:
+    """Answers Prometheus in a thread of its own, until `close`. `serve_metrics` makes one; it may be used in a `with`.
+
+    Attributes:
+        port: where it listens.
+    """
+
+    def __init__(self, compression: UsedCompression, port: int, address: str) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        registry = CollectorRegistry()
+        registry.register(Collector(compression))
+        self._server, self._thread = start_http_server(port, address, registry)
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        """Stops answering and frees the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def serve_metrics(compression: UsedCompression, port: int, address: str = "0.0.0.0") -> MetricsServer:
+    """Lets Prometheus scrape what a training costs, from `http://HOST:PORT/metrics`. To be called once, on rank 0.
+
+        if hvd.rank() == 0:
+            hvdcomp.serve_metrics(compression, 9400)
+
+    Whoever reaches the port may read. Steps do nothing for it, and no device is waited for.
+
+    Args:
+        compression: at work in the training, or to be.
+        port: to listen on; 0 for any that is free, which is then in `port` of what is returned.
+        address: to listen on, such as "127.0.0.1". Default: all of this host.
+
+    Returns:
+        The server. It ends with the process; `close()` ends it before.
+
+    Raises:
+        ConfigurationError: if prometheus_client is not installed, or the port cannot be had.
+    """
+    require_compression(compression, "hvdcomp.serve_metrics")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ConfigurationError(f"port {port!r} must be a whole number from 0 to 65535, such as 9400")
+    try:
+        return MetricsServer(compression, port, address)
+    except ImportError:
+        raise ConfigurationError("metrics for Prometheus need its client: pip install 'hvdcomp[metrics]'") from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"port {port} of {address} cannot be listened on: {error.strerror or error}; take another port, or end "
+            "what uses it"
+        ) from None
