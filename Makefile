@@ -114,7 +114,7 @@ bench: setup  ## measure what compression costs and what it does to accuracy (ab
 	done
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
 
-faults: setup  ## make faults happen to trainings on real ranks: table in docs/faults; GROUP=, ROW=, TRANSPORT= choose, OUTPUT=FOLDER
+faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT= choose
 	@python -m tests.faults $(if $(GROUP),--group "$(GROUP)") $(if $(ROW),--row "$(ROW)") \
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(OUTPUT),--output "$(OUTPUT)")
 

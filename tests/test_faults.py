@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -25,7 +25,9 @@ class OfShell(World):
         return ["sh", "-c", *arguments]
 
 
-def fault_of(script: str, happens: bool = True, waits: bool = False, look: Callable[[World], Any] | None = None) -> Fault:
+def fault_of(
+    script: str, happens: bool = True, waits: bool = False, look: Callable[[World], None] | None = None
+) -> Fault:
     def run(world: World) -> str:
         if happens:
             (world.folder / FAULT).write_text(json.dumps({"at": time.monotonic()}))
@@ -64,11 +66,7 @@ def test_what_is_not_as_documented_is_reported(fault: Fault, happened: str | Non
         worlds.append(OfShell(transport, folder, within))
         return worlds[0]
 
-    row = run_row(
-        Fault(fault.name, fault.group, fault.documented, fault.within, fault.run, fault.transports, world=make),
-        "ddp",
-        tmp_path / "row",
-    )
+    row = run_row(dataclasses.replace(fault, world=make), "ddp", tmp_path / "row")
     assert row.passed == (happened is None), row
     assert (happened or "ended with") in row.happened
     assert worlds[0].left() == {}
@@ -77,7 +75,8 @@ def test_what_is_not_as_documented_is_reported(fault: Fault, happened: str | Non
 def test_rows_that_are_run_anew_take_the_place_of_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = [fault_of("true"), Fault("another", "a group", "It ends.", 1, lambda world: "well", ("gloo", "mpi"))]
     monkeypatch.setattr(command, "all_faults", lambda: faults)
-    old = [Row("another", "a group", over, "It ends.", "badly | so", None, 1, False) for over in ("mpi", "gone", "gloo")]
+    rest = ("It ends.", "badly | so", None, 1, False)
+    old = [Row("another", "a group", over, *rest) for over in ("mpi", "gone", "gloo")]
     report.write(tmp_path, "make faults", old)
     done = CliRunner().invoke(command.main, ["--row", "another", "--transport", "gloo", "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output

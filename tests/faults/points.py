@@ -6,6 +6,7 @@ for this: its methods are wrapped from outside, in the process of the rank alone
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.faults import links
 
 LAUNCHER = "launcher.pid"
 """In a row's folder: the number of the launcher's process."""
@@ -141,7 +144,8 @@ def _interrupt(times: int) -> Callable[[Place], None]:
         os.killpg(launcher, signal.SIGINT)
         for _ in range(times - 1):
             time.sleep(SECONDS_BETWEEN_INTERRUPTS)
-            os.killpg(launcher, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):  # the first was enough
+                os.killpg(launcher, signal.SIGINT)
 
     return act
 
@@ -156,5 +160,8 @@ ACTS: dict[str, Callable[[Place], None]] = {
     **{f"launcher-{name}": _signal_to_launcher(signal.Signals[name]) for name in ("SIGKILL", "SIGTERM")},
     "interrupt": _interrupt(1),
     "interrupt-twice": _interrupt(2),
+    "cut": lambda place: links.cut(),
+    "stall": lambda place: links.stall(),
+    "lose-packets": lambda place: links.lose_packets(),
 }
 """What can happen at a point, by name."""

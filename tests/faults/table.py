@@ -18,7 +18,7 @@ class Fault:
     """A fault, and what is documented to come of it.
 
     Attributes:
-        name: in a few words; no two faults of the table have the same.
+        name: in a few words; no two faults of the table have the same over one transport.
         group: of faults, by what they strike.
         documented: what is to happen, in a sentence.
         within: seconds from the fault to the end of the last process.
@@ -86,13 +86,13 @@ def all_faults() -> list[Fault]:
     """The faults of all groups, in the order of the table.
 
     Raises:
-        ValueError: two have the same name.
+        ValueError: two have the same name over one transport.
     """
-    from tests.faults import processes
+    from tests.faults import network, processes, stock
 
-    found = [*processes.FAULTS]
-    names = [fault.name for fault in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two faults have the name {name!r}; give one of them another")
+    found = [*processes.FAULTS, *network.FAULTS, *stock.FAULTS]
+    places = [(fault.name, over) for fault in found for over in fault.transports]
+    for name, over in places:
+        if places.count((name, over)) > 1:
+            raise ValueError(f"two faults over {over} have the name {name!r}; give one of them another")
     return found

@@ -2,8 +2,8 @@
 
     python -m tests.faults.victim --folder FOLDER [--act NAME --point POINT --rank R --step N] -- OPTIONS...
 
-OPTIONS are those of `hvdcomp train`. The fault happens on rank R, the first time that it comes to the point in step N or
-later, and once in a folder: ranks that are started again go on. The file `fault.json` in the folder then says when.
+OPTIONS are those of `hvdcomp train`. The fault happens on rank R, the first time that it comes to the point in step N
+or later, and once in a folder: ranks that are started again go on. The file `fault.json` in the folder then says when.
 After each step every rank adds a line to its file `weights-R.txt`: the step, and a digest of its weights.
 """
 
@@ -60,7 +60,7 @@ def main(
     mine = rank_of(dict(os.environ))
     counter = _Counter()
     if group_timeout is not None:
-        _wait_no_longer_than(group_timeout)
+        wait_no_longer_than(group_timeout)
     if act is not None:
         assert point is not None
         assert step is not None
@@ -70,7 +70,7 @@ def main(
     command.main(list(options), "hvdcomp train")
 
 
-def _wait_no_longer_than(seconds: float) -> None:
+def wait_no_longer_than(seconds: float) -> None:
     """Process groups are made with this timeout. `hvdcomp train` leaves it at PyTorch's, which is 30 minutes."""
     import torch.distributed as dist
 
@@ -81,13 +81,13 @@ def _wait_no_longer_than(seconds: float) -> None:
 def _plant(act: str, point: str, rank: int, step: int, folder: Path, counter: _Counter) -> None:
     def reached(**what: Any) -> None:
         now = counter.step
-        if now >= step and _claims(folder, {"act": act, "point": point, "rank": rank, "step": now}):
+        if now >= step and claims(folder, {"act": act, "point": point, "rank": rank, "step": now}):
             ACTS[act](Place(rank, now, folder, what))
 
     POINTS[point](reached)
 
 
-def _claims(folder: Path, facts: dict[str, Any]) -> bool:
+def claims(folder: Path, facts: dict[str, Any]) -> bool:
     """Whether the fault did not happen in this folder before; writes down that it does."""
     own = folder / f"{FAULT}.{os.getpid()}"
     if (folder / FAULT).exists():

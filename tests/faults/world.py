@@ -118,6 +118,7 @@ class World:
         *options: str,
         planted: Planted | None = None,
         environment: Mapping[str, str] | None = None,
+        timeout: float = WAIT,
         waits: bool = False,
     ) -> Ended:
         """Trains until the last process has ended, with a fault or without.
@@ -126,6 +127,7 @@ class World:
             options: of `hvdcomp train`, after those of `TRAINING` and the row's own folders, which they overrule.
             planted: the fault; None for none.
             environment: variables, which overrule those that make waiting short.
+            timeout: seconds that torch.distributed waits for a rank.
             waits: whether the ranks are expected to wait for ever. When the time is over, the launcher is then told to
                 end, by SIGTERM.
 
@@ -133,7 +135,7 @@ class World:
             AssertionError: they did not end in time, or left a process, or the fault did not happen.
         """
         places = ["--output", str(self.output), "--overwrite", "--checkpoint-folder", str(self.checkpoints)]
-        words = ["--folder", str(self.folder), "--group-timeout", str(WAIT)]
+        words = ["--folder", str(self.folder), "--group-timeout", str(timeout)]
         if planted is not None:
             words += ["--act", planted.act, "--point", planted.point]
             words += ["--rank", str(planted.rank), "--step", str(planted.step)]
