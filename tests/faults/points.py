@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.faults import links
+from tests.faults import links, mishaps
 
 LAUNCHER = "launcher.pid"
 """In a row's folder: the number of the launcher's process."""
@@ -118,12 +118,49 @@ def _in_decision(reached: Reached) -> None:
     DecisionChannel.send = send  # type: ignore[method-assign]
 
 
+def _in_write(name: str) -> Callable[[Reached], None]:
+    """Before something is written to a file with this in its name; hands over the `file`, and a list `afterwards` of
+    what to call after it."""
+
+    def wrap(reached: Reached) -> None:
+        from hvdcomp import files
+
+        real = files._write_all
+
+        def write_all(file: Any, content: Any) -> None:
+            afterwards: list[Callable[[], None]] = []
+            if name in Path(file.name).name:
+                reached(file=file, afterwards=afterwards)
+            try:
+                real(file, content)
+            finally:
+                for call in afterwards:
+                    call()
+
+        files._write_all = write_all
+
+    return wrap
+
+
+def _at_start(reached: Reached) -> None:
+    """Before the training, in step 0."""
+    reached()
+
+
+FILES = (
+    *("model.pt", "rank-", "run-", "SHA256SUMS", "steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json"),
+    *("events.out",),
+)
+"""What a training writes, by a part of the name."""
+
 POINTS: dict[str, Callable[[Reached], None]] = {
+    "start": _at_start,
     "step": _at_step,
     "encode": _in_encode,
     "collective": _in_collective,
     "checkpoint": _in_checkpoint,
     "decision": _in_decision,
+    **{f"write-{name}": _in_write(name) for name in FILES},
 }
 """Each wraps the methods by which a rank comes to that point."""
 
@@ -163,5 +200,6 @@ ACTS: dict[str, Callable[[Place], None]] = {
     "cut": lambda place: links.cut(),
     "stall": lambda place: links.stall(),
     "lose-packets": lambda place: links.lose_packets(),
+    **mishaps.ACTS,
 }
 """What can happen at a point, by name."""

@@ -88,9 +88,10 @@ def all_faults() -> list[Fault]:
     Raises:
         ValueError: two have the same name over one transport.
     """
-    from tests.faults import network, processes, stock
+    from tests.faults import checkpoints, clocks, disagreement, files, memory, network, numbers, processes, stock
 
-    found = [*processes.FAULTS, *network.FAULTS, *stock.FAULTS]
+    groups = (processes, network, stock, numbers, files, checkpoints, clocks, disagreement, memory)
+    found = [fault for group in groups for fault in group.FAULTS]
     places = [(fault.name, over) for fault in found for over in fault.transports]
     for name, over in places:
         if places.count((name, over)) > 1:

@@ -120,6 +120,7 @@ class World:
         environment: Mapping[str, str] | None = None,
         timeout: float = WAIT,
         waits: bool = False,
+        from_start: bool = False,
     ) -> Ended:
         """Trains until the last process has ended, with a fault or without.
 
@@ -130,17 +131,20 @@ class World:
             timeout: seconds that torch.distributed waits for a rank.
             waits: whether the ranks are expected to wait for ever. When the time is over, the launcher is then told to
                 end, by SIGTERM.
+            from_start: whether there is a fault already, such as a damaged file. Its time begins now.
 
         Raises:
             AssertionError: they did not end in time, or left a process, or the fault did not happen.
         """
+        if from_start:
+            (self.folder / FAULT).write_text(json.dumps({"at": time.monotonic()}))
         places = ["--output", str(self.output), "--overwrite", "--checkpoint-folder", str(self.checkpoints)]
         words = ["--folder", str(self.folder), "--group-timeout", str(timeout)]
         if planted is not None:
             words += ["--act", planted.act, "--point", planted.point]
             words += ["--rank", str(planted.rank), "--step", str(planted.step)]
         words += ["--", *TRAINING, *places, "--checkpoint-every", str(EVERY), *options]
-        return self.run(["-m", "tests.faults.victim", *words], planted is not None, environment, waits)
+        return self.run(["-m", "tests.faults.victim", *words], from_start or planted is not None, environment, waits)
 
     def run(
         self,
@@ -269,12 +273,22 @@ class World:
         assert not apart, f"the weights differ after step {apart[0]}"
         return {step: digests.pop() for step, digests in found.items()}
 
-    def goes_on(self, after: int | None, *options: str) -> str:
+    def forget(self, after: int | None) -> None:
+        """Drops the digests of weights after a step (None: all): those of a training that went wrong, and is to make
+        these steps again with others."""
+        for rank in range(self.ranks):
+            file = self.folder / WEIGHTS.format(rank)
+            lines = file.read_text().splitlines(keepends=True)
+            file.write_text("".join(line for line in lines if int(line.split()[0]) <= (after or 0)))
+
+    def goes_on(self, after: int | None, *options: str, says: Sequence[str] = (), from_start: bool = False) -> str:
         """Starts the same training again, and sees that it goes on and ends as if there had been no fault.
 
         Args:
             after: the step of the checkpoint that it is to go on from; None for a start anew.
             options: of `hvdcomp train`, as the training had them.
+            says: what it is to say.
+            from_start: as of `train`.
 
         Returns:
             What it did, for the table.
@@ -282,8 +296,9 @@ class World:
         Raises:
             AssertionError: it did something else.
         """
-        ended = self.train(*options)
+        ended = self.train(*options, from_start=from_start)
         assert ended.code == 0, f"started again, it ends with {ended.code}: {ended.output[-3000:]}"
+        ended.expect(*says)
         summary = self.summary
         assert (summary["status"], summary["identical"]) == ("finished", True), summary
         found = summary["resumed_at"][-1] if summary["resumed_at"] else None
