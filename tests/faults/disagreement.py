@@ -37,7 +37,7 @@ FAULTS = [
     _row(
         "without-checkpoints",
         "no --checkpoint-folder",
-        "the ranks differ in checkpoint_folder: 'given' on rank 0, None on rank 1",
+        "the ranks differ in checkpoint_every: 4 on rank 0, None on rank 1",
         ALL,
     ),
     _row("other-hvdcomp", "another version of hvdcomp", "the ranks do not agree on how to compress: hvdcomp: ", ALL),
