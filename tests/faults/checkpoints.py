@@ -124,11 +124,8 @@ def _refused(
         assert not (newest.parent / _PROOF).exists(), "the command in the checkpoint was run"
         if options:
             return said
-        took = world.seconds
         shutil.rmtree(newest)
-        went_on = world.goes_on(OLDER)
-        world.seconds = took
-        return f"{said}; without it: {went_on}"
+        return f"{said}; without it: {world.goes_on(OLDER)}"
 
     documented = _REFUSED + (remedy or "Without that checkpoint the training goes on from the one before it.")
     return Fault(name, GROUP, documented, _WITHIN, run, transports)

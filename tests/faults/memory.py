@@ -14,10 +14,7 @@ def _row(act: str, name: str, point: str, step: int, after: int, transports: tup
         ended = world.train(planted=Planted(act, point, rank=1, step=step))
         assert ended.code != 0, "the launcher's exit code is 0"
         world.weights()
-        took = world.seconds
-        went_on = world.goes_on(after)
-        world.seconds = took
-        return f"all ended, the launcher with exit code {ended.code}; {went_on}"
+        return f"all ended, the launcher with exit code {ended.code}; {world.goes_on(after)}"
 
     return Fault(
         name,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from tests.faults.mishaps import HUGE
 from tests.faults.table import Fault
-from tests.faults.world import EVERY, STEPS, Planted, World
+from tests.faults.world import EVERY, STEPS, Ended, Planted, World
 
 GROUP = "numbers"
 _WITHIN = 60
@@ -15,15 +16,29 @@ _LOST_STEPS = 400
 """More than halve a loss scale to nothing."""
 
 
-def _step(kind: str, transport: str) -> int:
-    """Not the last one, whose loss is known before its gradient is."""
-    return random.Random(f"{kind} {transport}").randint(EVERY + 1, STEPS - 1)
+def _at_random(transport: str) -> int:
+    return random.Random(f"a step over {transport}").randint(EVERY + 1, STEPS - 1)
 
 
-def _spoilt(kind: str, name: str, rank: int, short: bool = False) -> Fault:
+def _of_a_checkpoint(transport: str) -> int:
+    return 2 * EVERY
+
+
+def _spoilt(kind: str, name: str, rank: int, step_of: Callable[[str], int], short: bool = False) -> Fault:
+    """A gradient that is spoilt in a step, which depends on the transport."""
+
     def run(world: World) -> str:
-        step = _step(kind, world.transport)
-        return diverges(world, kind, rank, step)
+        step = step_of(world.transport)
+        ended = world.train(planted=Planted(kind, "step", rank, step))
+        assert ended.code != 0, "the launcher's exit code is 0"
+        ended.expect("the loss is no longer a finite number")
+        summary = world.summary
+        assert (summary["status"], summary["identical"]) == ("diverged", True), summary
+        world.weights()
+        before = (step - 1) // EVERY * EVERY
+        assert world.saved[-1] == before, f"spoilt in step {step}, and there are checkpoints after steps {world.saved}"
+        world.forget(before)
+        return f"spoilt in step {step}, ended after step {summary['steps']}; {world.goes_on(before)}"
 
     return Fault(
         name,
@@ -34,23 +49,6 @@ def _spoilt(kind: str, name: str, rank: int, short: bool = False) -> Fault:
         run,
         short=short,
     )
-
-
-def diverges(world: World, kind: str, rank: int, step: int) -> str:
-    """A training of which a gradient is spoilt in a step."""
-    ended = world.train(planted=Planted(kind, "step", rank, step))
-    assert ended.code != 0, "the launcher's exit code is 0"
-    ended.expect("the loss is no longer a finite number")
-    summary = world.summary
-    assert (summary["status"], summary["identical"]) == ("diverged", True), summary
-    world.weights()
-    before = (step - 1) // EVERY * EVERY
-    assert world.saved[-1] == before, f"spoilt in step {step}, and there are checkpoints after steps {world.saved}"
-    world.forget(before)
-    took = world.seconds
-    went_on = world.goes_on(before)
-    world.seconds = took
-    return f"spoilt in step {step}, ended after step {summary['steps']}; {went_on}"
 
 
 def _huge(world: World) -> str:
@@ -65,24 +63,21 @@ def _huge(world: World) -> str:
     return f"ended after step {summary['steps']}, with the same weights on both ranks"
 
 
-def _scaled(world: World, steps: int, *options: str, faulty: bool = True) -> str:
-    """A training with a loss scaler; the launcher's output."""
+def _scaled(world: World, steps: int, *options: str, faulty: bool = True) -> Ended:
+    """A training with a loss scaler."""
     words = ["-m", "tests.faults.scaled_victim", "--folder", str(world.folder), "--steps", str(steps), *options]
-    ended = world.run([*words, "--ddp" if world.transport == "ddp" else "--horovod"], faulty)
-    if faulty and "--lost" in options:
-        assert ended.code != 0, "the launcher's exit code is 0"
-    else:
-        assert ended.code == 0, ended.output[-3000:]
-    return ended.output
+    return world.run([*words, "--ddp" if world.transport == "ddp" else "--horovod"], faulty)
 
 
 def _skips(world: World, kind: str, bad: list[int]) -> str:
     """Steps of which rank 1's gradient is spoilt leave no trace: the weights are those of a training without them."""
     spoilt = ",".join(map(str, bad))
-    _scaled(world, _SCALED_STEPS, "--rank", "1", "--kind", kind, "--bad", spoilt)
+    ended = _scaled(world, _SCALED_STEPS, "--rank", "1", "--kind", kind, "--bad", spoilt)
+    assert ended.code == 0, ended.output[-3000:]
     without = World(world.transport, world.folder / "without", world.within)
     without.folder.mkdir()
-    _scaled(without, _SCALED_STEPS, "--left-out", spoilt, faulty=False)
+    ended = _scaled(without, _SCALED_STEPS, "--left-out", spoilt, faulty=False)
+    assert ended.code == 0, ended.output[-3000:]
     found, expected = world.weights(), without.weights()
     assert sorted(found) == list(range(1, _SCALED_STEPS + 1)), sorted(found)
     apart = [step for step in found if found[step] != expected[step]]
@@ -109,15 +104,18 @@ def _falls(world: World) -> str:
 
 
 def _lost(world: World) -> str:
-    output = _scaled(world, _LOST_STEPS, "--rank", "1", "--kind", "nan", "--bad", "5-", "--lost")
-    world.weights()
-    assert output.count("the loss scale has fallen to") >= 2, f"not both ranks say so: {output[-3000:]}"
+    ended = _scaled(world, _LOST_STEPS, "--rank", "1", "--kind", "nan", "--bad", "5-")
+    assert ended.code != 0, "the launcher's exit code is 0"
+    made = world.weights()
+    assert len(made) < _LOST_STEPS, "all steps were made"
+    assert ended.output.count("the loss scale has fallen to") >= 2, f"not both ranks say so: {ended.output[-3000:]}"
     return "both ranks ended with the reason, in the same step and with the same weights"
 
 
 FAULTS = [
-    _spoilt("nan", "NaN in a gradient of rank 1, at a random step", 1, short=True),
-    _spoilt("inf", "inf in a gradient of rank 0, at a random step", 0),
+    _spoilt("nan", "NaN in a gradient of rank 1, at a random step", 1, _at_random, short=True),
+    _spoilt("inf", "inf in a gradient of rank 0, at a random step", 0, _at_random),
+    _spoilt("nan", "NaN in a gradient of rank 1, in the step of a checkpoint", 1, _of_a_checkpoint),
     Fault(
         f"a gradient of {HUGE:g} on rank 1",
         GROUP,

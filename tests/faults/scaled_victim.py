@@ -37,11 +37,8 @@ def _steps(text: str) -> Callable[[int], bool]:
 @click.option("--kind", type=click.Choice(["nan", "inf"]), default="nan")
 @click.option("--bad", default="")
 @click.option("--left-out", default="")
-@click.option("--lost", is_flag=True, help="It is expected to end with an error.")
 @click.option("--horovod/--ddp", required=True)
-def main(
-    folder: Path, steps: int, rank: int, kind: str, bad: str, left_out: str, lost: bool, horovod: bool
-) -> None:
+def main(folder: Path, steps: int, rank: int, kind: str, bad: str, left_out: str, horovod: bool) -> None:
     """Trains a small model for some steps."""
     mine, is_bad, is_left_out = rank_of(dict(os.environ)), _steps(bad), _steps(left_out)
     torch.manual_seed(0)
