@@ -18,7 +18,7 @@ _PHASES: dict[str, tuple[str, int, int | None]] = {
 _GRACE = 5 + 25
 """Seconds that horovodrun gives ranks to end, and those in which a busy machine ends processes."""
 _GRACE_OF_TORCHRUN = 30 + 25
-_LONG = 100
+_LONG = 60
 """Epochs of a training that is not over before a launcher has ended."""
 
 
@@ -138,7 +138,7 @@ def _launcher(act: str, name: str, documented: str, transports: tuple[str, ...],
         saved = f"saved after step {newest}; " if ends == "saved" else ""
         return f"{saved}{_said(ended)}; {world.goes_on(newest, epochs=newest // STEPS_OF_EPOCH + 1)}"
 
-    return Fault(name, GROUP, documented, 120 if ends == "finished" else 60, run, transports)
+    return Fault(name, GROUP, documented, 180 if ends == "finished" else 60, run, transports)
 
 
 _SAVE = "The ranks are told to end: they save after the same step. Started again, the training goes on from there."
