@@ -26,7 +26,11 @@ class OfShell(World):
 
 
 def fault_of(
-    script: str, happens: bool = True, waits: bool = False, look: Callable[[World], None] | None = None
+    script: str,
+    within: float = 60,
+    happens: bool = True,
+    waits: bool = False,
+    look: Callable[[World], None] | None = None,
 ) -> Fault:
     def run(world: World) -> str:
         if happens:
@@ -36,7 +40,7 @@ def fault_of(
             look(world)
         return f"ended with {ended.code}"
 
-    return Fault("a fault", "a group", "It ends.", 1, run, ("ddp",), world=OfShell)
+    return Fault("a fault", "a group", "It ends.", within, run, ("ddp",), world=OfShell)
 
 
 def write_weights(world: World, *digests: str) -> None:
@@ -49,11 +53,11 @@ def write_weights(world: World, *digests: str) -> None:
     ("fault", "happened"),
     [
         (fault_of("exit 3"), None),
-        (fault_of("exec sleep 1000", waits=True), None),
+        (fault_of("exec sleep 1000", within=0.5, waits=True), None),
         (fault_of("true", look=lambda world: write_weights(world, "b", "b")), None),
         (fault_of("true", happens=False), "the fault did not happen"),
-        (fault_of("sleep 1000"), "the ranks still ran"),
-        (fault_of("setsid sleep 1000 & exit 3"), "processes were left"),
+        (fault_of("sleep 1000", within=0.5), "the ranks still ran"),
+        (fault_of("setsid sleep 1000 & exit 3", within=2), "processes were left"),
         (fault_of("exit 3", waits=True), "expected to wait"),
         (fault_of("true", look=lambda world: write_weights(world, "b", "c")), "the weights differ after step 2"),
     ],

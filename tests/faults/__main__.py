@@ -1,6 +1,6 @@
 """Runs rows of the table of faults, shows each, and writes the table.
 
-    python -m tests.faults [--row TEXT] [--group NAME] [--transport NAME] [--short] [--output FOLDER]
+    python -m tests.faults [--row TEXT]... [--group NAME] [--transport NAME] [--short] [--output FOLDER]
 
 The rows that were run replace those in the folder, and the others stay: so the table can be made in pieces. The exit
 status is 0 if every row that was run is as documented, and 1 otherwise.
@@ -24,23 +24,28 @@ COMMAND = "make faults"
 
 
 def chosen_rows(
-    faults: Sequence[Fault], row: str = "", group: str | None = None, transport: str | None = None, short: bool = False
+    faults: Sequence[Fault],
+    rows: Sequence[str] = (),
+    group: str | None = None,
+    transport: str | None = None,
+    short: bool = False,
 ) -> Iterator[tuple[Fault, str]]:
     """Faults and transports.
 
     Args:
-        row: a part of the fault's name.
+        rows: parts of the names of faults; none for all faults.
         short: only what is in the short form, over one transport each.
     """
     for fault in faults:
-        if row not in fault.name or group not in (None, fault.group) or (short and not fault.short):
+        named = not rows or any(row in fault.name for row in rows)
+        if not named or group not in (None, fault.group) or (short and not fault.short):
             continue
         over = [one for one in fault.transports if transport in (None, one)]
         yield from ((fault, one) for one in (over[:1] if short else over))
 
 
 @click.command()
-@click.option("--row", default="", metavar="TEXT", help="Only faults whose name has this text.")
+@click.option("--row", multiple=True, metavar="TEXT", help="Only faults whose name has this text, or that of another.")
 @click.option("--group", help="Only this group of faults.")
 @click.option("--transport", type=click.Choice(ALL), help="Only over this one.")
 @click.option("--short", is_flag=True, help="Only the short form of the table.")
@@ -50,11 +55,8 @@ def chosen_rows(
     default=ROOT / "docs" / "faults",
     help="Folder of faults.md, faults.csv and faults.json.",
 )
-def main(row: str, group: str | None, transport: str | None, short: bool, output: Path) -> None:
+def main(row: tuple[str, ...], group: str | None, transport: str | None, short: bool, output: Path) -> None:
     """Make faults happen to trainings on real ranks, and write down what comes of them."""
-    # Started in the background by a shell, this process ignores Ctrl-C, and so would those that it starts.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     faults = all_faults()
     groups = list(dict.fromkeys(fault.group for fault in faults))
     if group not in (None, *groups):
@@ -81,4 +83,8 @@ def main(row: str, group: str | None, transport: str | None, short: bool, output
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # after the row was cleared away
+    # Started in the background by a shell, this process ignores Ctrl-C, and so would those that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

@@ -16,13 +16,18 @@ LOSS = 0.05
 
 def cut() -> None:
     """No packet comes or goes any more; the host does not notice that its cable leads nowhere."""
-    _switch("link set {port} nomaster")
+    _set_port(os.environ[CLUSTER], _this_host(), "nomaster")
+
+
+def mend(cluster: str, host: int) -> None:
+    """What `cut` did is undone."""
+    _set_port(cluster, host, "master bridge")
 
 
 def stall() -> None:
-    """The same, for `STALL_SECONDS`."""
+    """`cut`, for `STALL_SECONDS`."""
     cut()
-    threading.Timer(STALL_SECONDS, _switch, ["link set {port} master bridge"]).start()
+    threading.Timer(STALL_SECONDS, mend, [os.environ[CLUSTER], _this_host()]).start()
 
 
 def lose_packets() -> None:
@@ -31,7 +36,11 @@ def lose_packets() -> None:
     subprocess.run([*words, "--probability", str(LOSS), "-j", "DROP"], check=True)
 
 
-def _switch(arguments: str) -> None:
-    host = socket.gethostname().removeprefix("host")
-    words = arguments.format(port=f"port{host}").split()
-    subprocess.run(["ip", "-n", f"hvdcomp-{os.environ[CLUSTER]}-switch", *words], check=True)
+def _set_port(cluster: str, host: int, arguments: str) -> None:
+    """Of the switch, where the host's cable ends."""
+    words = ["ip", "-n", f"hvdcomp-{cluster}-switch", "link", "set", f"port{host}", *arguments.split()]
+    subprocess.run(words, check=True)
+
+
+def _this_host() -> int:
+    return int(socket.gethostname().removeprefix("host"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdcomp.bench.cluster import Cluster, ClusterError
 from hvdcomp.bench.cluster.launch import ranks_command
-from tests.faults.links import CLUSTER, LOSS, STALL_SECONDS
+from tests.faults import links
 from tests.faults.table import Fault
 from tests.faults.world import STEPS, WAIT, NotHere, Planted, World
 
@@ -28,13 +29,19 @@ class NetworkWorld(World):
 
     def __init__(self, transport: str, folder: Path, within: float) -> None:
         super().__init__(transport, folder, within)
+        if shutil.which("iptables") is None:
+            raise NotHere("packets are lost by iptables, which is not installed")
         try:
             self._cluster = Cluster(2, _RATE).__enter__()
         except ClusterError as error:
             raise NotHere(str(error)) from None
 
+    def mend(self) -> None:
+        """Undoes a cut of rank 1's link."""
+        links.mend(self._cluster.name, 1)
+
     def command(self, arguments: Sequence[str]) -> list[str]:
-        words = ["env", f"{CLUSTER}={self._cluster.name}", sys.executable, *arguments]
+        words = ["env", f"{links.CLUSTER}={self._cluster.name}", sys.executable, *arguments]
         return ranks_command(_BACKENDS[self.transport], self._cluster.name, 2, self.ranks, words)
 
     def end(self) -> None:
@@ -56,17 +63,23 @@ def _survived(act: str, name: str, documented: str, short: bool = False) -> Faul
 
 
 def _cut(world: World) -> str:
+    assert isinstance(world, NetworkWorld)
     ended = world.train(planted=Planted("cut", "collective", rank=1, step=6))
     assert ended.code != 0, "the exit code is 0"
     world.weights()
-    return f"all ended with exit code {ended.code}; the newest checkpoint is of step {world.saved[-1]}"
+    world.mend()
+    return f"all ended with exit code {ended.code}; the link was mended; {world.goes_on(4)}"
 
 
 FAULTS = [
-    _survived("lose-packets", f"a link loses {LOSS:.0%} of the packets", "TCP sends them again: the training goes on."),
+    _survived(
+        "lose-packets",
+        f"a link loses {links.LOSS:.0%} of the packets",
+        "TCP sends them again: the training goes on.",
+    ),
     _survived(
         "stall",
-        f"a link stands still for {STALL_SECONDS} s",
+        f"a link stands still for {links.STALL_SECONDS} s",
         "Within the timeout nothing is lost: the training goes on.",
         short=True,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.table import ALL, Fault
-from tests.faults.world import EVERY, WAIT, Ended, Planted, World
+from tests.faults.world import EVERY, STEPS_OF_EPOCH, WAIT, Ended, Planted, World
 
 GROUP = "processes"
 
@@ -18,6 +18,8 @@ _PHASES: dict[str, tuple[str, int, int | None]] = {
 _GRACE = 5 + 25
 """Seconds that horovodrun gives ranks to end, and those in which a busy machine ends processes."""
 _GRACE_OF_TORCHRUN = 30 + 25
+_LONG = 60
+"""Epochs of a training that is not over before a launcher has ended."""
 
 
 def _planted(act: str, point: str, rank: int) -> Planted:
@@ -114,39 +116,48 @@ def _stopped(point: str, rank: int) -> list[Fault]:
     ]
 
 
-def _launcher(act: str, name: str, documented: str, transports: tuple[str, ...], saves: bool) -> Fault:
-    """A launcher that is struck while a collective is under way.
+def _launcher(act: str, name: str, documented: str, transports: tuple[str, ...], ends: str) -> Fault:
+    """A launcher that is struck while a collective is under way, in a training that is far from its end.
 
     Args:
-        saves: whether the ranks save before they end.
+        ends: how the ranks end: "saved", "killed", or "finished" where they train to the end.
     """
-    point = "collective"
 
     def run(world: World) -> str:
-        ended = world.train(planted=_planted(act, point, rank=1))
+        ended = world.train("--epochs", str(_LONG), planted=_planted(act, "collective", rank=1))
         assert ended.code != 0, "the launcher's exit code is 0"
         world.weights()
         newest = world.saved[-1]
-        if saves:
+        last = _LONG * STEPS_OF_EPOCH
+        if ends == "finished":
+            assert (world.summary["status"], newest) == ("finished", last), world.summary
+            return f"the ranks trained to the end, step {last}; the launcher's exit code was {ended.code}"
+        assert newest < last, f"the ranks trained to the end, step {newest}"
+        if ends == "saved":
             assert (world.summary["status"], world.summary["steps"]) == ("stopped", newest), world.summary
-            return f"saved after step {newest}; {_said(ended)}; {world.goes_on(newest)}"
-        assert newest >= (_PHASES[point][2] or 0), world.saved
-        return f"{_said(ended)}; {world.goes_on(newest)}"
+        saved = f"saved after step {newest}; " if ends == "saved" else ""
+        return f"{saved}{_said(ended)}; {world.goes_on(newest, epochs=newest // STEPS_OF_EPOCH + 1)}"
 
-    return Fault(name, GROUP, documented, 60, run, transports)
+    return Fault(name, GROUP, documented, 180 if ends == "finished" else 60, run, transports)
 
 
 _SAVE = "The ranks are told to end: they save after the same step. Started again, the training goes on from there."
 _END = "All ranks end. Started again, the training goes on from the newest complete checkpoint."
+_GO_ON = (
+    "torchrun ends without a word to the ranks: as without hvdcomp they train on, to the end. Start the training again "
+    "only when they have ended."
+)
+_KILLED = "mpirun kills all ranks. Started again, the training goes on from the newest complete checkpoint."
 
 FAULTS = [
     *(_killed(point, rank) for point in _PHASES for rank in (0, 1)),
     *(_told(point, number % 2) for number, point in enumerate(_PHASES)),
     *(fault for number, point in enumerate(_PHASES) for fault in _stopped(point, (number + 1) % 2)),
-    _launcher("launcher-SIGKILL", "SIGKILL of the launcher", _END, ALL, saves=False),
-    _launcher("launcher-SIGTERM", "SIGTERM to the launcher", _SAVE, ("gloo", "ddp"), saves=True),
-    _launcher("launcher-SIGTERM", "SIGTERM to the launcher", "mpirun kills all ranks. " + _END, ("mpi",), saves=False),
-    _launcher("interrupt", "Ctrl-C once", _SAVE, ("gloo",), saves=True),
-    _launcher("interrupt", "Ctrl-C once", _END, ("mpi", "ddp"), saves=False),
-    _launcher("interrupt-twice", "Ctrl-C twice, half a second apart", _END, ALL, saves=False),
+    _launcher("launcher-SIGKILL", "SIGKILL of the launcher", _END, ("gloo", "mpi"), "killed"),
+    _launcher("launcher-SIGKILL", "SIGKILL of the launcher", _GO_ON, ("ddp",), "finished"),
+    _launcher("launcher-SIGTERM", "SIGTERM to the launcher", _SAVE, ("gloo", "ddp"), "saved"),
+    _launcher("launcher-SIGTERM", "SIGTERM to the launcher", _KILLED, ("mpi",), "killed"),
+    _launcher("interrupt", "Ctrl-C once", _SAVE, ("gloo",), "saved"),
+    _launcher("interrupt", "Ctrl-C once", _END, ("mpi", "ddp"), "killed"),
+    _launcher("interrupt-twice", "Ctrl-C twice, half a second apart", _END, ALL, "killed"),
 ]

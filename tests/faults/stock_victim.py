@@ -1,8 +1,8 @@
 """A training of Horovod or DistributedDataParallel as they are, without hvdcomp, in which a fault is planted.
 
-    python -m tests.faults.stock_victim --folder FOLDER --act NAME --rank R --step N --horovod|--ddp
+    python -m tests.faults.stock_victim --folder FOLDER --act NAME --rank R --horovod|--ddp
 
-The fault happens on rank R in step N, before its backward pass: the others are then in a collective.
+The fault happens on rank R in a step, before its backward pass: the others are then in a collective.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ import torch
 from torch import nn
 
 from tests.faults.points import ACTS, Place
+from tests.faults.stock import FINISHED
 from tests.faults.victim import claims, rank_of, wait_no_longer_than
-from tests.faults.world import STEPS
+
+_STEP = 6
+_STEPS = 4000  # which are not over before a launcher has ended
 
 
 @click.command()
 @click.option("--folder", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--act", type=click.Choice(list(ACTS)), required=True)
 @click.option("--rank", type=int, required=True)
-@click.option("--step", type=int, required=True)
 @click.option("--group-timeout", type=float, required=True)
 @click.option("--horovod/--ddp", required=True)
-def main(folder: Path, act: str, rank: int, step: int, group_timeout: float, horovod: bool) -> None:
+def main(folder: Path, act: str, rank: int, group_timeout: float, horovod: bool) -> None:
     """Trains a small model for some steps."""
     mine = rank_of(dict(os.environ))
     wait_no_longer_than(group_timeout)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
     model, optimizer, leave = _with_horovod(model) if horovod else _with_ddp(model)
-    for number in range(1, STEPS + 1):
+    for number in range(1, _STEPS + 1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(torch.randn(16, 64)), torch.randint(10, (16,)))
-        if mine == rank and number >= step and claims(folder, {"act": act, "rank": rank, "step": number}):
+        if mine == rank and number == _STEP and claims(folder, {"act": act, "rank": rank, "step": number}):
             ACTS[act](Place(rank, number, folder, {}))
         loss.backward()
         optimizer.step()
+    (folder / FINISHED.format(mine)).touch()
     leave()
 
 

@@ -28,10 +28,13 @@ MARK = "HVDCOMP_FAULTS_ROW"
 
 # An epoch of two ranks is 10 steps. The policy decides in step 11, by the end of the first epoch.
 TRAINING = (
-    *("--model", "mlp", "--samples", "320", "--batch-size", "16", "--epochs", "2", "--no-progress"),
+    *("--model", "mlp", "--data", "synthetic", "--image-size", "8", "--samples", "320", "--batch-size", "16"),
+    "--no-progress",
     *("--compression", "topk:ratio=0.02", "--policy", "accordion:low=0.1,high=0.02,interval=1"),
 )
-STEPS = 20
+STEPS_OF_EPOCH = 10
+_EPOCHS = 2
+STEPS = _EPOCHS * STEPS_OF_EPOCH
 EVERY = 4
 """Steps from one checkpoint to the next."""
 
@@ -143,7 +146,7 @@ class World:
         if planted is not None:
             words += ["--act", planted.act, "--point", planted.point]
             words += ["--rank", str(planted.rank), "--step", str(planted.step)]
-        words += ["--", *TRAINING, *places, "--checkpoint-every", str(EVERY), *options]
+        words += ["--", *TRAINING, *places, "--epochs", str(_EPOCHS), "--checkpoint-every", str(EVERY), *options]
         return self.run(["-m", "tests.faults.victim", *words], from_start or planted is not None, environment, waits)
 
     def run(
@@ -281,12 +284,21 @@ class World:
             lines = file.read_text().splitlines(keepends=True)
             file.write_text("".join(line for line in lines if int(line.split()[0]) <= (after or 0)))
 
-    def goes_on(self, after: int | None, *options: str, says: Sequence[str] = (), from_start: bool = False) -> str:
+    def goes_on(
+        self,
+        after: int | None,
+        *options: str,
+        epochs: int = _EPOCHS,
+        says: Sequence[str] = (),
+        from_start: bool = False,
+    ) -> str:
         """Starts the same training again, and sees that it goes on and ends as if there had been no fault.
 
         Args:
             after: the step of the checkpoint that it is to go on from; None for a start anew.
-            options: of `hvdcomp train`, as the training had them.
+            options: of `hvdcomp train`, as the training had them, by which its weights may be others than those of an
+                undisturbed training.
+            epochs: of the whole training.
             says: what it is to say.
             from_start: as of `train`.
 
@@ -296,7 +308,7 @@ class World:
         Raises:
             AssertionError: it did something else.
         """
-        ended = self.train(*options, from_start=from_start)
+        ended = self.train("--epochs", str(epochs), *options, from_start=from_start)
         assert ended.code == 0, f"started again, it ends with {ended.code}: {ended.output[-3000:]}"
         ended.expect(*says)
         summary = self.summary
@@ -304,10 +316,10 @@ class World:
         found = summary["resumed_at"][-1] if summary["resumed_at"] else None
         assert found == after, f"started again, it goes on after step {found}, and not after step {after}"
         weights = self.weights()
-        assert sorted(weights) == list(range(1, STEPS + 1)), sorted(weights)
+        assert sorted(weights) == list(range(1, epochs * STEPS_OF_EPOCH + 1)), sorted(weights)
         if not options:
             expected = self.undisturbed.weights()
-            apart = [step for step in expected if weights[step] != expected[step]]
+            apart = [step for step in expected if weights.get(step, expected[step]) != expected[step]]
             assert not apart, f"its weights after step {apart[0]} are not those of an undisturbed training"
         began = "anew" if after is None else f"after step {after}"
         return f"started again, it went on {began} to the same weights"
