@@ -44,10 +44,10 @@ export PYTHONUNBUFFERED := 1
 STARTED := $(shell date +%s)
 
 # horovodrun itself imports TensorFlow, twice, and each time it announces these optimisations.
-demo test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
+demo faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench gpu-check image wheel clean
+.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -113,6 +113,10 @@ bench: setup  ## measure what compression costs and what it does to accuracy (ab
 	    --output docs/encode/$$model || exit 1; \
 	done
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
+
+faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT= choose
+	@python -m tests.faults $(if $(GROUP),--group "$(GROUP)") $(if $(ROW),--row "$(ROW)") \
+	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(OUTPUT),--output "$(OUTPUT)")
 
 # Without set-up: it takes the Python that is there, which needs PyTorch for CUDA, Triton and NumPy, and nothing else.
 gpu-check: export PATH := $(PATH_BEFORE)

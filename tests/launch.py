@@ -27,6 +27,45 @@ def available(controller: str) -> bool:
     return shutil.which(program, path=_search_path()) is not None
 
 
+def launcher_command(
+    count: int,
+    controller: str,
+    arguments: Sequence[str],
+    horovodrun: Sequence[str] = (sys.executable, "-c", _HOROVODRUN),
+    python: str | Path = sys.executable,
+    hosts: Path | None = None,
+) -> list[str]:
+    """The command that runs `python arguments...` on `count` ranks of this machine; arguments as of `run_ranks`."""
+    if controller == "gloo" and hosts is not None:
+        launcher = [*horovodrun, "-np", str(count), "--min-np", "1", "--max-np", "3", "--gloo"]
+        launcher += ["--host-discovery-script", str(hosts), "--network-interface", "lo"]
+    elif controller == "gloo":
+        launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
+    elif controller == "torchrun":
+        launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    else:
+        launcher = ["mpirun", "-np", str(count), "--oversubscribe", "--bind-to", "none"]
+    return [*launcher, *([] if controller == "torchrun" else [str(python)]), *arguments]
+
+
+def launcher_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a launcher: this process's, what tests need, and what is given, which counts most."""
+    return os.environ | {
+        "PATH": _search_path(),
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_ENABLE_ONEDNN_OPTS": "0",
+        "TF_USE_LEGACY_KERAS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores
+        # A rank that waits for ranks that will never come ends with an error instead of hanging.
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
+        **(environment or {}),
+    }
+
+
 def run_ranks(
     count: int,
     controller: str,
@@ -52,32 +91,9 @@ def run_ranks(
     """
     if not available(controller):
         pytest.skip(f"no launcher for {controller} ranks is installed")
-    if controller == "gloo" and hosts is not None:
-        launcher = [*horovodrun, "-np", str(count), "--min-np", "1", "--max-np", "3", "--gloo"]
-        launcher += ["--host-discovery-script", str(hosts), "--network-interface", "lo"]
-    elif controller == "gloo":
-        launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
-    elif controller == "torchrun":
-        launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    else:
-        launcher = ["mpirun", "-np", str(count), "--oversubscribe", "--bind-to", "none"]
-    variables = os.environ | {
-        "PATH": _search_path(),
-        "OMP_NUM_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_ENABLE_ONEDNN_OPTS": "0",
-        "TF_USE_LEGACY_KERAS": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores
-        # A rank that waits for ranks that will never come ends with an error instead of hanging.
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
-        **(environment or {}),
-    }
     process = subprocess.Popen(
-        [*launcher, *([] if controller == "torchrun" else [str(python)]), *arguments],
-        env=variables,
+        launcher_command(count, controller, arguments, horovodrun, python, hosts),
+        env=launcher_variables(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -228,6 +228,18 @@ def test_a_finished_run_is_found_finished_and_can_be_made_longer(tmp_path: Path)
     _check_same_run(tmp_path / "a", tmp_path / "b", [60])  # the second run had nothing to do, and nothing to save
 
 
+# A checkpoint with a file of another program, and the right digests.
+_FOREIGN = """
+import hashlib, torch
+shutil.copytree({folder!r}, {copy!r})
+place = max(Path({copy!r}).glob("step-*"))
+torch.save([1, 2], place / "model.pt")
+(place / "SHA256SUMS").unlink()
+digests = [(hashlib.sha256(file.read_bytes()).hexdigest(), file.name) for file in place.iterdir()]
+(place / "SHA256SUMS").write_text("".join("%s  %s\\n" % pair for pair in digests))
+"""
+
+
 @pytest.mark.thorough
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "damaged" / "step-00000005").mkdir(parents=True)
@@ -244,7 +256,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         "--checkpoint-every writes to --checkpoint-folder DIR": [*_TOPK, "--checkpoint-every", "5"],
         "--checkpoint-every 0: at least 1": [*base, "--checkpoint-every", "0"],
     }
-    said = _run(1, tmp_path, [{"options": one} for one in ([*base, "--output", output], *refused.values())])
+    runs: list[dict[str, Any]] = [{"options": one} for one in ([*base, "--output", output], *refused.values())]
+    copy = str(tmp_path / "foreign")
+    refused["cannot be read: TypeError"] = [*_TOPK, "--epochs", "1", "--checkpoint-folder", copy, "--output", output]
+    foreign = _FOREIGN.format(folder=folder, copy=copy)
+    runs.append({"options": refused["cannot be read: TypeError"], "before": foreign})
+    said = _run(1, tmp_path, runs)
     assert "run 0 ends on rank 0 with 0" in said
     for number, message in enumerate(refused, 1):
         assert message in said
@@ -256,6 +273,17 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert f"run 0 ends on rank {rank} with 0" in other_ranks
         assert f"run 1 ends on rank {rank} with 2" in other_ranks
+
+
+@pytest.mark.thorough
+def test_weights_that_are_lost_are_not_saved(tmp_path: Path) -> None:
+    """The loss of a step is that of the weights before it."""
+    spoil = "rank == 1 and next(self._model.parameters()).register_hook(lambda gradient: gradient * float('nan'))"
+    options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(tmp_path / "c")]
+    runs = [{"options": [*options, "--checkpoint-every", "5"], "at": {"step": 10, "do": spoil}}]
+    assert "run 0 ends on rank 1 with 1" in _run(2, tmp_path, runs)
+    assert _held(tmp_path / "c") == ["step-00000005"]
+    assert (_summary(tmp_path / "b")["status"], _summary(tmp_path / "b")["steps"]) == ("diverged", 10)
 
 
 @pytest.mark.thorough

@@ -33,6 +33,8 @@ _DIGESTS = 2**20
 _UNIT = 2**10  # between digests, since Horovod's mean of whole numbers drops what is behind the point
 PRESENCE_BYTES = 8
 
+_SMALLEST_LOSS_SCALE = 2.0**-126  # what is smaller has no inverse in float32, and nothing that was scaled comes back
+
 
 class Binding(Training):
     """Ties one `Compression` to one training.
@@ -149,12 +151,13 @@ class Binding(Training):
             self._batch.require_same()
         self.engine.begin()
         self._waste.look()
-        self._refused = self.reason_to_refuse()
+        self._refused = self.reason_to_refuse() or self._reason_of_loss_scale()
         digest = self.engine.planner.digest
         if self._refused is not None:  # it disagrees with the ranks that do not refuse, so that all of them learn why
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
-        self._follow_loss_scale()
+        if self._refused is None:
+            self._follow_loss_scale()
 
     def check_presence(self, total: int) -> None:
         """Stops all ranks if one is missing, was configured otherwise, or has other levels.
@@ -238,6 +241,17 @@ class Binding(Training):
                 f"gradient_predivide_factor={factor} scales what Horovod allreduces, but compressed gradients do not "
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
+
+    def _reason_of_loss_scale(self) -> str | None:
+        """Why no step can be made at the loss scale of now; None if one can."""
+        scale = self.loss_scale()
+        if scale is None or scale >= _SMALLEST_LOSS_SCALE:
+            return None
+        return (
+            f"the loss scale has fallen to {scale:g}: in more than a hundred steps gradients were not finite on some "
+            "rank, and nothing is learnt any more. Go on from a checkpoint with a smaller learning rate, or look for "
+            "the first inf or NaN with torch.autograd.set_detect_anomaly(True)"
+        )
 
     def _follow_loss_scale(self) -> None:
         scale = self.loss_scale()

@@ -18,6 +18,7 @@ import pickle
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,23 @@ _MAY_CHANGE = {
     *("elastic", "metrics_port"),
 }
 _RANKS = "ranks"
+
+KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
+"""What of a run a checkpoint keeps as it is."""
+
+_POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}  # all that a run goes on from
+
+# What reading a file raises that is damaged, of another program, or made to do harm.
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    pickle.UnpicklingError,
+)
 
 Done = TypeVar("Done")
 
@@ -115,10 +133,11 @@ class Checkpoints:
         A rank that the run did not have gets what another one saved. Call it on every rank.
 
         Raises:
-            RunRefused: on every rank, if it is of another run, or all are damaged.
+            RunRefused: on every rank, if it is of another run, or all are damaged, or none could be written.
         """
         ranks = self._ranks
         steps = ranks.together(self._steps)
+        ranks.together(self._check_writable)
         if any(others != steps for others in ranks.gather(steps, "checkpoint")):
             ranks.together(self._refuse_different)
         for step in steps:
@@ -141,8 +160,19 @@ class Checkpoints:
                     shutil.rmtree(left)
             names = os.listdir(self.folder) if self.folder.is_dir() else []
         except OSError as error:
-            raise SetupError(f"--checkpoint-folder {self.folder}: {error.strerror or error}; name another") from None
+            raise self._cannot_use(error) from None
         return sorted((int(match[1]) for match in map(_COMPLETE.fullmatch, names) if match), reverse=True)
+
+    def _check_writable(self) -> None:
+        """Sees that this rank can write to the folder, which rank 0 has made where all hosts share it."""
+        if self.folder.is_dir():
+            try:
+                tempfile.TemporaryFile(dir=self.folder).close()
+            except OSError as error:
+                raise self._cannot_use(error) from None
+
+    def _cannot_use(self, error: OSError) -> SetupError:
+        return SetupError(f"--checkpoint-folder {self.folder}: {error.strerror or error}; name another")
 
     def _refuse_different(self) -> bool:
         raise SetupError(
@@ -181,12 +211,14 @@ class Checkpoints:
             file = place / self._run_file(0)
         try:
             record = json.loads(file.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file.name} cannot be read: {error}") from None
         if not isinstance(record, dict) or "format" not in record:
             raise ValueError(f"{file.name} is not as hvdcomp writes it")
         if record["format"] in _FORMATS and not all(isinstance(record.get(key), dict) for key in ("facts", "run")):
             raise ValueError(f"{file.name} is not as hvdcomp writes it: it lacks the facts of a run")
+        if record["format"] in _FORMATS and (missing := _POSITION - record["run"].keys()):
+            raise ValueError(f"{file.name} is not as hvdcomp writes it: it lacks {', '.join(sorted(missing))}")
         return record
 
     def _read(self) -> dict[str, Any]:
@@ -236,7 +268,7 @@ class Checkpoints:
         def restored() -> bool:
             try:
                 learner.restore(place, self.sources, self._ranks.size)
-            except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
+            except _UNREADABLE as error:
                 raise SetupError(f"{place} cannot be read: {error!r}; remove it, or name another folder") from None
             return True
 

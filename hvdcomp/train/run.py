@@ -17,7 +17,7 @@ import numpy as np
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
-from hvdcomp.train.checkpoints import Checkpoints, Warnings
+from hvdcomp.train.checkpoints import KEPT, Checkpoints, Warnings
 from hvdcomp.train.data import epoch_shard, evaluation_shard, steps_per_epoch
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -30,8 +30,6 @@ _SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are
 _MOST_TIMES = 10_000  # of the latest steps that are kept, and saved in checkpoints
 _FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
 _EVALUATION_BATCH = 256
-# What of a `_Run` a checkpoint keeps.
-_KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 
 
 class Run:
@@ -79,7 +77,7 @@ class Run:
     def go_on_from(self, saved: dict[str, Any]) -> None:
         """Go on from where `_position` told when this was saved."""
         assert self._checkpoints is not None
-        for name in _KEPT:
+        for name in KEPT:
             setattr(self, f"_{name}", saved[name])
         self._taken = self._taken_of(self._checkpoints.old_ranks)
         if self._checkpoints.sources[0] == self._ranks.rank:  # else another rank draws so
@@ -107,7 +105,7 @@ class Run:
         """Where this rank is in the run, as JSON."""
         now = time.perf_counter()
         return {
-            **{name: getattr(self, f"_{name}") for name in _KEPT},
+            **{name: getattr(self, f"_{name}") for name in KEPT},
             "augmenting": self._augmenting.bit_generator.state,
             "resumed_at": self._resumed_at,
             "seconds": now - self._start,
@@ -182,7 +180,10 @@ class Run:
         """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
         warnings = self._warnings
         told, all_told = (False, False) if warnings is None else (warnings.told, warnings.all_told)
-        mine = (self._finite, told, all_told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
+        saves = save or told or all_told or self._ranks.changed
+        # The loss of a step is older than its weights, and a checkpoint of weights that are lost would be of no use.
+        finite_here = self._finite and not (saves and self._weights_are_lost())
+        mine = (finite_here, told, all_told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
         finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
@@ -195,6 +196,10 @@ class Run:
         if (any(changed) or some_leave) and not any(stop_all):
             self._ranks.meet_anew(without_me=told)
         return "stopped" if any(stop) else None
+
+    def _weights_are_lost(self) -> bool:
+        """Whether any of them is not a finite number; the same on every rank."""
+        return not all(np.isfinite(parameter).all() for parameter in self._learner.parameters().values())
 
     def _steps_to_next_check(self) -> int:
         if self._checkpoints is None:

@@ -47,9 +47,11 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
     make_learner = learner_class(options.framework, ranks.backend)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
+    # Now, or some would look for a checkpoint, and others not.
+    folder = None if options.checkpoint_folder is None else "given"
+    ranks.check_same({**_comparable(options), "checkpoint_folder": folder})
     checkpoints, saved = None, None
     if options.checkpoint_folder is not None:
-        ranks.check_same(_comparable(options))  # or some would look for a checkpoint, and others not
         checkpoints = Checkpoints(options, _comparable(options), ranks)
         saved = checkpoints.find()
     ranks.together(lambda: _check_outputs(options, ranks, saved))

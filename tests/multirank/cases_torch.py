@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import weakref
 from itertools import product
@@ -376,6 +377,27 @@ def case_loss_scaler_skips_the_step_everywhere() -> None:
     assert min(scales) < 1024.0 or max(scales) > 1024.0
     assert_same_everywhere(weights(model))
     assert_same_everywhere(torch.tensor(scales))
+
+
+def case_a_loss_scale_that_has_fallen_to_nothing() -> None:
+    """It ends all ranks, and what was left to be sent is still there."""
+    model = small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-120)
+    how = compression("topk:ratio=0.05", model, grad_scaler=scaler)
+    optimizer = distribute(model, how)
+    generator = own_generator()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        inputs, classes = batch(generator)
+        scaler.scale(torch.nn.functional.cross_entropy(model(inputs), classes)).backward()
+        optimizer.synchronize()
+
+    step()
+    kept = pickle.dumps(how.state_dict())
+    scaler.update(2.0**-127)
+    assert "the loss scale has fallen to 5.87747e-39" in raised(hvdcomp.ConfigurationError, step)
+    assert pickle.dumps(how.state_dict()) == kept
 
 
 def case_residuals_follow_the_loss_scale() -> None:

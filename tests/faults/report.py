@@ -1,0 +1,91 @@
+"""The table as a page, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.files import csv_of, replace_files
+from tests.faults.table import Fault, Row
+
+NAME = "faults"
+
+
+def facts() -> dict[str, Any]:
+    """Of this machine and its software."""
+    packages = {name: version(name) for name in ("hvdcomp", "horovod", "torch")}
+    return {
+        "versions": {"python": platform.python_version(), **packages},
+        "kernel": platform.release(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def read(folder: Path) -> list[Row]:
+    """The rows that were written to a folder; none if there is no table."""
+    file = folder / f"{NAME}.json"
+    return [Row(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+
+
+def together(faults: Sequence[Fault], old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """New rows in the place of old ones, in the order of the table; without rows of faults that are no longer in it."""
+    rows = {(row.fault, row.transport): row for row in (*old, *new)}
+    order = [(fault.name, transport) for fault in faults for transport in fault.transports]
+    return [rows[place] for place in order if place in rows]
+
+
+def write(folder: Path, command: str, rows: Sequence[Row]) -> None:
+    """Writes the table.
+
+    Args:
+        command: that makes it.
+        rows: at least one.
+
+    Raises:
+        OSError: as of `replace_files`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"command": command, **facts(), "rows": [row.as_json() for row in rows]}
+    replace_files(
+        {
+            folder / f"{NAME}.json": (json.dumps(document, indent=1) + "\n").encode(),
+            folder / f"{NAME}.csv": csv_of([row.as_json() for row in rows]),
+            folder / f"{NAME}.md": as_markdown(command, document, rows).encode(),
+        }
+    )
+
+
+def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The page."""
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    passed = sum(row.passed for row in rows)
+    lines = [
+        "# Faults, and what comes of them",
+        "",
+        f"    {command}",
+        "",
+        f"It was run with {versions} on {found['cores']} cores. {passed} of {len(rows)} rows are as documented. "
+        "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
+        "torchrun (`ddp`). The time is that from the fault to the end of the last process of the training, and the "
+        "limit is that for this time. Where ranks wait for ever, they were told to end at the limit. Every row also "
+        "sees that no process is left, and that all ranks had the same weights after each step.",
+    ]
+    for group in dict.fromkeys(row.group for row in rows):
+        lines += ["", f"## {group.capitalize()}", ""]
+        lines += ["| fault | over | documented | happened | seconds | limit |", "|---|---|---|---|---|---|"]
+        for row in rows:
+            if row.group == group:
+                happened = row.happened if row.passed else f"**FAILED**: {row.happened}"
+                seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
+                cells = (row.fault, row.transport, row.documented, happened, seconds, f"{row.within:.0f}")
+                lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")[:600]
