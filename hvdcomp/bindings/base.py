@@ -151,7 +151,7 @@ class Binding(Training):
             self._batch.require_same()
         self.engine.begin()
         self._waste.look()
-        self._refused = self.reason_to_refuse() or self._reason_of_loss_scale()
+        self._refused = self.reason_to_refuse() or reason_to_refuse_scale(self.loss_scale())
         digest = self.engine.planner.digest
         if self._refused is not None:  # it disagrees with the ranks that do not refuse, so that all of them learn why
             digest += _DIGESTS // 3
@@ -242,17 +242,6 @@ class Binding(Training):
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
 
-    def _reason_of_loss_scale(self) -> str | None:
-        """Why no step can be made at the loss scale of now; None if one can."""
-        scale = self.loss_scale()
-        if scale is None or scale >= _SMALLEST_LOSS_SCALE:
-            return None
-        return (
-            f"the loss scale has fallen to {scale:g}: in more than a hundred steps gradients were not finite on some "
-            "rank, and nothing is learnt any more. Go on from a checkpoint with a smaller learning rate, or look for "
-            "the first inf or NaN with torch.autograd.set_detect_anomaly(True)"
-        )
-
     def _follow_loss_scale(self) -> None:
         scale = self.loss_scale()
         if scale is None:
@@ -296,3 +285,14 @@ class Binding(Training):
         self._loss_scale = state["own"].get("loss_scale")
         if self._batch is not None:
             self._batch.follow()
+
+
+def reason_to_refuse_scale(scale: float | None) -> str | None:
+    """Why no step can be made at this loss scale; None if one can, or if there is none."""
+    if scale is None or scale >= _SMALLEST_LOSS_SCALE:
+        return None
+    return (
+        f"the loss scale has fallen to {scale:g}: in more than a hundred steps gradients were not finite on some rank, "
+        "and nothing is learnt any more. Go on from a checkpoint with a smaller learning rate, or look for the first "
+        "gradient that is inf or NaN"
+    )
