@@ -18,6 +18,7 @@ from hvdcomp.launch.job import Job
 from hvdcomp.launch.k8s import manifest
 from hvdcomp.launch.k8s.horovodrun import exit_code
 from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.launch.k8s.warn import ranks
 from hvdcomp.launch.promise import EXIT_SAVED
 from tests.k8s_pods import NEEDED, Pods
 from tests.launch import run_ranks
@@ -36,6 +37,27 @@ def test_another_end_of_horovodrun_is_a_failure() -> None:
     assert exit_code("Horovod was shutdown because number of resets ...") == 1
 
 
+def test_ranks_are_what_horovodrun_or_open_mpi_started_and_not_what_they_start(tmp_path: Path) -> None:
+    rank = "PATH=/bin\0HOROVOD_RANK=1\0"
+    processes = {
+        1: ("sshd", "S", 0, ""),
+        20: ("sh", "S", 1, "PATH=/bin\0"),  # of an ssh session
+        21: ("python3 (a) b", "S", 20, rank),
+        22: ("data loader", "S", 21, rank),
+        23: ("python3", "Z", 20, rank),
+        30: ("orted", "S", 1, ""),
+        31: ("python3", "R", 30, "OMPI_COMM_WORLD_RANK=0\0"),
+        32: ("python3", "S", 31, "OMPI_COMM_WORLD_RANK=0\0"),
+    }
+    for number, (name, state, parent, variables) in processes.items():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{number} ({name}) {state} {parent} 1 1 0")
+        (folder / "environ").write_text(variables)
+    (tmp_path / "1" / "environ").unlink()  # what may not be read
+    assert ranks(tmp_path) == [21, 31]
+
+
 def launcher(folder: Path, hosts: str, *words: str, workers: int = 1) -> subprocess.Popen[str]:
     """The launcher with a stand-in for ssh, which gives the command to a shell in a bare environment."""
     ssh = '#!/bin/sh\nfor last; do :; done\nexec env -i PATH="$PATH" sh -c "$last"\n'
@@ -52,10 +74,17 @@ def launcher(folder: Path, hosts: str, *words: str, workers: int = 1) -> subproc
 def test_workers_are_waited_for_and_it_can_be_ended_meanwhile(tmp_path: Path) -> None:
     with launcher(tmp_path, "echo nowhere.invalid\n", "-np", "1", "true") as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "hvdcomp: waiting for 1 workers; 0 answer\n"
+        assert process.stderr.readline() == "hvdcomp: waiting for workers: 0 of 1 answer\n"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 143
+
+
+def test_a_list_that_is_not_there_is_named() -> None:
+    command = [sys.executable, "-m", MODULE, "2222", "/no/discover_hosts.sh", "1", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 127
+    assert done.stderr == "hvdcomp: /no/discover_hosts.sh cannot be run: No such file or directory\n"
 
 
 @pytest.mark.thorough
@@ -122,7 +151,7 @@ class TestPods:
             pods.start_worker(first)
             pods.list_workers(first)
             running = pods.start_launcher(stderr=subprocess.STDOUT)
-            until(running, "hvdcomp: waiting for 2 workers; 1 answer")
+            until(running, "hvdcomp: waiting for workers: 1 of 2 answer")
 
             pods.start_worker(second)
             pods.list_workers(first, second)

@@ -10,6 +10,7 @@ workers instead: ranks that know it all save and end with code 213.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -51,7 +52,7 @@ class _Workers:
         said = False
         while (ready := sum(answers(host, int(self._port)) for host in self.hosts())) < count:
             if not said:
-                print(f"hvdcomp: waiting for {count} workers; {ready} answer", file=sys.stderr, flush=True)
+                print(f"hvdcomp: waiting for workers: {ready} of {count} answer", file=sys.stderr, flush=True)
                 said = True
             time.sleep(1)
 
@@ -71,20 +72,28 @@ class _Workers:
 def _main() -> NoReturn:
     port, program, count, *arguments = sys.argv[1:]
     end_while_waiting()
-    ssh = shutil.which("ssh")
-    if ssh is None:
-        print("hvdcomp: ssh cannot be run: No such file or directory", file=sys.stderr)
-        sys.exit(127)
+    workers = _Workers(port, program)
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "ssh")
-        script.write_text(_SSH.format(ssh=quote(ssh)))
-        script.chmod(0o755)
-        os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        workers = _Workers(port, program)
-        workers.wait_for(int(count))
+        try:
+            _make_ssh(Path(folder))
+            workers.wait_for(int(count))
+        except FileNotFoundError as error:
+            print(f"hvdcomp: {error.filename} cannot be run: {error.strerror}", file=sys.stderr)
+            sys.exit(127)
         horovodrun = [sys.executable, "-u", "-m", "hvdcomp.launch.k8s.horovodrun", "--gloo", "--ssh-port", port]
         code = Ranks(workers.warn).run([*horovodrun, "--host-discovery-script", quote(program), *arguments])
     finish(code)
+
+
+def _make_ssh(folder: Path) -> None:
+    """Put ssh with its options before all others."""
+    ssh = shutil.which("ssh")
+    if ssh is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ssh")
+    script = folder / "ssh"
+    script.write_text(_SSH.format(ssh=quote(ssh)))
+    script.chmod(0o755)
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 if __name__ == "__main__":
