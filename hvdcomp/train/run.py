@@ -179,10 +179,10 @@ class Run:
     def _agree(self, save: bool = False) -> str | None:
         """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
         told = self._warnings is not None and self._warnings.told
-        saves = save or told or self._ranks.changed
+        anew = self._ranks.changed
         # The loss of a step is older than its weights, and a checkpoint of weights that are lost would be of no use.
-        lost = saves and self._weights_are_lost()
-        mine = (self._finite and not lost, told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
+        lost = (save or told or anew) and self._weights_are_lost()
+        mine = (self._finite and not lost, told, anew, self._steps_to_next_check(), self._unwritten)
         finite, stop, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
