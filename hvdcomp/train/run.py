@@ -180,10 +180,10 @@ class Run:
         """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
         warnings = self._warnings
         told, all_told = (False, False) if warnings is None else (warnings.told, warnings.all_told)
-        saves = save or told or all_told or self._ranks.changed
+        anew = self._ranks.changed
         # The loss of a step is older than its weights, and a checkpoint of weights that are lost would be of no use.
-        finite_here = self._finite and not (saves and self._weights_are_lost())
-        mine = (finite_here, told, all_told, self._ranks.changed, self._steps_to_next_check(), self._unwritten)
+        lost = (save or told or all_told or anew) and self._weights_are_lost()
+        mine = (self._finite and not lost, told, all_told, anew, self._steps_to_next_check(), self._unwritten)
         finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)

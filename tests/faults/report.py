@@ -73,7 +73,8 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
         "torchrun (`ddp`). The time is that from the fault to the end of the last process of the training, and the "
         "limit is that for this time. Where ranks wait for ever, they were told to end at the limit. Every row also "
-        "sees that no process is left, and that all ranks had the same weights after each step.",
+        "sees that no process is left, and, where ranks train with hvdcomp, that all had the same weights after each "
+        "step.",
     ]
     for group in dict.fromkeys(row.group for row in rows):
         lines += ["", f"## {group.capitalize()}", ""]
