@@ -72,6 +72,17 @@ def test_each_group_steps_at_the_multiple_of_its_own_rate(optimizer: Any) -> Non
             assert rates(optimizer) == [0.5, 0.125]
 
 
+def test_a_step_that_has_begun_keeps_its_multiple(optimizer: Any) -> None:
+    scaled = ScaledSteps(optimizer)
+    scaled.factor = 2.0
+    scaled.begin_step()
+    scaled.factor = 4.0
+    assert step(optimizer) == [1.0, 0.25]
+    assert step(optimizer) == [2.0, 0.5]  # whose gradients nobody exchanges
+    scaled.begin_step()
+    assert step(optimizer) == [2.0, 0.5]
+
+
 def test_rates_that_are_set_between_steps_are_the_ones_that_count(optimizer: Any) -> None:
     scaled = ScaledSteps(optimizer)
     scaled.factor = 2.0

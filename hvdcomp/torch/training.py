@@ -50,6 +50,11 @@ class TorchTraining(Binding):
             if mean.data_ptr() != gradients[name].data_ptr():
                 gradients[name].copy_(mean)
 
+    def begin(self) -> None:
+        super().begin()
+        if self.coordinator is not None and self.coordinator.decision.sets_batch_size:
+            self._scaled_steps().begin_step()
+
     def compress(self, tensor: torch.Tensor) -> Any:
         """Refuses what Horovod hands over, where something else averages gradients."""
         raise ConfigurationError(
@@ -68,9 +73,7 @@ class TorchTraining(Binding):
         return rates_of(self._known_optimizer())
 
     def follow_batch_size(self, batch_size: BatchSize) -> None:
-        if self._scaled is None:
-            self._scaled = ScaledSteps(self._known_optimizer())
-        self._scaled.factor = batch_size.learning_rate_factor
+        self._scaled_steps().factor = batch_size.learning_rate_factor
 
     def loss_scale(self) -> float | None:
         scaler = self.setup.grad_scaler
@@ -97,6 +100,11 @@ class TorchTraining(Binding):
 
     def place(self, array: torch.Tensor, name: str) -> torch.Tensor:
         return array.detach().to(self._parameters[name].device, copy=True)
+
+    def _scaled_steps(self) -> ScaledSteps:
+        if self._scaled is None:
+            self._scaled = ScaledSteps(self._known_optimizer())
+        return self._scaled
 
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:

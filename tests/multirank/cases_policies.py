@@ -8,6 +8,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class Training:
         assert isinstance(binding, TorchBinding)
         return binding
 
-    def step(self, before: Callable[[], None] = lambda: None) -> None:
+    def step(self, before: Callable[[], None] = lambda: None, synchronized: bool = False) -> None:
+        """One step; `before` is called after the backward passes, and has waited for the exchange if `synchronized`."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.02 * 0.5 ** (self.epoch // 3)
         passes = self.compression.accumulation
@@ -94,7 +96,8 @@ class Training:
             loss = torch.nn.functional.cross_entropy(self.model(inputs), classes)
             (loss / passes).backward()
         before()
-        self.optimizer.step()
+        with self.optimizer.skip_synchronize() if synchronized else nullcontext():
+            self.optimizer.step()
         self.left -= passes
         if self.left < passes:
             self.epoch, self.left = self.epoch + 1, _EPOCH
@@ -393,6 +396,21 @@ def case_the_learning_rate_grows_with_the_batch_and_only_during_steps() -> None:
         expected.append((parameter.detach() - 2 * rate * mean).reshape(-1).double())
     training.step()
     torch.testing.assert_close(weights(training.model), torch.cat(expected), rtol=1e-5, atol=1e-6)
+
+
+def case_a_checkpoint_of_one_rank_in_the_middle_of_a_step_leaves_the_step_as_it_is() -> None:
+    """Its state holds the decision that is on its way, which the other ranks take up before their next step."""
+    training = Training(*_BATCHES[1])
+
+    def look() -> None:
+        training.optimizer.synchronize()
+        if hvd.rank() == 0:
+            training.compression.state_dict()
+
+    for _ in range(20):
+        training.step(look, synchronized=True)
+        assert_same_everywhere(weights(training.model))
+    assert len(set(training.plans)) > 1, "the batch never grew"
 
 
 def case_residuals_weigh_the_same_when_the_learning_rate_grows() -> None:
