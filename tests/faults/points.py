@@ -55,7 +55,7 @@ def _at_step(reached: Reached) -> None:
         reached(run=self)
         real(self, *arguments)
 
-    Run._timed_step = timed_step  # type: ignore[method-assign]
+    Run._timed_step = timed_step  # type: ignore[assignment,method-assign]
 
 
 def _in_encode(reached: Reached) -> None:

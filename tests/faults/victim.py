@@ -109,7 +109,7 @@ def _count_and_trace(file: Path, counter: _Counter) -> None:
         with file.open("a") as trace:
             trace.write(f"{self._step} {run._digest(self._learner.parameters())}\n")
 
-    run.Run._timed_step = timed_step  # type: ignore[method-assign]
+    run.Run._timed_step = timed_step  # type: ignore[assignment,method-assign]
 
 
 if __name__ == "__main__":
