@@ -46,7 +46,7 @@ _submission = [
     click.option(
         "--elastic",
         metavar="MIN:MAX",
-        help="Horovod goes on when ranks come and go, with at least MIN and at most MAX ranks; --ranks are asked for.",
+        help="Elastic Horovod: ranks come and go, from MIN to MAX of them. --ranks are asked for at first.",
     ),
     click.option("--slots-per-worker", type=int, help="Ranks in one pod. [default: 1]"),
     click.option("--gpu-resource", metavar="RESOURCE", help="One for each rank, as nvidia.com/gpu. [default: none]"),
