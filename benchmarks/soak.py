@@ -265,6 +265,23 @@ def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: float) -> str:
+    """What was run, and the table."""
+    lines = [
+        "# Long trainings",
+        "",
+        f"Made by `python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}`: {ranks} ranks, {steps} "
+        f"steps of each case, a fault in {faults:.0%} of them, drawn at random:",
+        "",
+        *[f"- {name}: {meaning}" for name, meaning in FAULTS.items()],
+        "",
+        "A case is flat if memory, open files and the decision log do not grow, and all ranks have the same weights.",
+        "",
+        *table_of(cases),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Of each case.")
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True)
@@ -283,9 +300,7 @@ def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: 
     for name in names or CASES:
         cases[name] = run_case(name, steps, ranks, faults, output / name.replace(" ", "-"))
         click.echo(f"{name}: {'; '.join(cases[name]['grows']) or 'flat'}")
-    said = f"{ranks} ranks, {steps} steps of each case, a fault in {faults:.0%} of them."
-    text = "\n".join([said, "", *table_of(cases)]) + "\n"
-    (output / "soak.md").write_text(text)
+    (output / "soak.md").write_text(page_of(cases, steps, ranks, faults))
     (output / "soak.json").write_text(json.dumps({"steps": steps, "number_of_ranks": ranks, "cases": cases}) + "\n")
     sys.exit(any(case["grows"] for case in cases.values()))
 
