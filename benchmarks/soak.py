@@ -270,8 +270,8 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
     lines = [
         "# Long trainings",
         "",
-        f"Made by `python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}`: {ranks} ranks, {steps} "
-        f"steps of each case, a fault in {faults:.0%} of them, drawn at random:",
+        f"Made by `python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}`: {ranks} ranks, "
+        f"{steps} steps of each case, a fault in {faults:.0%} of them, drawn at random:",
         "",
         *[f"- {name}: {meaning}" for name, meaning in FAULTS.items()],
         "",
