@@ -114,9 +114,9 @@ bench: setup  ## measure what compression costs and what it does to accuracy (ab
 	done
 	@horovodrun -np 2 --gloo python benchmarks/convergence.py
 
-faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT= choose
+faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT=, RESUME=1 choose
 	@python -m tests.faults $(if $(GROUP),--group "$(GROUP)") $(if $(ROW),--row "$(ROW)") \
-	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(OUTPUT),--output "$(OUTPUT)")
+	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(RESUME),--resume) $(if $(OUTPUT),--output "$(OUTPUT)")
 
 # Without set-up: it takes the Python that is there, which needs PyTorch for CUDA, Triton and NumPy, and nothing else.
 gpu-check: export PATH := $(PATH_BEFORE)

@@ -1,6 +1,7 @@
 """Runs rows of the table of faults, shows each, and writes the table.
 
-    python -m tests.faults [--row TEXT]... [--group NAME] [--transport NAME] [--short] [--output FOLDER]
+    python -m tests.faults [--row TEXT]... [--group NAME] [--transport NAME] [--short] [--resume]
+        [--output FOLDER]
 
 The rows that were run replace those in the folder, and the others stay: so the table can be made in pieces. The exit
 status is 0 if every row that was run is as documented, and 1 otherwise.
@@ -49,13 +50,16 @@ def chosen_rows(
 @click.option("--group", help="Only this group of faults.")
 @click.option("--transport", type=click.Choice(ALL), help="Only over this one.")
 @click.option("--short", is_flag=True, help="Only the short form of the table.")
+@click.option("--resume", is_flag=True, help="Only rows that the table in --output lacks, and those that failed.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     default=ROOT / "docs" / "faults",
     help="Folder of faults.md, faults.csv and faults.json.",
 )
-def main(row: tuple[str, ...], group: str | None, transport: str | None, short: bool, output: Path) -> None:
+def main(
+    row: tuple[str, ...], group: str | None, transport: str | None, short: bool, resume: bool, output: Path
+) -> None:
     """Make faults happen to trainings on real ranks, and write down what comes of them."""
     faults = all_faults()
     groups = list(dict.fromkeys(fault.group for fault in faults))
@@ -64,6 +68,9 @@ def main(row: tuple[str, ...], group: str | None, transport: str | None, short: 
     chosen = list(chosen_rows(faults, row, group, transport, short))
     if not chosen:
         raise click.UsageError("no row of the table is chosen; leave out --row, --group, --transport or --short")
+    if resume:
+        there = {(one.fault, one.transport) for one in report.read(output) if one.passed}
+        chosen = [(fault, over) for fault, over in chosen if (fault.name, over) not in there]
     done: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="hvdcomp-faults-") as folder:
         for number, (fault, over) in enumerate(chosen, 1):
