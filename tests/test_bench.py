@@ -63,7 +63,9 @@ def test_memory_of_decoding_does_not_grow_with_the_ranks_beyond_the_payload() ->
 # One method in a process of its own.
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework", [pytest.param(one, marks=[pytest.mark.thorough] * (one == "tensorflow")) for one in FRAMEWORKS]
+)
 def test_a_method_is_measured_in_each_framework(framework: str) -> None:
     if framework != "numpy":
         pytest.importorskip(framework)
@@ -78,7 +80,9 @@ def test_a_method_is_measured_in_each_framework(framework: str) -> None:
     assert one.kernel_launches is None
 
 
-@pytest.mark.parametrize("method", PEERS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=[pytest.mark.thorough] * (one != POWERSGD)) for one in PEERS]
+)
 def test_the_peers_run_and_all_their_operations_are_counted(method: str) -> None:
     """More of the PowerSGD hook's operations come after its first collective than before."""
     pytest.importorskip("torch")

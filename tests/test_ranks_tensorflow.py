@@ -97,6 +97,7 @@ def test_keras_3_and_one_inter_op_thread_are_refused_on_every_rank(tmp_path: Pat
     assert output.count("refused: TensorFlow runs with 1 inter-op thread") == 2, output[-3000:]
 
 
+@pytest.mark.thorough
 def test_one_rank_trains_as_without_compression(tmp_path: Path) -> None:
     output = _output(_ONE_RANK, tmp_path, 1)
     assert "same weights" in output, output[-3000:]

@@ -266,6 +266,7 @@ def test_batch_norm_on_two_ranks(tmp_path: Path) -> None:
     assert _check_files(tmp_path, steps=8, epochs=2)["dense_bytes"] == 8 * 4 * 272_474
 
 
+@pytest.mark.thorough
 def test_bad_spec_under_horovodrun() -> None:
     command = [_COMMAND, "train", "--compression", "topk:ratio=7"]
     done = run_ranks(2, "gloo", command, {"COLUMNS": "160"}, timeout=120, horovodrun=["horovodrun"])

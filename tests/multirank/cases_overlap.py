@@ -117,6 +117,7 @@ def case_every_kind_of_method_starts_in_the_backward_pass() -> None:
     assert trained(SCATTERED, True)[1] == [0, 0, *[1] * 6]
 
 
+@thorough
 def case_two_levels_start_in_the_backward_pass() -> None:
     """On two nodes of half the ranks each, also with missing gradients and changes of level.
 
@@ -157,6 +158,7 @@ def case_several_passes_groups_and_sums() -> None:
         assert any(compare("topk:ratio=0.05", steps=4, **options)), options
 
 
+@thorough
 def case_levels_change_and_policies_look() -> None:
     assert compare("topk:ratio=0.1", before=lower_level) == [0, 0, 1, 1, 0, 1, 1, 1]
     gravac = "gravac:min=2,max=64,window=3"

@@ -27,6 +27,7 @@ from tests.multirank.training import (
     train,
     weights,
 )
+from tests.multirank.worker import thorough
 
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2"]
 
@@ -242,6 +243,7 @@ def case_element_types() -> None:
             assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
 
 
+@thorough
 def case_channels_last() -> None:
     for spec in SPECS:
         model, plain = small_model().to(memory_format=torch.channels_last), small_model()
