@@ -293,8 +293,11 @@ def test_a_cancelled_job_is_saved_and_not_queued_again(launch: Launcher, horovod
     followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
     assert followed.returncode == EXIT_SAVED
     assert "it was cancelled and is not queued again" in followed.stdout
-    assert json.loads((launch.folder / "b" / "summary.json").read_text())["status"] == "stopped"
-    assert len(list((launch.folder / "c").glob("step-????????"))) == 1
+    summary = json.loads((launch.folder / "b" / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    # On a busy machine an epoch may have ended before, with a checkpoint of its own.
+    saved = sorted(place.name for place in (launch.folder / "c").glob("step-????????"))
+    assert saved[-1] == f"step-{summary['steps']:08}"
 
 
 def test_a_job_is_queued_again_only_so_often(launch: Launcher) -> None:

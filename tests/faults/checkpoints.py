@@ -202,7 +202,9 @@ FAULTS = [
     _passed_over("model.pt is cut off", lambda place: _cut_off(place / "model.pt"), "model.pt is not what", short=True),
     _passed_over("a bit of rank-1.pt is flipped", lambda place: _flip(place / "rank-1.pt"), "rank-1.pt is not what"),
     _passed_over("rank-1.pt is gone", lambda place: (place / "rank-1.pt").unlink(), "is damaged", ("gloo",)),
-    _passed_over("run-0.json is empty", lambda place: os.truncate(place / "run-0.json", 0), "run-0.json is", ("mpi",)),
+    _passed_over(
+        "run-0.json is empty", lambda place: os.truncate(place / "run-0.json", 0), "run-0.json cannot be read", ("mpi",)
+    ),
     _passed_over("SHA256SUMS is gone", lambda place: (place / "SHA256SUMS").unlink(), "has no SHA256SUMS", ("ddp",)),
     _passed_over(
         "SHA256SUMS names files elsewhere",
@@ -237,7 +239,7 @@ FAULTS = [
         ("gloo",),
     ),
     _refused("model.pt of another program", _foreign("model.pt", True), "cannot be read: KeyError", ("gloo", "ddp")),
-    _refused("rank-1.pt is no dictionary", _foreign("rank-1.pt", False), "cannot be read: TypeError", ("mpi",)),
+    _refused("rank-1.pt is no dictionary", _foreign("rank-1.pt", False), "cannot be read: KeyError", ("mpi",)),
     _refused("model.pt with a command in it", _hostile("model.pt", True), "cannot be read: UnpicklingError"),
     _refused(
         "rank-1.pt is a pickle with a command in it",
