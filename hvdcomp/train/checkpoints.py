@@ -227,13 +227,15 @@ class Checkpoints:
         if record["format"] not in _FORMATS:
             raise SetupError(f"{place} is of another version of hvdcomp; name another --checkpoint-folder")
         self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
-        for name in sorted({*record["facts"], *self._facts} - {_RANKS}):
-            then, now = record["facts"].get(name), self._facts.get(name)
-            if then != now:
-                raise SetupError(
-                    f"{place} is of a run with {name}={then!r}, and this one has {now!r}: start it as that one was, or "
-                    "name another --checkpoint-folder"
-                )
+        names = sorted({*record["facts"], *self._facts} - {_RANKS})
+        # All of them: where the user asked for another model, its own learning rate is another one too.
+        if others := [name for name in names if record["facts"].get(name) != self._facts.get(name)]:
+            then = " and ".join(f"{name}={record['facts'].get(name)!r}" for name in others)
+            now = " and ".join(repr(self._facts.get(name)) for name in others)
+            raise SetupError(
+                f"{place} is of a run with {then}, and this one has {now}: start it as that one was, or name another "
+                "--checkpoint-folder"
+            )
         return record["run"]
 
     @property

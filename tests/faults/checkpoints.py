@@ -265,7 +265,7 @@ FAULTS = [
     _refused(
         "a checkpoint of a run with another model",
         _as_it_is,
-        "is of a run with model='mlp', and this one has 'cnn'",
+        "is of a run with lr=0.05 and model='mlp', and this one has 0.03 and 'cnn'",
         ("ddp",),
         ("--model", "cnn"),
         _ANEW,
