@@ -498,7 +498,7 @@ def test_two_ranks_calibrate_what_advise_reads(tmp_path: Path) -> None:
     scattered = "qsgd:bits=4,exchange=scatter"
     specs = [word for spec in ("fp16", "topk:ratio=0.01", scattered) for word in ("--compressor", spec)]
     models = ["--model", "mlp", "--model", "own_model:small"]
-    arguments = [_COMMAND, "calibrate", *models, *specs, "--seconds", "0.3", "--batch-size", "4", "--output", str(file)]
+    arguments = [_COMMAND, "calibrate", *models, *specs, "--seconds", "1", "--batch-size", "4", "--output", str(file)]
     done = run_ranks(2, "gloo", arguments, beside(tmp_path), timeout=120)
     assert done.returncode == 0, done.stdout
     calibration = load(file)
