@@ -151,13 +151,14 @@ class Binding(Training):
             self._batch.require_same()
         self.engine.begin()
         self._waste.look()
-        self._refused = self.reason_to_refuse() or reason_to_refuse_scale(self.loss_scale())
+        scale = self.loss_scale()  # once: on an accelerator the host waits for it
+        self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
         digest = self.engine.planner.digest
         if self._refused is not None:  # it disagrees with the ranks that do not refuse, so that all of them learn why
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
-            self._follow_loss_scale()
+            self._follow_loss_scale(scale)
 
     def check_presence(self, total: int) -> None:
         """Stops all ranks if one is missing, was configured otherwise, or has other levels.
@@ -242,8 +243,7 @@ class Binding(Training):
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
 
-    def _follow_loss_scale(self) -> None:
-        scale = self.loss_scale()
+    def _follow_loss_scale(self, scale: float | None) -> None:
         if scale is None:
             return
         if self._loss_scale is not None and scale != self._loss_scale:
