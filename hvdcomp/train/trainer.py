@@ -49,14 +49,15 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
     options = ranks.together(lambda: _checked(options, ranks))
     # Now, or some would look for a checkpoint, and others not.
     folder = None if options.checkpoint_folder is None else "given"
-    ranks.check_same({**_comparable(options), "checkpoint_folder": folder})
+    facts = _comparable(options)
+    ranks.check_same({**facts, "checkpoint_folder": folder})
     checkpoints, saved = None, None
     if options.checkpoint_folder is not None:
-        checkpoints = Checkpoints(options, _comparable(options), ranks)
+        checkpoints = Checkpoints(options, facts, ranks)
         saved = checkpoints.find()
     ranks.together(lambda: _check_outputs(options, ranks, saved))
     data, learner, steps = ranks.together(lambda: _build(options, ranks, make_learner))
-    ranks.check_same({**_comparable(options), "training samples": len(data.train_x), "classes": data.classes})
+    ranks.check_same({"training samples": len(data.train_x), "classes": data.classes})
     learner.broadcast()
     compression = ranks.together(lambda: _compression(options, learner, steps))
     stack.enter_context(ranks.together(lambda: _metrics(options, ranks, compression)))
