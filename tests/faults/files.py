@@ -100,22 +100,20 @@ def _decisions(world: World) -> str:
 def _read_only_output(world: World) -> str:
     assert isinstance(world, OwnDisk)
     world.output = world.disk / "run"
-    world.again("ro")
-    ended = world.train(from_start=True)
-    assert ended.code != 0, "the launcher's exit code is 0"
-    ended.expect(f"--output {world.output} cannot be written: Read-only file system")
-    assert not world.weights(), "steps were made"
-    return f"refused before the first step, the launcher with exit code {ended.code}"
+    return _refused_read_only(world, f"--output {world.output} cannot be written: Read-only file system")
 
 
 def _read_only_checkpoints(world: World) -> str:
     assert isinstance(world, OwnDisk)
     world.checkpoints = world.disk / "saved"
     world.checkpoints.mkdir()
+    return _refused_read_only(world, f"--checkpoint-folder {world.checkpoints}: Read-only file system; name another")
+
+
+def _refused_read_only(world: OwnDisk, said: str) -> str:
     world.again("ro")
-    ended = world.train(from_start=True)
-    assert ended.code != 0, "the launcher's exit code is 0"
-    ended.expect(f"--checkpoint-folder {world.checkpoints}: Read-only file system; name another")
+    ended = world.train(from_start=True).failed()
+    ended.expect(said)
     assert not world.weights(), "steps were made"
     return f"refused before the first step, the launcher with exit code {ended.code}"
 

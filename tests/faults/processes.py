@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tests.faults.table import ALL, Fault
 from tests.faults.world import EVERY, STEPS_OF_EPOCH, WAIT, Ended, Planted, World
 
@@ -30,21 +32,19 @@ def _said(ended: Ended) -> str:
     return f"all ended, the launcher with exit code {ended.code}"
 
 
+def _ends_all(world: World, act: str, point: str, rank: int) -> str:
+    ended = world.train(planted=_planted(act, point, rank)).failed()
+    world.weights()
+    return f"{_said(ended)}; {world.goes_on(_PHASES[point][2])}"
+
+
 def _killed(point: str, rank: int) -> Fault:
-    where, _, after = _PHASES[point]
-
-    def run(world: World) -> str:
-        ended = world.train(planted=_planted("SIGKILL", point, rank))
-        assert ended.code != 0, "the launcher's exit code is 0"
-        world.weights()
-        return f"{_said(ended)}; {world.goes_on(after)}"
-
     return Fault(
-        f"SIGKILL of rank {rank}, {where}",
+        f"SIGKILL of rank {rank}, {_PHASES[point][0]}",
         GROUP,
         "The launcher ends all ranks. Started again, the training goes on from the newest complete checkpoint.",
         60,
-        run,
+        partial(_ends_all, act="SIGKILL", point=point, rank=rank),
         short=(point, rank) == ("collective", 1),
     )
 
@@ -53,8 +53,7 @@ def _told(point: str, rank: int) -> Fault:
     where, step, _ = _PHASES[point]
 
     def run(world: World) -> str:
-        ended = world.train(planted=_planted("SIGTERM", point, rank))
-        assert ended.code != 0, "the launcher's exit code is 0"
+        ended = world.train(planted=_planted("SIGTERM", point, rank)).failed()
         summary = world.summary
         assert (summary["status"], summary["identical"]) == ("stopped", True), summary
         stopped = summary["steps"]
@@ -74,12 +73,6 @@ def _told(point: str, rank: int) -> Fault:
 def _stopped(point: str, rank: int) -> list[Fault]:
     where, _, after = _PHASES[point]
 
-    def run(world: World) -> str:
-        ended = world.train(planted=_planted("SIGSTOP", point, rank))
-        assert ended.code != 0, "the launcher's exit code is 0"
-        world.weights()
-        return f"{_said(ended)}; {world.goes_on(after)}"
-
     def waits(world: World) -> str:
         ended = world.train(planted=_planted("SIGSTOP", point, rank), waits=True)
         world.weights()
@@ -87,6 +80,7 @@ def _stopped(point: str, rank: int) -> list[Fault]:
         assert (newest or 0) >= (after or 0), world.saved
         return f"it waited until mpirun was told to end, by SIGTERM; {_said(ended)}; {world.goes_on(newest)}"
 
+    run = partial(_ends_all, act="SIGSTOP", point=point, rank=rank)
     name = f"SIGSTOP of rank {rank}, {where}"
     gives_up = "The other rank gives up after {}. The launcher ends all ranks. Started again, the training goes on."
     return [
@@ -126,8 +120,7 @@ def _launcher(act: str, name: str, documented: str, transports: tuple[str, ...],
     """
 
     def run(world: World) -> str:
-        ended = world.train("--epochs", str(_LONG), planted=_planted(act, "collective", rank=1))
-        assert ended.code != 0, "the launcher's exit code is 0"
+        ended = world.train("--epochs", str(_LONG), planted=_planted(act, "collective", rank=1)).failed()
         world.weights()
         newest = world.saved[-1]
         last = _LONG * STEPS_OF_EPOCH

@@ -79,6 +79,15 @@ class Ended:
     output: str
     waited: bool = False
 
+    def failed(self) -> Ended:
+        """Sees that the launcher's exit code is that of a failure.
+
+        Raises:
+            AssertionError: it is 0.
+        """
+        assert self.code != 0, "the launcher's exit code is 0"
+        return self
+
     def expect(self, *messages: str) -> None:
         """Sees that all of this was said.
 
