@@ -34,7 +34,9 @@ checksum = $(firstword $(shell { $(1); } 2>&1 | cksum))
 VENV_STAMP := $(VENV)/.made-$(call checksum,echo $(CURDIR); $(PYTHON) --version)
 PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproject.toml setup.py Makefile)
 
-PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
+# Python compiles a module when it is first imported. To compile all of PyTorch and TensorFlow takes most of pip's time.
+PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --no-compile \
+  --constraint constraints.txt
 
 PATH_BEFORE := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -16,6 +16,7 @@ import pytest
 
 from hvdcomp import kernels
 from hvdcomp.kernels import cuda
+from tests.multirank.outcomes import SECONDS
 
 # No deadline, because machines differ. Examples are derived from the test's own code, so that a run can be repeated;
 # `make test-all` asks for "fresh" ones, by a seed that it prints.
@@ -49,6 +50,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if os.environ.get("HVDCOMP_INSTALL_SYSTEM_PACKAGES") == "1":
         script = Path(__file__).parents[1] / "scripts" / "install-system-packages"
         subprocess.run([script, "--slurm", "--images"], check=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Beside pytest's slowest tests, if these are asked for, stand the slowest cases on real ranks."""
+    count = config.getoption("durations")
+    if count and SECONDS:
+        terminalreporter.section("slowest cases on real ranks, as rank 0 saw them")
+        for name in sorted(SECONDS, key=SECONDS.__getitem__, reverse=True)[:count]:
+            terminalreporter.write_line(f"{SECONDS[name]:.2f}s {name}")
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from tests.multirank.training_ddp import (
     raised,
     train,
 )
+from tests.multirank.worker import thorough
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter")
 
@@ -39,6 +40,7 @@ def case_horovod_is_not_imported() -> None:
     assert not [name for name in sys.modules if name.partition(".")[0] in ("horovod", "mpi4py")]
 
 
+@thorough
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"*5*": "topk:ratio=0.05", "numel<2000": "qsgd:bits=8", "*": "powersgd:rank=1"}'
     for spec in [*EXAMPLES, "qsgd:bits=4,exchange=scatter", "efsignsgd:exchange=scatter", routed]:

@@ -29,6 +29,7 @@ from tests.multirank.training_ddp import (
     own_generator,
     plain_loss,
 )
+from tests.multirank.worker import thorough
 
 _EPOCH = 4  # steps
 _POWERSGD = "powersgd:rank=2"
@@ -138,6 +139,7 @@ def without_times(one: Trained) -> Trained:
     return one
 
 
+@thorough
 def case_steps_that_only_cast_go_past_the_engine_and_change_nothing() -> None:
     for spec, policy in _BOTH_WAYS:
         casts = without_times(trained(spec, policy, prepare=made_up_clock))

@@ -166,6 +166,7 @@ def case_groups_and_process_sets() -> None:
         hvd.remove_process_set(process_set)
 
 
+@thorough
 def case_local_variables_stay_local() -> None:
     model = keras_model()
     how = compression("topk:ratio=1", model.trainable_variables)
@@ -225,6 +226,7 @@ def case_half_precision_policy() -> None:
     assert_same_everywhere(weights(model.trainable_variables))
 
 
+@thorough
 def case_levels_change_in_fit_without_a_new_trace() -> None:
     class Plans(tf_keras.callbacks.Callback):
         def __init__(self) -> None:

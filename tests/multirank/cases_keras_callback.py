@@ -80,6 +80,7 @@ def case_logs_say_what_was_sent() -> None:
     assert compression.ledger.steps == EPOCHS * STEPS
 
 
+@thorough
 def case_bytes_within_a_node_do_not_count() -> None:
     model, compression = make()
     callback = PolicyCallback(compression)

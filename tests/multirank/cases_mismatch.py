@@ -28,6 +28,7 @@ from tests.multirank.training import (
     train,
     weights,
 )
+from tests.multirank.worker import thorough
 
 SPECS = ("none", "topk:ratio=0.05")  # what Horovod carries itself, and what the engine does
 
@@ -135,6 +136,7 @@ def case_other_weights_at_the_start() -> None:
         assert_same_everywhere(weights(model))
 
 
+@thorough
 def case_settings_of_any_length() -> None:
     rules = {f"layer{number}.*": "topk:ratio=0.01" for number in range(200)}
     model = small_model()

@@ -253,6 +253,7 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
 _SEVERAL = ("topk:ratio=0.1", "two_level(topk:ratio=0.1)")
 
 
+@thorough
 def case_auto_takes_turns_with_several_compressors_and_goes_on_after_a_restart() -> None:
     with tempfile.TemporaryDirectory() as folder, nodes_of(max(1, hvd.size() // 2)):
         calibration, path = Path(folder) / "cluster.json", Path(folder) / "decisions.jsonl"

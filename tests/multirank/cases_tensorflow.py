@@ -145,6 +145,7 @@ def case_indexed_slices_pass_through() -> None:
         np.testing.assert_allclose(_train_embedded(spec), expected, rtol=1e-3, atol=1e-5)
 
 
+@thorough
 def case_sparse_as_dense() -> None:
     expected = _train_embedded(hvd.Compression.none, sparse_as_dense=True)
     for spec in ("topk:ratio=1", "none"):

@@ -71,6 +71,7 @@ def case_the_bits_of_the_host() -> None:
         assert device.traces == 1
 
 
+@thorough
 def case_several_rounds_and_a_tensor_in_no_bucket() -> None:
     """The same within the order of additions: PowerSGD has two rounds, and sidco no kernels for devices."""
     spec = '{"first": "powersgd:rank=2", "second": "sidco:ratio=0.1", "*": "fp16"}'

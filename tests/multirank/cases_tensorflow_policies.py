@@ -149,6 +149,7 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step_without_a_new_trace(
         assert_same_everywhere(training.weights)
 
 
+@thorough
 def case_levels_change_several_times_without_a_new_trace() -> None:
     for spec, policy in (
         ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,steps=2,eta=0.15"),

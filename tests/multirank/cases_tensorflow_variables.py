@@ -84,6 +84,7 @@ def case_an_unbuilt_keras_model() -> None:
     assert np.array_equal(trained[0], trained[2])
 
 
+@thorough
 def case_an_unbuilt_model_in_a_loop() -> None:
     """As in Horovod's example: the first step is traced with a model that has no variables yet."""
     model, ours, optimizer = unbuilt_model(), later(), sgd()
@@ -124,6 +125,7 @@ def case_a_state_waits_for_the_first_step() -> None:
         assert resumed.compression.ledger.steps == 6
 
 
+@thorough
 def case_two_tapes_need_all_variables() -> None:
     """As of two models that train in turns."""
     inputs, classes = map(tf.constant, batch(own_generator()))

@@ -24,6 +24,9 @@ Setting = tuple[int, str]  # ranks and controller
 Case = tuple[str, str]  # module and function
 Outcomes = dict[Case, str]  # what became of each case: "passed", "skipped: ..." or what went wrong
 
+# How long rank 0 was in each case. pytest can not tell: the first case of a setting waits for all of that setting.
+SECONDS: dict[str, float] = {}
+
 
 def cases_of(module: str) -> dict[str, bool]:
     """The cases of a module, and whether each is thorough, read from its source: it needs a started Horovod itself.
@@ -106,7 +109,9 @@ def _start(wanted: Sequence[Case], count: int, controller: str, timeout: float) 
     for rank in range(count):
         file = folder / f"rank{rank}.json"
         said = json.loads(file.read_text()) if file.exists() else {}
-        results.append({tuple(name.split(".")): result for name, result in said.items()})
+        results.append({tuple(name.split(".")): result for name, (result, _) in said.items()})
+        if rank == 0:
+            SECONDS.update((f"{name}-{count}-{controller}", seconds) for name, (_, seconds) in said.items())
     return results, finished.stdout
 
 

@@ -1,9 +1,9 @@
 """Runs cases on this rank: `python -m tests.multirank.worker OUTPUT_FOLDER MODULE.CASE...`.
 
 A case is a function whose name begins with `case_`, of a module beside this one. Every rank runs them in the order
-given and writes, after each, that it passed; the first that fails ends the run, and its traceback is written. The
-framework is TensorFlow for modules that have it or Keras in their names, and otherwise PyTorch; a start has one. Under
-torchrun it is torch.distributed.
+given and writes, after each, that it passed, and the seconds that it took; the first that fails ends the run, and its
+traceback is written. The framework is TensorFlow for modules that have it or Keras in their names, and otherwise
+PyTorch; a start has one. Under torchrun it is torch.distributed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,19 +38,21 @@ def _start(case: str) -> int:
 
 def main(folder: str, cases: Sequence[str]) -> None:
     file = Path(folder) / f"rank{_start(cases[0])}.json"
-    results: dict[str, str] = {}
+    results: dict[str, tuple[str, float]] = {}
     for name in cases:
         module, _, case = name.partition(".")
+        started = time.perf_counter()
         try:
             getattr(importlib.import_module(f"tests.multirank.{module}"), case)()
-            results[name] = "passed"
+            said = "passed"
         except SkipTest as skipped:  # every rank must skip the same cases, before any communication
-            results[name] = f"skipped: {skipped}"
+            said = f"skipped: {skipped}"
         except Exception:
             # The ranks are no longer in step; the launcher ends the others when this one goes.
-            results[name] = traceback.format_exc()
+            results[name] = traceback.format_exc(), time.perf_counter() - started
             file.write_text(json.dumps(results))
             os._exit(1)
+        results[name] = said, time.perf_counter() - started
         file.write_text(json.dumps(results))
 
 
