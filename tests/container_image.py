@@ -29,8 +29,9 @@ TAG = "localhost/hvdcomp:cpu"
 # The Debian of the Dockerfile's own base.
 _RELEASE = "bookworm"
 BASE = f"localhost/hvdcomp-base:{_RELEASE}"
-# Frameworks of the tests' image: compiling Horovod for TensorFlow takes three times as long, and nothing else differs.
-_FRAMEWORKS = "torch"
+# Frameworks of the tests' image. Compiling Horovod for TensorFlow takes three times as long, and nothing else differs,
+# so the default of the Dockerfile is built when asked for: HVDCOMP_IMAGE_FRAMEWORKS="torch tensorflow-cpu".
+_FRAMEWORKS = os.environ.get("HVDCOMP_IMAGE_FRAMEWORKS", "torch")
 _PROGRAMS = ("buildah", "debootstrap", "ip", "setpriv", "ssh-keygen", "tc", "unshare")
 _MOST_IMAGES = 300  # with those between; then the storage is made anew, as each commit of hvdcomp leaves a few
 _HOST = "/mnt/host"  # where this machine's files are seen while building

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdcomp.doctor.checks import find_problems
-from hvdcomp.doctor.facts import Facts
+from hvdcomp.doctor.facts import Facts, InfiniBand
 from hvdcomp.doctor.gather import gather, start_ranks
 from hvdcomp.doctor.problem import Problem
 from hvdcomp.doctor.torch_checks import check_torch_variables
@@ -68,6 +68,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("GPU", "none found"))
     for gpu in facts.gpus:
         rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
+    if facts.infiniband is not None:
+        rows.append(("InfiniBand, RoCE", _infiniband(facts.infiniband)))
     rows.append(("CUDA toolkit", _toolkit(facts)))
     rows.append(("Kernels", _kernels(facts)))
     rows.append(("  for CUDA", _device_kernels(facts)))
@@ -89,6 +91,12 @@ def _toolkit(facts: Facts) -> str:
         return "none found"
     fits = f"torch's CUDA is {cuda}" if cuda else "not used: torch is a CPU build" if facts.torch else "no torch"
     return f"nvcc {toolkit.version} ({toolkit.nvcc}), cudart {toolkit.cudart or 'missing'}; {fits}"
+
+
+def _infiniband(found: InfiniBand) -> str:
+    limit = "unlimited" if found.locked_memory is None else f"{found.locked_memory / 1024:,.0f} KiB"
+    finds = found.error or f"libibverbs finds {found.usable}"
+    return f"{', '.join(found.cards)}; {finds}; locked memory {limit}"
 
 
 def _kernels(facts: Facts) -> str:

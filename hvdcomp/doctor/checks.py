@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from hvdcomp.doctor.facts import Facts
+from hvdcomp.doctor.infiniband_checks import check_infiniband
 from hvdcomp.doctor.problem import Problem
 from hvdcomp.doctor.torch_checks import check_interfaces, check_torch_nccl, check_torch_variables
 from hvdcomp.horovod_build.environment import release
@@ -305,6 +306,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_torch_variables,
     check_interfaces,
     check_torch_nccl,
+    check_infiniband,
     check_mpi,
     check_mpi4py,
     check_gpu,

@@ -76,6 +76,20 @@ class DeviceKernels:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class InfiniBand:
+    """Cards for InfiniBand or RoCE with a port that is up, and what a program can do with them.
+
+    `usable` is how many cards libibverbs finds, `error` why that library does not load. `locked_memory` is the limit in
+    bytes; None is without a limit.
+    """
+
+    cards: tuple[str, ...]
+    usable: int = 0
+    locked_memory: int | None = None
+    error: str | None = None
+
+
 # The variables of size and rank that launchers set, the inner launcher before those that may have started it.
 _LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),
@@ -118,6 +132,7 @@ class Facts:
     gpus: tuple[Gpu, ...] = ()
     toolkit: CudaToolkit | None = None
     interfaces: tuple[str, ...] = ()  # of the network
+    infiniband: InfiniBand | None = None
     master_error: str | None = None  # why MASTER_ADDR stands for no address; None where it does, or is not set
     variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, torch.distributed, Keras
     started: Started | None = None

@@ -9,13 +9,25 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
-from hvdcomp.doctor.facts import DeviceKernels, Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
+from hvdcomp.doctor.facts import (
+    DeviceKernels,
+    Facts,
+    Gpu,
+    HorovodBinding,
+    InfiniBand,
+    Kernels,
+    Started,
+    TensorFlow,
+    Torch,
+)
 from hvdcomp.horovod_build.environment import (
     TENSORFLOW_DISTRIBUTIONS,
     find_cuda_toolkit,
@@ -146,6 +158,18 @@ import os, shutil
 from hvdcomp.kernels import cuda
 found = {"why_not": cuda.why_not(), "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
 """
+# As NCCL does it.
+_VERBS = """
+import ctypes
+try:
+    verbs = ctypes.CDLL("libibverbs.so")
+except OSError:
+    verbs = ctypes.CDLL("libibverbs.so.1")
+usable = ctypes.c_int(0)
+verbs.ibv_get_device_list.restype = ctypes.c_void_p
+verbs.ibv_get_device_list(ctypes.byref(usable))
+found = {"usable": usable.value}
+"""
 _ANSWER = "hvdcomp doctor: "
 
 
@@ -197,6 +221,21 @@ def _gpus() -> tuple[Gpu, ...]:
     return tuple(Gpu(*row) for row in rows if len(row) == 3)
 
 
+def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand | None:
+    """The cards that the kernel lists, also to a container that may not use them; None without one whose port is up.
+
+    Args:
+        devices: where it lists them.
+    """
+    states = sorted(devices.glob("*/ports/*/state"))
+    cards = dict.fromkeys(state.parts[-4] for state in states if "ACTIVE" in state.read_text())
+    if not cards:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = limit == resource.RLIM_INFINITY
+    return InfiniBand(tuple(cards), locked_memory=None if unlimited else limit, **ask_python(_VERBS, _START_TIMEOUT))
+
+
 def gather() -> Facts:
     """Look at everything; takes 5 to 20 seconds with both frameworks installed."""
     torch, tensorflow = _torch(), _tensorflow()
@@ -224,6 +263,7 @@ def gather() -> Facts:
         gpus=_gpus(),
         toolkit=find_cuda_toolkit(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
+        infiniband=find_infiniband(),
         master_error=ask_python(_RESOLVE, _RESOLVE_TIMEOUT).get("error") if os.environ.get("MASTER_ADDR") else None,
         kernels=Kernels(**ask_python(_KERNELS, _IMPORT_TIMEOUT)),
         device_kernels=DeviceKernels(installed_version("triton"), **ask_python(_DEVICE_KERNELS, _IMPORT_TIMEOUT)),
