@@ -45,6 +45,9 @@ export PYTHONUNBUFFERED := 1
 
 STARTED := $(shell date +%s)
 
+# Images of Python often set it. Each of some thousand processes would then compile hvdcomp, and pytest the tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # horovodrun itself imports TensorFlow, twice, and each time it announces these optimisations.
 demo faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
