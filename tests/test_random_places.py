@@ -94,7 +94,9 @@ def chi_square_of_pairs(drawn: np.ndarray, size: int) -> tuple[float, int]:
     ("count", "size", "draws"),
     [
         *((count, size, 200_000) for count, size in [(1, 2), (1, 3), (2, 5), (3, 7), (3, 17), (11, 33), (19, 77)]),
-        *((count, size, 1_500_000) for count, size in [(8, 16), (2, 64)]),  # as many as six rounds need to be seen
+        *(  # as many as six rounds need to be seen
+            pytest.param(count, size, 1_500_000, marks=pytest.mark.thorough) for count, size in [(8, 16), (2, 64)]
+        ),
     ],
 )
 def test_each_element_and_each_pair_of_a_small_tensor_is_equally_likely(count: int, size: int, draws: int) -> None:

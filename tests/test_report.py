@@ -210,6 +210,7 @@ def test_names_that_look_like_formulas_are_text_in_the_csv(tmp_path):
     assert (row["run"], row["spec"], row["status"]) == ("'=cmd()", "'@SUM(A1)", "'-1")
 
 
+@pytest.mark.thorough
 def test_a_full_disk_leaves_an_earlier_report_as_it_was(tmp_path):
     run = write_run(tmp_path / "run")
     assert report(run, "--output", tmp_path / "out").exit_code == 0
@@ -267,6 +268,7 @@ def test_folders_that_are_no_runs(tmp_path):
     assert [run.name for run in runs] == ["dense"]
 
 
+@pytest.mark.thorough
 def test_own_files_are_ignored_when_a_report_is_made_again(tmp_path):
     write_run(tmp_path / "dense")
     for _ in range(2):

@@ -95,6 +95,7 @@ def test_one_made_at_each_trace_is_refused() -> None:
             tf.function(made, autograph=False)()
 
 
+@pytest.mark.thorough
 def test_one_made_beside_a_trace_is_not_refused() -> None:
     kept = []
 
