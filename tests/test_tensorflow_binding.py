@@ -174,6 +174,9 @@ def test_steps_are_scaled_and_the_users_rate_is_not(kind: str, name: str, schedu
     expected = ByHand(name, start)
     for step, factor in enumerate([1.0, 1.0, 2.0, 4.0, 4.0, 0.5]):
         scaled.set(factor)
+        scaled.begin_step()
+        if kind == "new":
+            scaled.set(100.0)  # is for the next step
         gradient = rng.standard_normal(5)
         rate = _RATE * 0.5 ** (step // 2) if scheduled else _RATE
         np.testing.assert_allclose(learning_rate_of(optimizer), rate, rtol=1e-6)
@@ -189,6 +192,7 @@ def test_the_user_may_change_the_rate_while_it_is_scaled(kind: str) -> None:
     scaled = ScaledRate(optimizer)
     variable = tf.Variable(np.zeros(3), dtype=tf.float32)
     scaled.set(2.0)
+    scaled.begin_step()
     expected = ByHand("SGD", np.zeros(3))
     for rate in (0.1, 0.05, 0.2):
         optimizer.learning_rate = rate
@@ -205,7 +209,9 @@ def test_a_scaled_optimizer_keeps_its_variables() -> None:
     variable = tf.Variable(np.zeros(3), dtype=tf.float32)
     optimizer.build([variable])
     before = len(optimizer.variables)
-    ScaledRate(optimizer).set(2.0)
+    scaled = ScaledRate(optimizer)
+    scaled.set(2.0)
+    scaled.begin_step()
     optimizer.apply_gradients([(tf.ones(3), variable)])
     assert len(optimizer.variables) == before
 

@@ -213,8 +213,12 @@ class TensorFlowBinding(Binding):
             self.follow_ranks()
         if self.communicator.world_size == 1:  # the others of an elastic job are gone, and Horovod exchanges nothing
             self.meet_elastic_ranks()
+        else:
+            self.begin()
+        if self._scaled is not None:
+            self._scaled.begin_step()
+        if self.communicator.world_size == 1:
             return self.engine.step_number
-        self.begin()
         started = self.communicator.start_allreduce(np.array([self.presence]), "sum", "hvdcomp.presence")
         self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
@@ -264,6 +268,8 @@ class TensorFlowBinding(Binding):
         if self._scaled is None:
             self._scaled = ScaledRate(self._known_optimizer())
         self._scaled.set(batch_size.learning_rate_factor)
+        if self.communicator.world_size == 1:  # where no exchange may ever begin
+            self._scaled.begin_step()
 
     def loss_scale(self) -> float | None:
         return None if self._grad_scaler is None else float(self._grad_scaler.loss_scale)

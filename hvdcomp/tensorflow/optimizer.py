@@ -51,7 +51,9 @@ class ScaledRate:
 
     def __init__(self, optimizer: Any) -> None:
         self._factor = tf.Variable(1.0, trainable=False, name="hvdcomp_learning_rate_factor")
-        if hasattr(optimizer, "_decayed_lr"):  # legacy optimizers ask this method
+        self._of_next_step = 1.0
+        self._legacy = hasattr(optimizer, "_decayed_lr")
+        if self._legacy:  # they ask this method
             own_rate = optimizer._decayed_lr
             optimizer._decayed_lr = lambda dtype: own_rate(dtype) * tf.cast(self._factor, dtype)
         elif hasattr(optimizer, "update_step"):
@@ -63,23 +65,39 @@ class ScaledRate:
             )
 
     def set(self, factor: float) -> None:
-        """Sets the multiple, from the next step on."""
-        self._factor.assign(factor)
+        """Sets the multiple, from the next step on: one whose gradients were exchanged before keeps the earlier one.
+
+        A legacy optimizer takes it at once, as it reads its rate before it waits for gradients.
+        """
+        self._of_next_step = factor
+        if self._legacy:
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """To be called when the exchange of a step's gradients begins.
+
+        What a rank takes up after that, such as a decision that a checkpoint has to hold, is for the next step: other
+        ranks may take it up later.
+        """
+        self._factor.assign(self._of_next_step)
 
     def _scale_updates(self, optimizer: Any, update_step: Callable[..., Any]) -> None:
         def scaled_update_step(gradient: Any, variable: Any) -> Any:
-            with self._in_place(optimizer):
+            arrived = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            with tf.control_dependencies([arrived]):  # the step has begun, and has set the multiple
+                factor = self._factor.read_value()
+            with self._in_place(optimizer, factor):
                 return update_step(gradient, variable)
 
         optimizer.update_step = scaled_update_step
 
     @contextmanager
-    def _in_place(self, optimizer: Any) -> Iterator[None]:
+    def _in_place(self, optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
         # The rate is a property of the class; this is what it reads.
         scheduled = callable(optimizer._learning_rate) and not isinstance(optimizer._learning_rate, tf.Variable)
         where = "_current_learning_rate" if scheduled else "_learning_rate"
         own = getattr(optimizer, where)
-        object.__setattr__(optimizer, where, own * tf.cast(self._factor, own.dtype))  # not as a tracked variable
+        object.__setattr__(optimizer, where, own * tf.cast(factor, own.dtype))  # not as a tracked variable
         try:
             yield
         finally:

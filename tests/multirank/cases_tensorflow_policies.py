@@ -237,6 +237,23 @@ def case_a_step_after_the_batch_grew_is_plain_sgd_by_hand() -> None:
         np.testing.assert_allclose(training.variables[place].numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
+def case_a_checkpoint_of_one_rank_in_the_middle_of_a_step_leaves_the_step_as_it_is() -> None:
+    """Its state holds the decision that is on its way, which the other ranks take up before their next step."""
+    training = Training(*_BATCHES[1], graph=False)
+    apply = training.optimizer.apply_gradients
+
+    def look_and_apply(gradients: Any) -> Any:
+        if hvd.rank() == 0:
+            training.serialized()
+        return apply(gradients)
+
+    training.optimizer.apply_gradients = look_and_apply
+    for _ in range(20):
+        training.step()
+        assert_same_everywhere(training.weights)
+    assert len(set(training.plans)) > 1, "the batch never grew"
+
+
 def _gradients_by_hand(variables: list[np.ndarray], inputs: np.ndarray, classes: np.ndarray) -> list[np.ndarray]:
     """Of mean cross-entropy, for the network of the cases."""
     first, first_bias, second, second_bias = variables
