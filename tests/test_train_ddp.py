@@ -139,6 +139,21 @@ def test_the_launcher_chooses_the_backend(backend: str, framework: str, torchrun
 
 
 @pytest.mark.parametrize(
+    ("timeout", "torchrun", "refusal"),
+    [
+        (60.0, False, "--timeout 60 is for torch.distributed. With Horovod leave it out; set HOROVOD_GLOO_TIMEOUT_S"),
+        (0.0, True, "--timeout 0: above 0 seconds"),
+        (float("nan"), True, "--timeout nan: above 0 seconds"),
+    ],
+)
+def test_a_timeout_that_cannot_be_is_refused(timeout: float, torchrun: bool, refusal: str) -> None:
+    environment = {TORCHRUN: "1"} if torchrun else {}
+    assert choose("ddp", "torch", {TORCHRUN: "1"}, timeout=60.0) == "ddp"
+    with pytest.raises(SetupError, match=refusal):
+        choose("auto", "torch", environment, timeout=timeout)
+
+
+@pytest.mark.parametrize(
     ("variables", "message"),
     [
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),

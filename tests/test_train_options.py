@@ -23,7 +23,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
-            "checkpoint_folder", "checkpoint_every", "metrics_port",
+            "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):

@@ -59,6 +59,13 @@ _START = (
     "What connects the ranks: Horovod, or PyTorch's DistributedDataParallel; auto: the latter under torchrun.",
     type=click.Choice(BACKENDS),
 )
+@_option(
+    "--timeout",
+    "Under torchrun: seconds after which a rank that waits for another gives up.",
+    type=float,
+    metavar="SECONDS",
+    shown="PyTorch's: 1800",
+)
 @_option("--model", "What to train.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
@@ -167,8 +174,9 @@ def command(context: click.Context, **options: Any) -> None:
         from hvdcomp.train.ranks import RunRefused
         from hvdcomp.train.trainer import train
 
-        learner_class(chosen.framework, choose(chosen.backend, chosen.framework, elastic=chosen.elastic))
-        ranks = reach(chosen.backend, chosen.framework)
+        backend = choose(chosen.backend, chosen.framework, elastic=chosen.elastic, timeout=chosen.timeout)
+        learner_class(chosen.framework, backend)
+        ranks = reach(chosen.backend, chosen.framework, chosen.timeout)
     except SetupError as error:
         raise click.UsageError(str(error), context) from None
     except ImportError as error:

@@ -49,6 +49,7 @@ class TrainingOptions:
 
     framework: str = "torch"
     backend: str = "auto"
+    timeout: float | None = None  # seconds that ranks of torch.distributed wait for another
     model: str = "cnn"
     data: str = "digits"
     data_dir: Path | None = None

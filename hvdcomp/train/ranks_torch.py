@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ class TorchRanks(Ranks):
     """All ranks that torchrun has started, or another launcher that sets the same variables; without one, this process
     alone. torch.distributed is started if it was not: with NCCL for CUDA devices where there are any, and with Gloo.
 
+    Args:
+        timeout: seconds after which a rank that waits for another gives up; None for PyTorch's own.
+
     Raises:
         SetupError: a launcher's variable is missing, or a restart of this job could only wait.
     """
@@ -26,9 +30,9 @@ class TorchRanks(Ranks):
     backend = "ddp"
     controller = "gloo"
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float | None = None) -> None:
         if not dist.is_initialized():
-            _start()
+            _start(None if timeout is None else timedelta(seconds=timeout))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -55,18 +59,18 @@ class TorchRanks(Ranks):
         os._exit(code)
 
 
-def _start() -> None:
+def _start(timeout: timedelta | None) -> None:
     """`init_process_group`, after a restart by torchrun too."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     given = [name for name in _PLACE if name in os.environ]
     if not given:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     if len(given) < len(_PLACE):
         missing = ", ".join(name for name in _PLACE if name not in given)
         raise SetupError(f"{given[0]} is set and {missing} is not: start the ranks with torchrun, or unset {given[0]}")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
         return
     # torchrun keeps one store for all its restarts, where the ranks before have left their addresses.
     nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
@@ -79,5 +83,5 @@ def _start() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     own = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
 

@@ -42,7 +42,7 @@ def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any
 
 def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> Run:
     warnings = stack.enter_context(Warnings()) if options.checkpoint_folder is not None else None
-    ranks = ranks or reach(options.backend, options.framework)
+    ranks = ranks or reach(options.backend, options.framework, options.timeout)
     options = dataclasses.replace(options, backend=ranks.backend)
     make_learner = learner_class(options.framework, ranks.backend)
     make_learner.prepare(ranks.local_rank, ranks.local_size)

@@ -1,14 +1,16 @@
 """A training of Horovod or DistributedDataParallel as they are, without hvdcomp, in which a fault is planted.
 
-    python -m tests.faults.stock_victim --folder FOLDER --act NAME --rank R --horovod|--ddp
+    python -m tests.faults.stock_victim --folder FOLDER --act NAME --rank R --group-timeout SECONDS --horovod|--ddp
 
-The fault happens on rank R in a step, before its backward pass: the others are then in a collective.
+The fault happens on rank R in a step, before its backward pass: the others are then in a collective. torch.distributed
+waits for a rank for SECONDS.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import click
@@ -17,7 +19,7 @@ from torch import nn
 
 from tests.faults.points import ACTS, Place
 from tests.faults.stock import FINISHED
-from tests.faults.victim import claims, rank_of, wait_no_longer_than
+from tests.faults.victim import claims, rank_of
 
 _STEP = 6
 _STEPS = 4000  # which are not over before a launcher has ended
@@ -32,10 +34,9 @@ _STEPS = 4000  # which are not over before a launcher has ended
 def main(folder: Path, act: str, rank: int, group_timeout: float, horovod: bool) -> None:
     """Trains a small model for some steps."""
     mine = rank_of(dict(os.environ))
-    wait_no_longer_than(group_timeout)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    model, optimizer, leave = _with_horovod(model) if horovod else _with_ddp(model)
+    model, optimizer, leave = _with_horovod(model) if horovod else _with_ddp(model, group_timeout)
     for number in range(1, _STEPS + 1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(torch.randn(16, 64)), torch.randint(10, (16,)))
@@ -56,10 +57,10 @@ def _with_horovod(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, C
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters()), hvd.shutdown
 
 
-def _with_ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+def _with_ddp(model: nn.Module, timeout: float) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     model = nn.parallel.DistributedDataParallel(model)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), dist.destroy_process_group
 

@@ -9,8 +9,6 @@ After each step every rank adds a line to its file `weights-R.txt`: the step, an
 
 from __future__ import annotations
 
-import datetime
-import functools
 import json
 import os
 import time
@@ -43,7 +41,6 @@ class _Counter:
 @click.option("--point", type=click.Choice(list(POINTS)), help="Where.")
 @click.option("--rank", type=int, help="On which rank.")
 @click.option("--step", type=int, help="The first step in which it happens.")
-@click.option("--group-timeout", type=float, help="Seconds that torch.distributed waits for a rank.")
 @click.argument("options", nargs=-1)
 def main(
     folder: Path,
@@ -51,7 +48,6 @@ def main(
     point: str | None,
     rank: int | None,
     step: int | None,
-    group_timeout: float | None,
     options: tuple[str, ...],
 ) -> None:
     """Trains as OPTIONS say, with a fault."""
@@ -59,8 +55,6 @@ def main(
 
     mine = rank_of(dict(os.environ))
     counter = _Counter()
-    if group_timeout is not None:
-        wait_no_longer_than(group_timeout)
     if act is not None:
         assert point is not None
         assert step is not None
@@ -68,14 +62,6 @@ def main(
             _plant(act, point, mine, step, folder, counter)
     _count_and_trace(folder / WEIGHTS.format(mine), counter)
     command.main(list(options), "hvdcomp train")
-
-
-def wait_no_longer_than(seconds: float) -> None:
-    """Process groups are made with this timeout. `hvdcomp train` leaves it at PyTorch's, which is 30 minutes."""
-    import torch.distributed as dist
-
-    timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group = functools.partial(dist.init_process_group, timeout=timeout)
 
 
 def _plant(act: str, point: str, rank: int, step: int, folder: Path, counter: _Counter) -> None:

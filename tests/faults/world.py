@@ -151,11 +151,14 @@ class World:
         if from_start:
             (self.folder / FAULT).write_text(json.dumps({"at": time.monotonic()}))
         places = ["--output", str(self.output), "--overwrite", "--checkpoint-folder", str(self.checkpoints)]
-        words = ["--folder", str(self.folder), "--group-timeout", str(timeout)]
+        words = ["--folder", str(self.folder)]
         if planted is not None:
             words += ["--act", planted.act, "--point", planted.point]
             words += ["--rank", str(planted.rank), "--step", str(planted.step)]
-        words += ["--", *TRAINING, *places, "--epochs", str(_EPOCHS), "--checkpoint-every", str(EVERY), *options]
+        words += ["--", *TRAINING, *places, "--epochs", str(_EPOCHS), "--checkpoint-every", str(EVERY)]
+        if self.transport == "ddp":
+            words += ["--timeout", str(timeout)]
+        words += options
         return self.run(["-m", "tests.faults.victim", *words], from_start or planted is not None, environment, waits)
 
     def run(
