@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from hvdcomp.cli import main
 from hvdcomp.launch.promise import EXPECTED_SIZE, LAUNCHERS
 from hvdcomp.train import environment
+from hvdcomp.train.checkpoints import _MAY_CHANGE
 from hvdcomp.train.options import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, SetupError, TrainingOptions
 from hvdcomp.train.outputs import check_output, strict
 
@@ -127,3 +128,13 @@ def test_milestones_that_are_no_numbers() -> None:
     result = CliRunner().invoke(main, ["train", "--milestones", "3,x"])
     assert result.exit_code == 2
     assert "'3,x' is not a list of epochs, such as 3,4" in result.output
+
+
+def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
+    """Any other option may change when a run goes on. A new one among these would refuse all earlier checkpoints."""
+    assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
+        "backend", "backward_passes_per_step", "batch_size", "checkpoint_folder", "clip_norm", "compression", "data",
+        "data_dir", "framework", "gamma", "image_size", "label_noise", "lr", "memory", "milestones", "model", "momentum",
+        "nesterov", "output", "policy", "samples", "seed", "sequence_length", "text_size", "text_unit", "warm_up",
+        "weight_decay",
+    }  # fmt: skip

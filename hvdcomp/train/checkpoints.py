@@ -36,11 +36,11 @@ _FORMATS = (1, _FORMAT)  # the first one had no digests
 _COMPLETE = re.compile(r"step-(\d+)")
 _PART = ".part"
 _DIGESTS = "SHA256SUMS"
-# What a run may go on with changed: where things are and are shown, how long it is, when gradients are sent, and what
-# becomes of residuals. So may the number of ranks, which is among the facts.
+# What a run may go on with changed: where things are and are shown, how long it is and waits, when gradients are sent,
+# and what becomes of residuals. So may the number of ranks, which is among the facts.
 _MAY_CHANGE = {
     *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
-    *("elastic", "metrics_port"),
+    *("elastic", "metrics_port", "timeout"),
 }
 _RANKS = "ranks"
 
