@@ -134,7 +134,7 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
     """Any other option may change when a run goes on. A new one among these would refuse all earlier checkpoints."""
     assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
         "backend", "backward_passes_per_step", "batch_size", "checkpoint_folder", "clip_norm", "compression", "data",
-        "data_dir", "framework", "gamma", "image_size", "label_noise", "lr", "memory", "milestones", "model", "momentum",
-        "nesterov", "output", "policy", "samples", "seed", "sequence_length", "text_size", "text_unit", "warm_up",
-        "weight_decay",
+        "data_dir", "framework", "gamma", "image_size", "label_noise", "lr", "memory", "milestones", "model",
+        "momentum", "nesterov", "output", "policy", "samples", "seed", "sequence_length", "text_size", "text_unit",
+        "warm_up", "weight_decay",
     }  # fmt: skip
