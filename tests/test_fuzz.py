@@ -11,7 +11,10 @@ import traceback
 
 import pytest
 
-from tests.fuzz import draw_case, run_case
+from hvdcomp import ErrorFeedback, PowerSGD
+from hvdcomp.compressors.protocol import TensorInfo
+from tests.fuzz import Case, draw_case, run_case
+from tests.harness import EVERY_BACKEND
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -31,6 +34,24 @@ def failures(seed: int, numbers: range) -> list[str]:
 
 def test_some_cases() -> None:
     assert not failures(1, range(200))
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_what_overflows_in_a_residual_of_powersgd_becomes_zero(backend: str) -> None:
+    """Of this seed a gradient is near the largest float32, and the mean of P Q' has the other sign."""
+    case = Case(
+        backend=backend,
+        ranks=3,
+        tensors=(TensorInfo("t0", (0, 3), "float32"), TensorInfo("t1", (29, 16), "float32")),
+        compressor=PowerSGD(1),
+        memory=ErrorFeedback(),
+        changes=(None, 1),
+        rescaled=(1.0, 1.0),
+        spoilt=None,
+        smallest=(16, 2),
+        seed="454117092:436",
+    )
+    run_case(case)
 
 
 @pytest.mark.thorough

@@ -172,7 +172,9 @@ class Residuals(FlatStorage):
 
     def _take_off(self, x: np.ndarray, number: int) -> None:
         if self._rule[number] == PRODUCT:
-            x -= product(self._product[number], x.size)
+            with np.errstate(over="ignore"):
+                x -= product(self._product[number], x.size)
+            x[:] = numpy_arrays.finite_or_zero(x)
         elif self._rule[number] == EVERYTHING:
             x[:] = 0
         elif self._rule[number] != NOTHING:

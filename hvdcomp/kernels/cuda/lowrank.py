@@ -15,6 +15,7 @@ from hvdcomp.kernels.cuda.x import (
     X,
     entry,
     floats,
+    left_of,
     made,
     magnitude,
     make_x,
@@ -145,7 +146,7 @@ def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIEC
         tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
         if KEEPS:
             x = floats(table, segments, segment, X) + i
-            tl.store(x, tl.load(x, mask=inside, other=0.0) - total, mask=inside)
+            tl.store(x, left_of(tl.load(x, mask=inside, other=0.0), total), mask=inside)
     report(flag, largest)
 
 

@@ -94,6 +94,12 @@ static inline uint32_t hvd_largest_bits(const float *restrict x, int64_t length,
     return largest;
 }
 
+/* x - sent; where that overflows, zero. */
+static inline float hvd_left(float x, float sent) {
+    const float left = x - sent;
+    return (hvd_bits(left) & 0x7fffffffu) < HVD_INFINITE ? left : 0;
+}
+
 /* Elements of P Q', from `start` on. Each is added up column after column, as `isa_lowrank.c` does it. */
 static inline void hvd_multiply(
     const hvd_product *product, int64_t size, int64_t start, int64_t length, float *restrict out
@@ -136,7 +142,7 @@ static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t len
     const float above = s->above, below = s->below;
     if (s->rule == HVD_PRODUCT) {
         hvd_multiply(&s->product, s->size, start, length, out);
-        for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - out[i]) * decay;
+        for (int64_t i = 0; i < length; i++) out[i] = hvd_left(kept[i], out[i]) * decay;
     } else if (s->rule == HVD_NOT_NEGATIVE)
         for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay;
     else if (s->rule == HVD_POSITIVE)

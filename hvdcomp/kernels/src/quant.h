@@ -17,12 +17,6 @@
 
 static inline float hvd_reciprocal(float scale) { return scale > HVD_SMALLEST_SCALE ? 1 / scale : 0; }
 
-/* x - sent; where that overflows, zero. */
-static inline float hvd_left(float x, float sent) {
-    const float left = x - sent;
-    return (hvd_bits(left) & 0x7fffffffu) < HVD_INFINITE ? left : 0;
-}
-
 /* Squares of floats are exact in double precision, so that a fused operation gives the same. */
 static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     double lanes[16] = {0};
