@@ -18,7 +18,7 @@ import numpy as np
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.memory import Memory, NoMemory, without
 from hvdcomp.exchange.recycled import ALIGNMENT, aligned
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
@@ -173,8 +173,7 @@ class Residuals(FlatStorage):
     def _take_off(self, x: np.ndarray, number: int) -> None:
         if self._rule[number] == PRODUCT:
             with np.errstate(over="ignore"):
-                x -= product(self._product[number], x.size)
-            x[:] = numpy_arrays.finite_or_zero(x)
+                x[:] = without(numpy_arrays, x, product(self._product[number], x.size))
         elif self._rule[number] == EVERYTHING:
             x[:] = 0
         elif self._rule[number] != NOTHING:

@@ -211,16 +211,16 @@ class TensorFlowBinding(Binding):
         """Begins a step on all ranks, or on none: afterwards Horovod waits for what each rank puts in."""
         if self.is_stale:
             self.follow_ranks()
-        if self.communicator.world_size == 1:  # the others of an elastic job are gone, and Horovod exchanges nothing
+        alone = self.communicator.world_size == 1  # the others of an elastic job are gone: nothing is exchanged
+        if alone:
             self.meet_elastic_ranks()
         else:
             self.begin()
         if self._scaled is not None:
             self._scaled.begin_step()
-        if self.communicator.world_size == 1:
-            return self.engine.step_number
-        started = self.communicator.start_allreduce(np.array([self.presence]), "sum", "hvdcomp.presence")
-        self.check_presence(int(self.communicator.wait(started)[0]))
+        if not alone:
+            started = self.communicator.start_allreduce(np.array([self.presence]), "sum", "hvdcomp.presence")
+            self.check_presence(int(self.communicator.wait(started)[0]))
         return self.engine.step_number
 
     def _step(self, names: list[str], gradients: Sequence[Array]) -> list[Array]:
