@@ -15,6 +15,8 @@ import hvdcomp
 from hvdcomp import ConfigurationError, ErrorFeedback
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies import Policy, parse_policy
@@ -129,7 +131,9 @@ def test_the_mean_of_what_is_pending_is_that_of_before(
 
     ranks = list(run_ranks(after, work, 2 if after % 2 == 0 else 1))
     new = pending([taken for taken, _, _ in ranks])
-    assert old.keys() == new.keys() == shapes.keys()
+    compressor = parse_compressor(spec)
+    compressed = {one.name for one in infos(shapes, dtype) if compressor.route(one) != NoCompression()}
+    assert old.keys() == new.keys() == compressed, "PowerSGD sends small matrices and vectors dense"
     for taken, _, _ in ranks:
         for name, kept in taken["own"]["residuals"].items():
             theirs = states[0]["own"]["residuals"][name]
@@ -137,13 +141,14 @@ def test_the_mean_of_what_is_pending_is_that_of_before(
             assert [(dtype_of(one), one.shape) for one in kept["arrays"]] == [
                 (dtype_of(one), one.shape) for one in theirs["arrays"]
             ]
-    largest = max(
+    held = [
         abs(as_numpy(one)).max()
         for state in (*states, *(taken for taken, _, _ in ranks))
         for kept in state["own"]["residuals"].values()
         for one in kept["arrays"]
-    )
-    tolerance = 4 * PRECISION[dtype] * float(max(largest, 1e-3))
+    ]
+    largest = float(max(held, default=0.0))
+    tolerance = 4 * PRECISION[dtype] * max(largest, 1e-3)
     for name, arrays in old.items():
         for one, other in zip(arrays, new[name], strict=True):
             np.testing.assert_allclose(other, one, rtol=0, atol=tolerance)
@@ -151,10 +156,13 @@ def test_the_mean_of_what_is_pending_is_that_of_before(
         assert numbers[-1] % after == rank or numbers == [0], "nothing is read after the last that is needed"
     if spec.startswith("dgc"):
         return  # its momentum adds to what is pending
+    if isinstance(compressor, Gathering):  # quantizers decode and average in single precision, whatever the type
+        tolerance = max(tolerance, 4 * PRECISION["float32"] * max(largest, 1e-3))
     left = pending([state for _, state, _ in ranks])
     for name in shapes:
         total = as_numpy(ranks[0][2][name]).astype(np.float64) + (left[name][0] if name in left else 0)
-        np.testing.assert_allclose(total, old[name][0], rtol=0, atol=(8 * after) * tolerance)
+        expected = old[name][0] if name in old else np.zeros(shapes[name])
+        np.testing.assert_allclose(total, expected, rtol=0, atol=(8 * after) * tolerance)
 
 
 @pytest.mark.parametrize("spec", METHODS)
