@@ -79,10 +79,16 @@ def check(
             "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
         )
     if memory is not None and not isinstance(memory, Memory):
-        raise SpecError(f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory()")
+        raise SpecError(
+            f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory(), or use "
+            "hvdcomp.Compression.from_spec, whose memory= takes a string"
+        )
     if policy is not None:
         if not isinstance(policy, LevelSchedule | Policy):
-            raise SpecError(f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1)")
+            raise SpecError(
+                f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1), or use "
+                "hvdcomp.Compression.from_spec, whose policy= takes a string"
+            )
         policy = check_policy(policy, steps_per_epoch, compressor, memory)
     require_bounded_residuals(compressor, memory)
     return policy

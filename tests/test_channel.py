@@ -93,3 +93,29 @@ def test_a_message_may_be_changed_after_it_was_started_and_work_goes_on_before_i
         return channel.finish(), float(total[0])
 
     assert run_ranks(3, work) == [(b"0123456789", 3.0)] * 3
+
+
+def test_what_goes_wrong_at_the_start_is_raised_where_the_message_is_awaited() -> None:
+    """So it is not raised after a training's last step, when the other ranks may have ended; and it is raised once."""
+
+    class Ended(CommunicatorBroadcaster):
+        def __init__(self, communicator: InProcessCommunicator, like: Any) -> None:
+            super().__init__(communicator, like)
+            self.ended = True
+
+        def start(self, message: np.ndarray) -> Any:
+            if self.ended:
+                raise RuntimeError("has been shut down")
+            return super().start(message)
+
+    def work(communicator: InProcessCommunicator) -> bytes:
+        broadcaster = Ended(communicator, np.zeros(0))
+        channel = MessageChannel(lambda: broadcaster, 8)
+        channel.start(b"lost")
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            channel.finish()
+        broadcaster.ended = False
+        channel.start(b"arrives")
+        return channel.finish()
+
+    assert run_ranks(1, work) == [b"arrives"]

@@ -63,17 +63,28 @@ class MessageChannel:
         self._capacity = capacity
         self._message = b""
         self._started: Any = None
+        self._failed: Exception | None = None
 
     def start(self, message: bytes) -> None:
-        """Starts sending rank 0's message; what others give is not looked at."""
+        """Starts sending rank 0's message; what others give is not looked at.
+
+        What goes wrong is raised by `finish`. Nobody calls it after the last step of a training, when the others may
+        have ended and to send them anything is an error.
+        """
         self._message = message
-        if self._broadcaster is None:
-            self._broadcaster = self._make_broadcaster()
         head = len(message).to_bytes(_HEADER_BYTES, "little") + message
-        self._started = self._broadcaster.start(_of_length(head, _HEADER_BYTES + self._capacity))
+        try:
+            if self._broadcaster is None:
+                self._broadcaster = self._make_broadcaster()
+            self._started = self._broadcaster.start(_of_length(head, _HEADER_BYTES + self._capacity))
+        except Exception as error:
+            self._failed = error
 
     def finish(self) -> bytes:
         """Rank 0's message; waits for it."""
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
         assert self._broadcaster is not None
         head = self._broadcaster.wait(self._started).tobytes()
         length = int.from_bytes(head[:_HEADER_BYTES], "little")
