@@ -15,6 +15,7 @@ from hvdcomp import ErrorFeedback, PowerSGD
 from hvdcomp.compressors.protocol import TensorInfo
 from tests.fuzz import Case, draw_case, run_case
 from tests.harness import EVERY_BACKEND
+from tests.interpreted import needs_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -36,10 +37,9 @@ def test_some_cases() -> None:
     assert not failures(1, range(200))
 
 
-@pytest.mark.parametrize("backend", EVERY_BACKEND)
-def test_what_overflows_in_a_residual_of_powersgd_becomes_zero(backend: str) -> None:
+def residual_of_powersgd_overflows(backend: str) -> Case:
     """Of this seed a gradient is near the largest float32, and the mean of P Q' has the other sign."""
-    case = Case(
+    return Case(
         backend=backend,
         ranks=3,
         tensors=(TensorInfo("t0", (0, 3), "float32"), TensorInfo("t1", (29, 16), "float32")),
@@ -51,7 +51,16 @@ def test_what_overflows_in_a_residual_of_powersgd_becomes_zero(backend: str) -> 
         smallest=(16, 2),
         seed="454117092:436",
     )
-    run_case(case)
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+def test_what_overflows_in_a_residual_of_powersgd_becomes_zero(backend: str) -> None:
+    run_case(residual_of_powersgd_overflows(backend))
+
+
+@needs_triton
+def test_so_it_does_on_cuda_devices(in_interpreter: None) -> None:
+    run_case(residual_of_powersgd_overflows("torch"))
 
 
 @pytest.mark.thorough
