@@ -100,7 +100,8 @@ def when_ready(
     The thread runs one collective at a time. When it is free, it sends all gradients that are ready by then, up to
     `most` bytes, as one collective. If it has to wait for the first of them, it sleeps until its next cycle, and what
     becomes ready meanwhile goes along. DistributedDataParallel has no cycle, and what is ready are its buckets: of
-    these no two fit into one collective, as each but the first and the last has `most` bytes or more.
+    these no two fit into one collective, as each but the first and the last has `most` bytes or more. Where there are
+    but these two, and small, they count as one.
 
     Args:
         compute, backward, gamma, cost_of, ranks: as for `overlapped`.
