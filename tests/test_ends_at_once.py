@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,17 @@ SCRIPT = Path(__file__).parent / "multirank" / "ends_at_once.py"
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("last", ["nothing", "shutdown"])
-@pytest.mark.parametrize("controller", ["mpi", "gloo", "torchrun"])
+@pytest.mark.parametrize(
+    ("controller", "last"),
+    [
+        ("mpi", "nothing"),
+        *(
+            pytest.param(controller, last, marks=pytest.mark.thorough)
+            for controller, last in itertools.product(["mpi", "gloo", "torchrun"], ["shutdown", "nothing"])
+            if (controller, last) != ("mpi", "nothing")
+        ),
+    ],
+)
 def test_a_decision_is_on_its_way_when_the_other_rank_has_ended(controller: str, last: str) -> None:
     carrier = "ddp" if controller == "torchrun" else "horovod"
     done = run_ranks(2, controller, [str(SCRIPT), carrier, last], timeout=120)
