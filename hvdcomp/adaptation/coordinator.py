@@ -224,8 +224,11 @@ class Coordinator(Kept):
         """Makes a decision by a period that is over and the learning rates that follow it."""
         assert self._ended is not None
         assert self._first_rates is not None
-        rates, self._first_rates = LearningRates(self._first_rates, following), following
-        statistics, self._ended = dataclasses.replace(self._ended, learning_rates=rates), None
+        statistics, self._ended = self._ended, None
+        if following:  # nothing where no optimizer is known, which only a policy that follows no rate does without
+            rates = LearningRates(self._first_rates, following)
+            statistics = dataclasses.replace(statistics, learning_rates=rates)
+        self._first_rates = following
         self._decide(statistics)
 
     def _decide(self, statistics: Statistics) -> None:

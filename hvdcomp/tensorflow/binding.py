@@ -36,6 +36,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.request import Statistic
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
 from hvdcomp.tensorflow.layout import matrix_of
 from hvdcomp.tensorflow.names import by_name
@@ -262,6 +263,9 @@ class TensorFlowBinding(Binding):
         return [_checksum(self._variables[name]) for name in names]
 
     def learning_rates(self) -> tuple[float, ...]:
+        assert self.coordinator is not None
+        if self._optimizer is None and Statistic.LEARNING_RATES not in self.coordinator.policy.first_request.ever:
+            return ()
         return (learning_rate_of(self._known_optimizer()),)
 
     def follow_batch_size(self, batch_size: BatchSize) -> None:

@@ -237,6 +237,15 @@ def case_a_step_after_the_batch_grew_is_plain_sgd_by_hand() -> None:
         np.testing.assert_allclose(training.variables[place].numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
+def case_a_policy_that_follows_no_learning_rate_needs_no_optimizer() -> None:
+    for policy in ("gravac:every=1,min=2,max=64", "adaqs:start=8,fall=0.05,steps=2,lag=0"):
+        training = TapeTraining("topk:ratio=0.1", optimizer=sgd(0.02), policy=policy)
+        for _ in range(4):
+            training.step()
+        assert training.compression.levels
+        assert_same_everywhere(training.weights)
+
+
 def case_a_checkpoint_of_one_rank_in_the_middle_of_a_step_leaves_the_step_as_it_is() -> None:
     """Its state holds the decision that is on its way, which the other ranks take up before their next step."""
     training = Training(*_BATCHES[1], graph=False)
