@@ -69,6 +69,7 @@ def test_the_table_tells_what_grew_and_what_failed() -> None:
     assert auto.endswith("| 95.4 | 95.4 | 9 | 3 | 0 | yes |")
 
 
+@pytest.mark.alone
 @pytest.mark.thorough
 def test_a_short_run_on_real_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "soak"
