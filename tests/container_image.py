@@ -34,6 +34,7 @@ BASE = f"localhost/hvdcomp-base:{_RELEASE}"
 _FRAMEWORKS = os.environ.get("HVDCOMP_IMAGE_FRAMEWORKS", "torch")
 _PROGRAMS = ("buildah", "debootstrap", "ip", "setpriv", "ssh-keygen", "tc", "unshare")
 _MOST_IMAGES = 300  # with those between; then the storage is made anew, as each commit of hvdcomp leaves a few
+_BUSY = "sealing memfd copy: Device or resource busy"  # buildah starts from a copy of itself, and now and then cannot
 _HOST = "/mnt/host"  # where this machine's files are seen while building
 
 
@@ -190,9 +191,12 @@ def _build(environment: dict[str, str], folder: Path) -> None:
     command += ["--build-arg", f"FRAMEWORKS={_FRAMEWORKS}"]
     command += [f"--volume={path}:{_HOST}{path}:ro" for path in seen]
     variables = environment | {"PIP_CONFIG_FILE": str(folder / "pip.conf")}
-    done = subprocess.run(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    for _ in range(3):  # what was built by then is kept
+        done = subprocess.run(
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if done.returncode == 0 or _BUSY not in done.stdout:
+            break
     assert done.returncode == 0, done.stdout[-10000:]
 
 
