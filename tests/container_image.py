@@ -31,7 +31,7 @@ _RELEASE = "bookworm"
 BASE = f"localhost/hvdcomp-base:{_RELEASE}"
 # Frameworks of the tests' image. Compiling Horovod for TensorFlow takes three times as long, and nothing else differs,
 # so the default of the Dockerfile is built when asked for: HVDCOMP_IMAGE_FRAMEWORKS="torch tensorflow-cpu".
-_FRAMEWORKS = os.environ.get("HVDCOMP_IMAGE_FRAMEWORKS", "torch")
+FRAMEWORKS = os.environ.get("HVDCOMP_IMAGE_FRAMEWORKS", "torch")
 _PROGRAMS = ("buildah", "debootstrap", "ip", "setpriv", "ssh-keygen", "tc", "unshare")
 _MOST_IMAGES = 300  # with those between; then the storage is made anew, as each commit of hvdcomp leaves a few
 _BUSY = "sealing memfd copy: Device or resource busy"  # buildah starts from a copy of itself, and now and then cannot
@@ -188,7 +188,7 @@ def _build(environment: dict[str, str], folder: Path) -> None:
     configuration, seen = _pip_configuration()
     (folder / "pip.conf").write_text(configuration)
     command = [str(ROOT / "docker" / "build"), "cpu", "--build-arg", f"BASE={BASE}"]
-    command += ["--build-arg", f"FRAMEWORKS={_FRAMEWORKS}"]
+    command += ["--build-arg", f"FRAMEWORKS={FRAMEWORKS}"]
     command += [f"--volume={path}:{_HOST}{path}:ro" for path in seen]
     variables = environment | {"PIP_CONFIG_FILE": str(folder / "pip.conf")}
     for _ in range(3):  # what was built by then is kept

@@ -18,7 +18,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from hvdcomp.bench.cluster import Cluster
-from tests.container_image import BASE, ROOT, Image, UnreachableError, image, why_not
+from tests.container_image import BASE, FRAMEWORKS, ROOT, Image, UnreachableError, image, why_not
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.cluster, pytest.mark.network, pytest.mark.timeout(1800)]
@@ -76,7 +76,7 @@ def test_its_bill_of_materials_lists_what_is_in_it(built: Image) -> None:
 
 def test_what_pypi_has_is_there_as_locked(built: Image) -> None:
     """Nothing but PyTorch, hvdcomp and Horovod came without a hash."""
-    lock = (ROOT / "docker" / "requirements-torch.lock").read_text()
+    lock = (ROOT / "docker" / f"requirements-{FRAMEWORKS.replace(' ', '-')}.lock").read_text()
     locked = {canonicalize_name(name): number for name, number in re.findall(r"^([\w.-]+)==([\w.+!]+)", lock, re.M)}
     listed = json.loads(built.run("pip", "list", "--format=json").stdout)
     there = {canonicalize_name(one["name"]): one["version"] for one in listed}
@@ -86,7 +86,10 @@ def test_what_pypi_has_is_there_as_locked(built: Image) -> None:
 
 def test_the_packages_fit_together(built: Image) -> None:
     done = built.run("pip", "check")
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.splitlines()
+    if "tensorflow-cpu" in FRAMEWORKS:  # which is the same module
+        said = [line for line in said if not re.fullmatch(r"tf-keras \S+ requires tensorflow, which is not .*", line)]
+    assert said == ([] if "tensorflow-cpu" in FRAMEWORKS else ["No broken requirements found."]), done.stderr
 
 
 def test_what_the_image_says_of_itself(built: Image) -> None:
@@ -169,7 +172,7 @@ def test_a_new_hvdcomp_moves_a_small_layer(built: Image) -> None:
         for name in ("torch", "horovod", "hvdcomp"):
             if list(layer.glob(f"opt/hvdcomp/lib/*/site-packages/{name}")):
                 sizes[name] = sum(path.lstat().st_size for path in _files(layer) if path.is_file())
-    assert sizes["hvdcomp"] == sizes["horovod"] < 12e6
+    assert sizes["hvdcomp"] == sizes["horovod"] < 6e6 + 6e6 * len(FRAMEWORKS.split())
     assert sizes["torch"] > 500e6
 
 
