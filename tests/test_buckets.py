@@ -283,8 +283,12 @@ def test_residuals_follow_tensors_into_buckets_and_out(
     """Whatever methods tensors get from step to step, in buckets or by themselves: x is the gradient with what the step
     before kept, and a step that does not count changes nothing. A dense tensor with a residual sends it."""
 
-    def residuals_of(engine: Engine) -> dict[str, list[bytes]]:
-        return {name: [bits(one) for one in state.memory] for name, state in engine.states.items()}
+    def kept_by(engine: Engine) -> dict[tuple[str, str], list[bytes]]:
+        return {
+            (name, kind): [bits(one) for one in arrays]
+            for name, state in engine.states.items()
+            for kind, arrays in (("residual", state.memory), ("warm start", state.compressor))
+        }
 
     def work(communicator: Any) -> None:
         engine = Engine(
@@ -298,12 +302,12 @@ def test_residuals_follow_tensors_into_buckets_and_out(
             given = gradients(backend)(communicator.rank, step)
             if step in failing and communicator.rank == 1:
                 given["odd"][0, 0, 0] = float("inf")
-            before = residuals_of(engine)
+            before = kept_by(engine)
             engine.step(given)
             if step in failing:
-                after = residuals_of(engine)
-                changed = {  # a tensor has none yet, or none any more, where its method changes in this step
-                    name for name in SHAPES if len(before[name]) == len(after[name]) and before[name] != after[name]
+                after = kept_by(engine)
+                changed = {  # where the method changes, one may be made anew, or be gone
+                    key for key, arrays in before.items() if len(arrays) == len(after[key]) and arrays != after[key]
                 }
                 assert not changed, f"step {step} does not count, and changed {changed}"
                 continue
