@@ -14,13 +14,13 @@ tf_keras = pytest.importorskip("tf_keras")
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
 from hvdcomp.train.frameworks import build_model  # noqa: E402
-from hvdcomp.train.options import MODELS, SetupError  # noqa: E402
+from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError  # noqa: E402
 
 # Of the two VGG networks at 32x32 the quick tests have the one with batch normalization.
 _SHAPES: list[Any] = [
-    pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name == "vgg16")) for name in MODELS if name != "lstm"
+    pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name == "vgg16")) for name in IMAGE_MODELS
 ]
-_WITHOUT_IMAGES = [("lstm", 0, 0, 60), ("lstm", 0, 0, 1200)]
+_WITHOUT_IMAGES = [("cnn1d", 2, 40, 10), ("lstm", 0, 0, 60), ("lstm", 0, 0, 1200), ("gpt", 0, 9, 60)]
 
 _LSTM_NAMES = {"kernel": "weight_ih", "recurrent_kernel": "weight_hh", "bias": "bias_ih", "recurrent_bias": "bias_hh"}
 
@@ -38,14 +38,14 @@ def torch_name(name: str) -> str:
 
 def _as_torch(name: str, value: np.ndarray) -> torch.Tensor:
     """A variable's value in PyTorch's order of dimensions."""
-    order = {4: (3, 2, 0, 1), 2: (1, 0)}.get(value.ndim)
+    order = {4: (3, 2, 0, 1), 3: (2, 1, 0), 2: (1, 0)}.get(value.ndim)
     transposed = order is not None and not name.endswith("embeddings:0")
     return torch.from_numpy(np.ascontiguousarray(value.transpose(order)) if transposed else value)
 
 
 def as_tensorflow(name: str, value: np.ndarray) -> np.ndarray:
     """A parameter's value in TensorFlow's order of dimensions; undoes `_as_torch`."""
-    order = {4: (2, 3, 1, 0), 2: (1, 0)}.get(value.ndim)
+    order = {4: (2, 3, 1, 0), 3: (2, 1, 0), 2: (1, 0)}.get(value.ndim)
     return value if order is None or name.endswith("embeddings:0") else value.transpose(order)
 
 
@@ -74,10 +74,11 @@ def test_models_are_the_same_function_of_the_same_parameters(
     counters = {key: value for key, value in ours.state_dict().items() if key.endswith("num_batches_tracked")}
     ours.load_state_dict(state | counters)  # it is strict: the same names, the same shapes
     draws = np.random.default_rng(1)
-    if name == "lstm":
+    if name in TEXT_MODELS:
         inputs, targets = draws.integers(classes, size=(2, 2, 9))
     else:
-        inputs = draws.standard_normal((4, channels, size, size)).astype(np.float32)
+        shape = (4, channels, size) if name == "cnn1d" else (4, channels, size, size)
+        inputs = draws.standard_normal(shape).astype(np.float32)
         targets = draws.integers(classes, size=4)
     ours.eval()
     found = theirs(inputs, training=False).numpy()
@@ -120,7 +121,7 @@ def test_initial_weights_have_the_same_distributions(name: str, channels: int, s
         assert abs(found.mean() - expected.mean()) <= 8 * expected.std() / found.size**0.5, variable.name
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet20", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "resnet20", "lstm", "gpt"])
 def test_names_of_variables_do_not_depend_on_models_built_before(name: str) -> None:
     first, second = (_twins(name, 1, 8, 5)[1] for _ in range(2))
     assert [v.name for v in first.variables] == [v.name for v in second.variables]

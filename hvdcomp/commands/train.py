@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from hvdcomp.train.options import (
     DATA,
     FRAMEWORKS,
     MODELS,
+    OPTIMIZERS,
     OVERLAP,
     RESIDUALS,
+    SCHEDULES,
     SetupError,
     TrainingOptions,
 )
@@ -30,11 +33,16 @@ _NEEDS = {
 }
 
 
-def _epoch_list(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in value.split(",") if part.strip())
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of epochs, such as 3,4") from None
+def _number_list(of_what: str) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
+    """Makes numbers of an option's value, which are between commas."""
+
+    def read(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
+        try:
+            return tuple(float(part) for part in value.split(",") if part.strip())
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list of {of_what}") from None
+
+    return read
 
 
 def _option(name: str, help_text: str, **attributes: Any) -> Any:
@@ -95,19 +103,45 @@ _START = (
     shown="what the policy auto finds best, or else 25 MiB",
 )
 @_option("--epochs", "Passes over the training data.", type=int)
+@_option("--steps", "Steps of the optimizer, in place of --epochs.", type=int, shown="as many as --epochs has")
+@_option(
+    "--until",
+    "End at this quality on the validation part: accuracy=0.93, loss=2.2 or perplexity=9.",
+    metavar="METRIC=VALUE",
+    shown=False,
+)
+@_option(
+    "--evaluate-every",
+    "Steps from one evaluation on the validation part to the next.",
+    type=int,
+    metavar="STEPS",
+    shown="at the end of each epoch",
+)
 @_option("--batch-size", "Samples per rank and backward pass.", type=int)
+@_option(
+    "--optimizer", "What makes steps of gradients.", type=click.Choice(OPTIMIZERS), shown="adamw for gpt, else sgd"
+)
 @_option("--lr", "Learning rate. It is used as given: scale it yourself when you add ranks.", type=float)
 @_option("--momentum", "Momentum of SGD.", type=float)
 @_option("--nesterov", "Nesterov's form of momentum.", is_flag=True, shown=False)
-@_option("--weight-decay", "L2 penalty on all parameters.", type=float)
+@click.option(
+    "--betas",
+    help="Decay of AdamW's moments.",
+    default=",".join(f"{beta:g}" for beta in _DEFAULTS.betas),
+    show_default=True,
+    metavar="B1,B2",
+    callback=_number_list("numbers, such as 0.9,0.95"),
+)
+@_option("--weight-decay", "Of SGD an L2 penalty on all parameters; of AdamW the decay of all matrices.", type=float)
+@_option("--schedule", "How the learning rate falls: at --milestones, or along a cosine.", type=click.Choice(SCHEDULES))
 @click.option(
     "--milestones",
     help="Epochs after which the learning rate is multiplied by --gamma.",
     default="",
     metavar="E,E,...",
-    callback=_epoch_list,
+    callback=_number_list("epochs, such as 3,4"),
 )
-@_option("--gamma", "Factor of the learning rate at each milestone.", type=float)
+@_option("--gamma", "Factor of the learning rate at each milestone, or at the end of the cosine.", type=float)
 @_option("--warm-up", "Epochs over which the learning rate grows from 0.", type=float)
 @_option("--clip-norm", "Largest norm of the averaged gradient; 0 for no limit.", type=float)
 @_option("--backward-passes-per-step", "Backward passes whose gradients make one step.", type=int)
@@ -152,9 +186,15 @@ _START = (
     shown=False,
 )
 @_option("--samples", "Train on the first N samples only.", type=int, metavar="N", shown="all")
+@_option(
+    "--validation-samples",
+    "Training samples that are held back as the validation part, where the data have none of their own.",
+    type=int,
+    metavar="N",
+)
 @_option("--label-noise", "Fraction of training labels drawn at random.", type=float)
 @_option("--image-size", "Pixels on a side of synthetic images.", type=int)
-@_option("--text-size", "Characters of stdlib-text.", type=int)
+@_option("--text-size", "Bytes of text to train on; characters of stdlib-text.", type=int)
 @_option("--text-unit", "What a token of stdlib-text is.", type=click.Choice(["char", "word"]))
 @_option("--sequence-length", "Tokens of a sequence of text.", type=int)
 @click.option("--progress/--no-progress", default=True, help="Show how the run goes.")

@@ -10,8 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from hvdcomp.train import data_cifar, data_text
-from hvdcomp.train.dataset import DataSet, image_data
+from hvdcomp.train import data_cifar, data_mnist1d, data_text
+from hvdcomp.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.train.options import SetupError, TrainingOptions
 
 # Numbers of what is drawn at random from one seed; the shuffles of the epochs take those that follow.
@@ -19,7 +19,7 @@ _PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
 
 
 def load_data(options: TrainingOptions) -> DataSet:
-    """Load the data named in `options`, cut to `samples`, with its label noise.
+    """Load the data named in `options`, cut to `samples`, with its validation part and its label noise.
 
     Raises:
         SetupError: a file is missing or damaged, or there are fewer samples than asked for.
@@ -29,6 +29,8 @@ def load_data(options: TrainingOptions) -> DataSet:
         "synthetic": lambda: synthetic(options.image_size, options.seed),
         "cifar10": lambda: data_cifar.load(options.data_dir, "cifar10"),
         "cifar100": lambda: data_cifar.load(options.data_dir, "cifar100"),
+        "mnist1d": lambda: data_mnist1d.load(),
+        "text": lambda: data_text.bytes_of_standard_library(options.text_size, options.sequence_length),
         "stdlib-text": lambda: data_text.standard_library(
             options.text_size, options.text_unit, options.sequence_length
         ),
@@ -36,11 +38,11 @@ def load_data(options: TrainingOptions) -> DataSet:
         "ptb": lambda: data_text.load(options.data_dir, "ptb", options.sequence_length),
     }
     data = loaders[options.data]()
+    if options.validation_samples:
+        data = _held_back(data, options.validation_samples)
     if options.samples is not None:
         if options.samples > len(data.train_x):
-            raise SetupError(
-                f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on"
-            )
+            raise SetupError(f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on")
         data = dataclasses.replace(
             data, train_x=data.train_x[: options.samples], train_y=data.train_y[: options.samples]
         )
@@ -63,7 +65,7 @@ def digits() -> DataSet:
     images, labels = load_digits(return_X_y=True)
     images = images.astype(np.float32).reshape(-1, 1, 8, 8)
     train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    return image_data(train_x, train_y, test_x, test_y, classes=10)
+    return labelled_data(train_x, train_y, test_x, test_y, classes=10)
 
 
 def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes: int = 10) -> DataSet:
@@ -78,7 +80,7 @@ def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes:
     y = draws.integers(classes, size=train + test)
     noise = draws.standard_normal((train + test, 3, size, size), dtype=np.float32)
     x = 0.5 * pattern[y].astype(np.float32) + noise
-    return image_data(x[:train], y[:train], x[train:], y[train:], classes=classes)
+    return labelled_data(x[:train], y[:train], x[train:], y[train:], classes=classes)
 
 
 def _interpolation(coarse: int, fine: int) -> np.ndarray:
@@ -86,6 +88,18 @@ def _interpolation(coarse: int, fine: int) -> np.ndarray:
     centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
     distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
     return np.maximum(0, 1 - distances)
+
+
+def _held_back(data: DataSet, count: int) -> DataSet:
+    """The data with the last `count` training samples as its validation part."""
+    if count >= len(data.train_x):
+        raise SetupError(f"--validation-samples {count}: fewer than the {len(data.train_x)} training samples")
+    return dataclasses.replace(
+        data,
+        train_x=data.train_x[:-count],
+        train_y=data.train_y[:-count],
+        validation=Part(data.train_x[-count:], data.train_y[-count:]),
+    )
 
 
 def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.train.dataset import DataSet, image_data
+from hvdcomp.train.dataset import DataSet, labelled_data
 from hvdcomp.train.options import SetupError
 
 _PIXELS = 3 * 32 * 32  # one image: all red values row by row, then green, then blue
@@ -93,7 +93,7 @@ def load(folder: Path | None, name: str) -> DataSet:
                 raise SetupError(f"{place / missing[0]} is missing; {archive.title} has {', '.join(names)}")
             train = _join([read(place / file, archive) for file in train_files])
             test = _join([read(place / file, archive) for file in test_files])
-            return image_data(*train, *test, classes=archive.classes, augment=True)
+            return labelled_data(*train, *test, classes=archive.classes, augment=True)
     raise SetupError(
         f"--data-dir {folder} holds no {archive.title}: expected the folder {archive.python_folder} (or "
         f"{archive.binary_folder}) of its unpacked archive, with the files "

@@ -1,4 +1,4 @@
-"""Text for the language model: WikiText-2 or the Penn Treebank from a folder, or Python's standard library.
+"""Text for language models: WikiText-2 or the Penn Treebank from a folder, or Python's standard library.
 
 A text becomes token ids by a vocabulary taken from its training part; what that part lacks is the token
 `<unk>`. The ids are cut into sequences of equal length, each predicting its ids one further. Every sequence
@@ -18,23 +18,28 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.dataset import DataSet, Part
 from hvdcomp.train.options import SetupError
 
 _UNKNOWN = "<unk>"
 _END_OF_LINE = "<eos>"
 _MOST_WORDS = 10_000  # of the standard library; the published texts come with a limited vocabulary
 
-# Per data set: its title, where its archive puts the files, the training file and the test file.
+# Per data set: its title, where its archive puts the files, and those for training, testing and validation.
 _TEXTS = {
-    "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens"),
-    "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt"),
+    "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"),
+    "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt", "ptb.valid.txt"),
 }
+# Of each this number of files of the standard library, one is for validation and one for testing.
+_FILES_PER_PART = 16
+_HELD_OUT_BYTES = 65_536  # at most, of either part: an evaluation is not to take longer than the training
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def load(folder: Path | None, name: str, length: int | None) -> DataSet:
     """Read WikiText-2 or the Penn Treebank: words separated by spaces, one sentence or paragraph a line.
+
+    The file for validation may be missing: the set then has no validation part.
 
     Args:
         folder: the value of --data-dir: the folder of the files, or that in which their archive was unpacked.
@@ -45,7 +50,7 @@ def load(folder: Path | None, name: str, length: int | None) -> DataSet:
         SetupError: a file is missing, empty or not UTF-8 text, or a text is shorter than one sequence.
     """
     assert folder is not None
-    title, subfolder, *files = _TEXTS[name]
+    title, subfolder, *files, validation = _TEXTS[name]
     places = [place for place in (folder / subfolder, folder) if any((place / file).is_file() for file in files)]
     if not places:
         raise SetupError(
@@ -53,8 +58,10 @@ def load(folder: Path | None, name: str, length: int | None) -> DataSet:
             f"or in its folder {subfolder}"
         )
     paths = [places[0] / file for file in files]
-    train, test = (_read_words(path, title, files) for path in paths)
-    return _text_data(train, test, length, limit=None, sources=(str(paths[0]), str(paths[1])))
+    if (places[0] / validation).is_file():
+        paths.append(places[0] / validation)
+    parts = [_read_words(path, title, files) for path in paths]
+    return _text_data(parts, length, limit=None, sources=[str(path) for path in paths])
 
 
 def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
@@ -98,8 +105,40 @@ def standard_library(size: int, unit: str, length: int | None) -> DataSet:
     if total < size:
         raise SetupError(f"--text-size {size}: the standard library in {root} has {total} characters; take no more")
     split = list if unit == "char" else re.compile(r"\w+|\n|[^\w\s]").findall
-    train, test = (split("".join(part)) for part in parts)
-    return _text_data(train, test, length, _MOST_WORDS, (f"--text-size {size}",) * 2)
+    return _text_data([split("".join(part)) for part in parts], length, _MOST_WORDS, [f"--text-size {size}"] * 2)
+
+
+def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
+    """The source of the running Python's standard library, byte by byte, with validation and test parts.
+
+    Of each 16 files, in the order of their names, one is for validation and one for testing, of both at most 64 KiB:
+    no file is in two parts. The text, and so any result, belongs to the version of Python.
+
+    Args:
+        size: bytes to train on.
+        length: bytes of a sequence.
+
+    Raises:
+        SetupError: this Python comes without that much source.
+    """
+    assert size is not None
+    assert length is not None
+    root = Path(sysconfig.get_path("stdlib"))
+    train, validation, test = bytearray(), bytearray(), bytearray()
+    for number, path in enumerate(_source_files(root)):
+        part = {0: validation, 1: test}.get(number % _FILES_PER_PART, train)
+        part += path.read_bytes()
+        if len(train) >= size and min(len(validation), len(test)) >= _HELD_OUT_BYTES:
+            break
+    if len(train) < size:
+        raise SetupError(f"--text-size {size}: the standard library in {root} has {len(train)} bytes; take no more")
+    source = f"--text-size {size}"
+    ends = (size, _HELD_OUT_BYTES, _HELD_OUT_BYTES)
+    (x, y), (test_x, test_y), held_out = (
+        _cut(np.frombuffer(part[:end], np.uint8).astype(np.int64), length, source)
+        for part, end in zip((train, test, validation), ends, strict=True)
+    )
+    return DataSet(x, y, test_x, test_y, classes=256, validation=held_out)
 
 
 def _source_files(root: Path) -> list[Path]:
@@ -107,14 +146,15 @@ def _source_files(root: Path) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def _text_data(
-    train: list[str], test: list[str], length: int | None, limit: int | None, sources: tuple[str, str]
-) -> DataSet:
+def _text_data(parts: list[list[str]], length: int | None, limit: int | None, sources: list[str]) -> DataSet:
+    """A data set of the tokens to train on, to test on and, where there is a third part, to validate on."""
     assert length is not None
-    ids = {token: number for number, token in enumerate(_vocabulary(train, limit))}
-    train_x, train_y = _sequences(train, ids, length, sources[0])
-    test_x, test_y = _sequences(test, ids, length, sources[1])
-    return DataSet(train_x, train_y, test_x, test_y, classes=len(ids))
+    ids = {token: number for number, token in enumerate(_vocabulary(parts[0], limit))}
+    train, test, *validation = (
+        _cut(np.array([ids.get(token, 0) for token in part], dtype=np.int64), length, source)
+        for part, source in zip(parts, sources, strict=True)
+    )
+    return DataSet(*train, *test, classes=len(ids), validation=validation[0] if validation else None)
 
 
 def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
@@ -125,12 +165,12 @@ def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
     return [_UNKNOWN, *ordered[: None if limit is None else limit - 1]]
 
 
-def _sequences(tokens: list[str], ids: dict[str, int], length: int, source: str) -> tuple[np.ndarray, np.ndarray]:
+def _cut(tokens: np.ndarray, length: int, source: str) -> Part:
     """Inputs and targets, (N, length) each; a last piece that is shorter is left out."""
     count = (len(tokens) - 1) // length
     if count < 1:
         raise SetupError(
             f"{source}: a text of {len(tokens)} tokens has no sequence of --sequence-length {length}; shorten it"
         )
-    flat = np.array([ids.get(token, 0) for token in tokens[: count * length + 1]], dtype=np.int64)
-    return flat[:-1].reshape(count, length), flat[1:].reshape(count, length)
+    flat = tokens[: count * length + 1]
+    return Part(flat[:-1].reshape(count, length), flat[1:].reshape(count, length))

@@ -1,14 +1,22 @@
-"""A data set in memory: NumPy arrays of training and test samples, and what a model must know of them.
+"""A data set in memory: NumPy arrays of training, validation and test samples, and what a model must know of them.
 
-Images are (N, channels, size, size) with integer labels (N,). Text is token ids (N, length); its targets are the same
-ids one position further, (N, length).
+Images are (N, channels, size, size) and signals (N, channels, size), with integer labels (N,). Text is token ids
+(N, length); its targets are the same ids one position further, (N, length).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Part(NamedTuple):
+    """Samples with their labels or targets."""
+
+    x: np.ndarray
+    y: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,7 @@ class DataSet:
 
     Attributes:
         classes: labels, or the tokens of the vocabulary.
+        validation: by which settings are chosen and runs are ended; None where no samples are held back for it.
         mean, std: per channel, in the units of the stored images; None for text.
         augment: whether training images are flipped and shifted.
     """
@@ -29,6 +38,7 @@ class DataSet:
     mean: np.ndarray | None = None
     std: np.ndarray | None = None
     augment: bool = False
+    validation: Part | None = None
 
     @property
     def is_text(self) -> bool:
@@ -40,43 +50,47 @@ class DataSet:
 
     @property
     def size(self) -> int:
-        """Height and width of an image in pixels, or the length of a sequence in tokens."""
+        """Height and width of an image in pixels, points of a signal, or the length of a sequence in tokens."""
         return self.train_x.shape[-1]
 
     def model_input(self, x: np.ndarray) -> np.ndarray:
-        """Stored images as models want them: float, mean 0, standard deviation 1 per channel. Text as it is."""
+        """Stored samples as models want them: float, mean 0, standard deviation 1 per channel. Text as it is."""
         if self.mean is None or self.std is None:
             return x
-        return (x.astype(np.float32) - self.mean[:, None, None]) / self.std[:, None, None]
+        per_channel = (-1, *[1] * (x.ndim - 2))
+        return (x.astype(np.float32) - self.mean.reshape(per_channel)) / self.std.reshape(per_channel)
 
     def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets of these training samples, augmented by `draws` where the data set is."""
         x = self.train_x[samples]
         return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
 
-    def test_batch(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of these test samples."""
-        return self.model_input(self.test_x[samples]), self.test_y[samples]
+    @property
+    def test(self) -> Part:
+        return Part(self.test_x, self.test_y)
 
 
-def image_data(
+def labelled_data(
     train_x: np.ndarray,
     train_y: np.ndarray,
     test_x: np.ndarray,
     test_y: np.ndarray,
     classes: int,
     augment: bool = False,
+    validation: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> DataSet:
-    """A data set from arrays of images (N, channels, size, size) and labels (N,), scaled by the training part."""
+    """A data set of images or signals with labels (N,), scaled by the training part."""
+    axes = (0, *range(2, train_x.ndim))
     return DataSet(
         train_x=train_x,
         train_y=train_y.astype(np.int64),
         test_x=test_x,
         test_y=test_y.astype(np.int64),
         classes=classes,
-        mean=train_x.mean(axis=(0, 2, 3), dtype=np.float64).astype(np.float32),
-        std=np.maximum(train_x.std(axis=(0, 2, 3), dtype=np.float64), 1e-6).astype(np.float32),
+        mean=train_x.mean(axis=axes, dtype=np.float64).astype(np.float32),
+        std=np.maximum(train_x.std(axis=axes, dtype=np.float64), 1e-6).astype(np.float32),
         augment=augment,
+        validation=None if validation is None else Part(validation[0], validation[1].astype(np.int64)),
     )
 
 

@@ -27,7 +27,7 @@ class DDPLearner(TorchLearner):
         if self._options.bucket_bytes is not None:
             options["bucket_cap_mb"] = self._options.bucket_bytes / 2**20
         self._ddp = DistributedDataParallel(self._model, **options)  # takes rank 0's weights and buffers
-        self._begin_with(self._new_optimizer())
+        self._begin()
 
     def compression(self, spec: str, **options: Any) -> Compression:
         return super().compression(spec, **{**options, "bucket_bytes": None})  # they are DistributedDataParallel's

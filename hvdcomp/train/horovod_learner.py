@@ -13,13 +13,10 @@ class HorovodLearner(TorchLearner):
     """See `Learner`."""
 
     def broadcast(self) -> None:
+        # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would make some by a step
+        # of its own, which AdamW would count.
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
-        # Horovod fills the optimizer's state by a step of its own with zero gradients. With a learning rate and a
-        # weight decay of zero that changes nothing; both are set afterwards.
-        optimizer = self._new_optimizer()
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        optimizer.zero_grad()
-        self._begin_with(optimizer)
+        self._begin()
 
     def distribute(self, compression: Compression) -> None:
         self._compression = compression

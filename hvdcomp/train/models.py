@@ -1,9 +1,9 @@
 """The models of the reference training program: small ones for a laptop, and those of the compression papers.
 
-Image models take float batches of shape (N, channels, size, size) and give logits (N, classes); the language
-model takes token ids (N, length) and gives logits (N, length, classes). The convolutional networks have their
-CIFAR form: no early downsampling, one linear layer at the end. Here is what all frameworks share; `models_torch`
-and `models_tensorflow` build the same networks, with the same parameters under the same names.
+Image models take float batches of shape (N, channels, size, size), and the signal model (N, channels, size), and give
+logits (N, classes); language models take token ids (N, length) and give logits (N, length, classes). The convolutional
+networks have their CIFAR form: no early downsampling, one linear layer at the end. Here is what all frameworks share;
+`models_torch` and `models_tensorflow` build the same networks, with the same parameters under the same names.
 """
 
 from __future__ import annotations
@@ -30,6 +30,21 @@ class LSTMSize(NamedTuple):
     def for_tokens(cls, tokens: int) -> LSTMSize:
         """Characters need little; words get the width of the LSTM in PowerSGD (Vogels et al., 2019)."""
         return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
+
+
+class GPTSize(NamedTuple):
+    """Layers, width and attention heads of a decoder.
+
+    References: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Table 2 (gpt-small).
+    """
+
+    layers: int
+    width: int
+    heads: int
+
+
+GPT_SIZES = {"gpt": GPTSize(3, 96, 4), "gpt-mini": GPTSize(6, 384, 6), "gpt-small": GPTSize(12, 768, 12)}
+"""By model; of bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
 
 
 def pooling(size: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import tf_keras
 from tf_keras import layers
 from tf_keras.initializers import RandomNormal, RandomUniform, VarianceScaling
 
-from hvdcomp.train.models import VGG16, VGG19, LSTMSize, check_image_size, pooling
+from hvdcomp.train.models import GPT_SIZES, VGG16, VGG19, GPTSize, LSTMSize, check_image_size, pooling
 
 # He et al., Delving Deep into Rectifiers, 2015, equation 14.
 _HE = {"scale": 2.0, "mode": "fan_out", "distribution": "untruncated_normal"}
@@ -28,6 +28,12 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> tf_kera
     if name == "lstm":
         tokens = layers.Input((None,), dtype="int64")
         return tf_keras.Model(tokens, lstm(tokens, classes, LSTMSize.for_tokens(classes)))
+    if name in GPT_SIZES:
+        tokens = layers.Input((None,), dtype="int64")
+        return tf_keras.Model(tokens, gpt(tokens, classes, size, GPT_SIZES[name]))
+    if name == "cnn1d":
+        signals = layers.Input((channels, size))
+        return tf_keras.Model(signals, cnn1d(signals, classes))
     images = layers.Input((channels, size, size))
     builders = {
         "mlp": lambda: mlp(images, classes),
@@ -58,6 +64,80 @@ def cnn(images: Any, classes: int) -> Any:
     x = layers.MaxPooling2D(second_pool)(x)
     x = _linear("7", _flattened(x), 128, "relu")
     return _linear("9", x, classes)
+
+
+def cnn1d(signals: Any, classes: int) -> Any:
+    """Three convolutions over a signal, of which two halve its length, and two linear layers."""
+    x = layers.Permute((2, 1))(signals)
+    for name, size, stride in (("0", 5, 1), ("2", 3, 2), ("4", 3, 2)):
+        initializers = _default_initializers(size * x.shape[-1])
+        x = layers.ZeroPadding1D(size // 2)(x)
+        x = layers.Conv1D(64, size, strides=stride, activation="relu", name=name, **initializers)(x)
+    x = _linear("7", layers.Flatten()(layers.Permute((2, 1))(x)), 128, "relu")
+    return _linear("9", x, classes)
+
+
+def gpt(tokens: Any, classes: int, length: int, size: GPTSize) -> Any:
+    """A decoder whose token embedding also gives the logits; see `models_torch.GPT`."""
+    embedding = TokenEmbedding(classes, size.width)
+    x = PositionEmbedding(length, size.width)(embedding(tokens))
+    for number in range(size.layers):
+        path = f"blocks.{number}"
+        attention = _gpt_linear(f"{path}.attention", _layer_norm(f"{path}.norm1", x), 3 * size.width)
+        mixed = CausalAttention(size.heads, name=f"{path}.heads")(attention)
+        x = layers.Add()([x, _gpt_linear(f"{path}.projection", mixed, size.width, size.layers)])
+        expanded = _gpt_linear(f"{path}.expansion", _layer_norm(f"{path}.norm2", x), 4 * size.width)
+        expanded = layers.Activation("gelu")(expanded)
+        x = layers.Add()([x, _gpt_linear(f"{path}.contraction", expanded, size.width, size.layers)])
+    return embedding(_layer_norm("norm", x), logits=True)
+
+
+class TokenEmbedding(layers.Layer):
+    """Vectors of tokens, or logits of all tokens from vectors."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__(name="embedding")
+        self._shape = (tokens, width)
+
+    def build(self, input_shape: Any) -> None:
+        self.table = self.add_weight("embeddings", self._shape, initializer=RandomNormal(0, 0.02))
+        self.built = True
+
+    def call(self, inputs: tf.Tensor, logits: bool = False) -> tf.Tensor:
+        return tf.matmul(inputs, self.table, transpose_b=True) if logits else tf.gather(self.table, inputs)
+
+
+class PositionEmbedding(layers.Layer):
+    """Adds a vector for each position."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__(name="position")
+        self._shape = (length, width)
+
+    def build(self, input_shape: Any) -> None:
+        self.table = self.add_weight("embeddings", self._shape, initializer=RandomNormal(0, 0.02))
+        self.built = True
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs + self.table[: tf.shape(inputs)[1]]
+
+
+class CausalAttention(layers.Layer):
+    """Attention of each token to itself and earlier ones: (N, length, 3 * width) to (N, length, width)."""
+
+    def __init__(self, heads: int, name: str) -> None:
+        super().__init__(name=name)
+        self.heads = heads
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        width = inputs.shape[-1] // 3
+        count, length = tf.shape(inputs)[0], tf.shape(inputs)[1]
+        parts = tf.reshape(inputs, (count, length, 3, self.heads, width // self.heads))
+        query, key, value = tf.unstack(tf.transpose(parts, (2, 0, 3, 1, 4)))
+        scores = tf.matmul(query, key, transpose_b=True) / math.sqrt(width // self.heads)
+        earlier = tf.linalg.band_part(tf.ones((length, length), tf.bool), -1, 0)
+        weights = tf.nn.softmax(tf.where(earlier, scores, scores.dtype.min))
+        return tf.reshape(tf.transpose(tf.matmul(weights, value), (0, 2, 1, 3)), (count, length, width))
 
 
 def resnet(images: Any, classes: int, widths: tuple[int, ...], blocks: int) -> Any:
@@ -141,6 +221,20 @@ class LSTMCell(layers.Layer):
 
 def _linear(path: str, x: Any, width: int, activation: str | None = None) -> Any:
     return layers.Dense(width, activation=activation, name=path, **_default_initializers(x.shape[-1]))(x)
+
+
+def _gpt_linear(path: str, x: Any, width: int, onto_shortcut: int = 0) -> Any:
+    """A linear layer with GPT-2's initial weights.
+
+    Args:
+        onto_shortcut: layers of a model in which each adds the output of such a layer to its shortcut; 0 for others.
+    """
+    deviation = 0.02 / math.sqrt(2 * onto_shortcut) if onto_shortcut else 0.02
+    return layers.Dense(width, kernel_initializer=RandomNormal(0, deviation), name=path)(x)
+
+
+def _layer_norm(path: str, x: Any) -> Any:
+    return layers.LayerNormalization(epsilon=1e-5, name=path)(x)
 
 
 def _default_convolution(path: str, x: Any, width: int) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from hvdcomp.train.models import VGG16, VGG19, LSTMSize, check_image_size, pooling
+from hvdcomp.train.models import GPT_SIZES, VGG16, VGG19, GPTSize, LSTMSize, check_image_size, pooling
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Module:
@@ -13,7 +16,10 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
     check_image_size(name, size)
     if name == "lstm":
         return LSTM(classes, LSTMSize.for_tokens(classes))
+    if name in GPT_SIZES:
+        return GPT(classes, size, GPT_SIZES[name])
     builders = {
+        "cnn1d": lambda: cnn1d(channels, size, classes),
         "mlp": lambda: mlp(channels * size * size, classes),
         "cnn": lambda: cnn(channels, size, classes),
         "resnet20": lambda: ResNet(channels, classes, widths=(16, 32, 64), blocks=3),
@@ -49,6 +55,23 @@ def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
         nn.MaxPool2d(second_pool),
         nn.Flatten(),
         nn.Linear(64 * side * side, 128),
+        nn.ReLU(inplace=True),
+        nn.Linear(128, classes),
+    )
+
+
+def cnn1d(channels: int, size: int, classes: int) -> nn.Sequential:
+    """Three convolutions over a signal, of which two halve its length, and two linear layers."""
+    side = -(-size // 4)
+    return nn.Sequential(
+        nn.Conv1d(channels, 64, 5, padding=2),
+        nn.ReLU(inplace=True),
+        nn.Conv1d(64, 64, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Conv1d(64, 64, 3, stride=2, padding=1),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(64 * side, 128),
         nn.ReLU(inplace=True),
         nn.Linear(128, classes),
     )
@@ -152,3 +175,49 @@ class LSTM(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.dropout(self.embedding(tokens)))
         return self.head(self.dropout(hidden))
+
+
+class _DecoderBlock(nn.Module):
+    """Attention to earlier tokens, then two linear layers, each after a layer norm and around a shortcut."""
+
+    def __init__(self, size: GPTSize) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norm1 = nn.LayerNorm(size.width)
+        self.attention = nn.Linear(size.width, 3 * size.width)
+        self.projection = nn.Linear(size.width, size.width)
+        self.norm2 = nn.LayerNorm(size.width)
+        self.expansion = nn.Linear(size.width, 4 * size.width)
+        self.contraction = nn.Linear(4 * size.width, size.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, length, width = x.shape
+        parts = self.attention(self.norm1(x)).view(count, length, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(count, length, width))
+        return x + self.contraction(gelu(self.expansion(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder: token and position embeddings, blocks, a layer norm; the token embedding also gives the logits.
+
+    References: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3.
+    """
+
+    def __init__(self, tokens: int, length: int, size: GPTSize) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, size.width)
+        self.position = nn.Embedding(length, size.width)
+        self.blocks = nn.Sequential(*[_DecoderBlock(size) for _ in range(size.layers)])
+        self.norm = nn.LayerNorm(size.width)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                onto_shortcut = name.endswith(("projection.weight", "contraction.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * size.layers) if onto_shortcut else 0.02)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        return linear(self.norm(self.blocks(x)), self.embedding.weight)

@@ -13,30 +13,47 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdcomp.train.target import Target
+
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
 RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
-TEXT_MODELS = ("lstm",)
-MODELS = IMAGE_MODELS + TEXT_MODELS
+SIGNAL_MODELS = ("cnn1d",)
+GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
+TEXT_MODELS = ("lstm", *GPT_MODELS)
+MODELS = IMAGE_MODELS + SIGNAL_MODELS + TEXT_MODELS
 
 IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
-TEXT_DATA = ("stdlib-text", "wikitext2", "ptb")
-DATA = IMAGE_DATA + TEXT_DATA
+SIGNAL_DATA = ("mnist1d",)
+TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
+DATA = IMAGE_DATA + SIGNAL_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
+VALIDATED_DATA = ("mnist1d", "text", "wikitext2", "ptb")  # with a validation part of their own
 
-_LEARNING_RATES = {
+OPTIMIZERS = ("sgd", "adamw")
+SCHEDULES = ("step", "cosine")
+
+_SGD_RATES = {
     "mlp": 0.05,
     "cnn": 0.03,
     "resnet20": 0.1,
     "resnet18": 0.1,
     "vgg16": 0.02,
     "vgg19_bn": 0.05,
+    "cnn1d": 0.05,
     "lstm": 2.0,
+    "gpt": 0.1,
+    "gpt-mini": 0.1,
+    "gpt-small": 0.1,
 }
-_BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128}  # per rank; text: 32
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3
+_BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8}  # others: 32
+_SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
+_TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
+_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(GPT_MODELS, 1.0)}  # others: none
 
 
 class SetupError(ValueError):
@@ -59,11 +76,17 @@ class TrainingOptions:
     overlap: str = "auto"
     bucket_bytes: int | None = None
     epochs: int = 10
+    steps: int | None = None  # of the optimizer, in place of epochs
+    until: str | None = None  # a target on the validation part that ends the run
+    evaluate_every: int | None = None  # steps; None: at the end of each epoch
     batch_size: int | None = None  # per rank and backward pass
+    optimizer: str | None = None
     lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.95)  # adamw
     weight_decay: float | None = None
+    schedule: str = "step"
     milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
     gamma: float = 0.1
     warm_up: float = 0.0  # epochs of linear growth of the learning rate
@@ -79,9 +102,10 @@ class TrainingOptions:
     residuals: str = "keep"
     elastic: bool = False
     samples: int | None = None
+    validation_samples: int = 0  # of the training data, where the data set has no validation part
     label_noise: float = 0.0
     image_size: int = 32  # synthetic
-    text_size: int = 400_000  # stdlib-text, characters
+    text_size: int | None = None  # text: bytes to train on; stdlib-text: characters
     text_unit: str = "char"  # stdlib-text
     sequence_length: int | None = None  # text data
     progress: bool = True
@@ -93,15 +117,21 @@ class TrainingOptions:
             SetupError: a value, or a combination of values, that cannot be trained.
         """
         self._check_names()
+        optimizer = _either(self.optimizer, "adamw" if self.model in GPT_MODELS else "sgd")
+        rate = _SGD_RATES[self.model] if optimizer == "sgd" else _ADAMW_RATES.get(self.model, 1e-3)
+        decay = 0.1 if optimizer == "adamw" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
         chosen = dataclasses.replace(
             self,
+            optimizer=optimizer,
             batch_size=_either(self.batch_size, _BATCH_SIZES.get(self.data, 32)),
-            lr=_either(self.lr, _LEARNING_RATES[self.model]),
-            weight_decay=_either(self.weight_decay, 5e-4 if self.data in ("cifar10", "cifar100") else 0.0),
-            clip_norm=_either(self.clip_norm, 0.25 if self.model in TEXT_MODELS else 0.0),
-            sequence_length=_either(self.sequence_length, 64 if self.data == "stdlib-text" else 35),
+            lr=_either(self.lr, rate),
+            weight_decay=_either(self.weight_decay, decay),
+            clip_norm=_either(self.clip_norm, _CLIP_NORMS.get(self.model, 0.0)),
+            sequence_length=_either(self.sequence_length, _SEQUENCES.get(self.data, 35)),
+            text_size=_either(self.text_size, _TEXT_SIZES.get(self.data, 400_000)),
         )
         chosen._check_values()
+        chosen._check_target()
         return chosen
 
     def _check_names(self) -> None:
@@ -110,12 +140,15 @@ class TrainingOptions:
             ("--backend", self.backend, BACKENDS),
             ("--model", self.model, MODELS),
             ("--data", self.data, DATA),
+            ("--optimizer", self.optimizer or "sgd", OPTIMIZERS),
+            ("--schedule", self.schedule, SCHEDULES),
             ("--overlap", self.overlap, OVERLAP),
             ("--residuals", self.residuals, RESIDUALS),
         ):
             if value not in known:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
-        suitable = IMAGE_DATA if self.model in IMAGE_MODELS else TEXT_DATA
+        families = ((IMAGE_MODELS, IMAGE_DATA), (SIGNAL_MODELS, SIGNAL_DATA), (TEXT_MODELS, TEXT_DATA))
+        suitable = next(data for models, data in families if self.model in models)
         if self.data not in suitable:
             raise SetupError(f"--model {self.model} cannot learn --data {self.data}; it takes {', '.join(suitable)}")
         if self.data in FOLDER_DATA and self.data_dir is None:
@@ -143,10 +176,44 @@ class TrainingOptions:
                 f"--bucket-bytes {self.bucket_bytes}: {at_once}; leave it out, or take --framework torch",
             ),
             (self.epochs >= 1, f"--epochs {self.epochs}: at least 1"),
+            (self.steps is None or self.steps >= 1, f"--steps {self.steps}: at least 1"),
+            (
+                self.evaluate_every is None or self.evaluate_every >= 1,
+                f"--evaluate-every {self.evaluate_every}: at least 1 step",
+            ),
+            (
+                self.until is None or self.has_validation,
+                f"--until {self.until}: --data {self.data} has no validation part of its own; hold some of the "
+                "training samples back with --validation-samples N",
+            ),
+            (
+                self.evaluate_every is None or self.has_validation,
+                f"--evaluate-every {self.evaluate_every}: --data {self.data} has no validation part of its own; hold "
+                "some of the training samples back with --validation-samples N",
+            ),
+            (self.validation_samples >= 0, f"--validation-samples {self.validation_samples}: 0 or more"),
+            (
+                self.validation_samples == 0 or self.data not in VALIDATED_DATA,
+                f"--validation-samples {self.validation_samples}: --data {self.data} has a validation part of its own; "
+                "leave it out",
+            ),
             ((self.batch_size or 0) >= 1, f"--batch-size {self.batch_size}: at least 1"),
             (_is_finite(self.lr) and self.lr > 0, f"--lr {self.lr}: a positive number"),
             (0 <= self.momentum < 1, f"--momentum {self.momentum}: from 0 up to, not including, 1"),
             (not self.nesterov or self.momentum > 0, "--nesterov needs a --momentum above 0"),
+            (
+                not self.nesterov or self.optimizer == "sgd",
+                f"--nesterov is a form of SGD's momentum; leave it out with --optimizer {self.optimizer}",
+            ),
+            (
+                len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+                f"--betas {_join(self.betas)}: two numbers from 0 up to, not including, 1, such as 0.9,0.95",
+            ),
+            (
+                self.schedule == "step" or not self.milestones,
+                f"--milestones {_join(self.milestones)} are of --schedule step; leave them out with --schedule "
+                f"{self.schedule}",
+            ),
             (
                 _is_finite(self.weight_decay) and self.weight_decay >= 0,
                 f"--weight-decay {self.weight_decay}: 0 or more",
@@ -178,12 +245,12 @@ class TrainingOptions:
             (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
             (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise}: a fraction from 0 to 1"),
             (
-                self.label_noise == 0 or self.data in IMAGE_DATA,
-                f"--label-noise: --data {self.data} has no labels; {', '.join(IMAGE_DATA)} have",
+                self.label_noise == 0 or self.data not in TEXT_DATA,
+                f"--label-noise: --data {self.data} has no labels; {', '.join(IMAGE_DATA + SIGNAL_DATA)} have",
             ),
             (self.image_size >= 4, f"--image-size {self.image_size}: at least 4 pixels"),
             (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r}: char or word"),
-            (self.text_size >= 10_000, f"--text-size {self.text_size}: at least 10000 characters"),
+            ((self.text_size or 0) >= 10_000, f"--text-size {self.text_size}: at least 10000 characters"),
             ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length}: at least 1"),
             (
                 self.checkpoint_every is None or self.checkpoint_every >= 1,
@@ -210,11 +277,41 @@ class TrainingOptions:
             if not right:
                 raise SetupError(message)
 
-    def learning_rate(self, epochs_done: float) -> float:
-        """The learning rate after `epochs_done` epochs (a fraction too): linear warm-up, then the milestones."""
+    def _check_target(self) -> None:
+        if self.until is None:
+            return
+        try:
+            target = Target.parse(self.until)
+        except ValueError as error:
+            raise SetupError(f"--until {error}") from None
+        other = "accuracy" if self.data in TEXT_DATA else "perplexity"
+        if target.metric == other:
+            known = "loss, perplexity" if self.data in TEXT_DATA else "loss, accuracy"
+            raise SetupError(f"--until {self.until}: --data {self.data} is measured by {known}")
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are samples that are neither trained nor tested on."""
+        return self.data in VALIDATED_DATA or self.validation_samples > 0
+
+    def learning_rate(self, epochs_done: float, epochs: float) -> float:
+        """The learning rate at a point of a run.
+
+        It grows from 0 to `lr` in the epochs of the warm-up. Then it is multiplied by `gamma` at each milestone, or it
+        falls to `gamma` times `lr` along half a period of a cosine.
+
+        Args:
+            epochs_done: before this step; a fraction too.
+            epochs: of the run; a fraction too.
+
+        References: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, equation 5.
+        """
         assert self.lr is not None
         if epochs_done < self.warm_up:
             return self.lr * epochs_done / self.warm_up
+        if self.schedule == "cosine":
+            progress = min(1.0, (epochs_done - self.warm_up) / max(epochs - self.warm_up, 1e-9))
+            return self.lr * (self.gamma + (1 - self.gamma) * (1 + math.cos(math.pi * progress)) / 2)
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
 
     def as_json(self) -> dict[str, object]:

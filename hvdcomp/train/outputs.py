@@ -1,4 +1,5 @@
-"""The files of a run, written by rank 0: steps.jsonl, epochs.jsonl, summary.json, and TensorBoard's if wanted.
+"""The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and TensorBoard's
+if wanted.
 
 Each line is written at once and whole, so that a run that is killed, or fills the disk, leaves all it did; summary.json
 appears when the run is over. JSON is strict: what is not a finite number is null.
@@ -21,6 +22,8 @@ from hvdcomp.files import RecordFile, aside, bring_back, put_aside_before, repla
 from hvdcomp.train.options import SetupError
 
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
+EVALUATIONS = "evaluations.jsonl"
+RECORDS = (STEPS, EVALUATIONS, EPOCHS)
 DECISIONS = "decisions.jsonl"  # written by the compression, which puts full files aside
 _ASIDE = f"{DECISIONS} put aside"  # beside the sizes of files: the number of the last one that was
 
@@ -44,7 +47,7 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
     if folder.exists() and not folder.is_dir():
         raise SetupError(f"--output {folder} is a file; name a folder")
     if sizes is not None:
-        for name in filter(sizes.__contains__, (STEPS, EPOCHS, DECISIONS)):
+        for name in filter(sizes.__contains__, (*RECORDS, DECISIONS)):
             file = folder / name
             if name == DECISIONS and put_aside_before(file).keys() - range(sizes.get(_ASIDE, 0) + 1):
                 file = aside(file, sizes.get(_ASIDE, 0) + 1)  # where it is since then
@@ -54,7 +57,7 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
                     "same --output as before, or another --checkpoint-folder"
                 )
         return
-    held = [name for name in (STEPS, EPOCHS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
+    held = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
     held += [file.name for file in put_aside_before(folder / DECISIONS).values()]
     if held and not overwrite:
         raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
@@ -105,7 +108,7 @@ class RunWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             bring_back(folder / DECISIONS, 0 if sizes is None else sizes.get(_ASIDE, 0))
-            for name in (STEPS, EPOCHS, DECISIONS):
+            for name in (*RECORDS, DECISIONS):
                 if sizes is not None and name in sizes:
                     os.truncate(folder / name, sizes[name])
                 else:
@@ -113,7 +116,7 @@ class RunWriter:
             (folder / SUMMARY).unlink(missing_ok=True)
             if sizes is None:
                 shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
-            self._files = {name: RecordFile(folder / name) for name in (STEPS, EPOCHS)}
+            self._files = {name: RecordFile(folder / name) for name in RECORDS}
             if tensorboard:
                 self._board = _Board(folder / TENSORBOARD, done)
         except OSError as error:
@@ -131,6 +134,10 @@ class RunWriter:
         """
         scalars = {} if self._board is None else {**_tagged("step", record), **metrics()}
         self._write(STEPS, {**record, **cost}, scalars)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Add a line to evaluations.jsonl."""
+        self._write(EVALUATIONS, record, {})
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Add a line to epochs.jsonl."""
@@ -160,7 +167,7 @@ class RunWriter:
             OSError: if they cannot be brought there.
         """
         sizes = {_ASIDE: max(put_aside_before(self._folder / DECISIONS), default=0)}
-        for name in (STEPS, EPOCHS, DECISIONS):
+        for name in (*RECORDS, DECISIONS):
             if (self._folder / name).exists():
                 with (self._folder / name).open("rb") as file:
                     os.fsync(file.fileno())

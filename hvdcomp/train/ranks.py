@@ -3,6 +3,7 @@ without a hang."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -51,6 +52,10 @@ class Ranks(ABC):
     @abstractmethod
     def broadcast(self, value: Any, name: str) -> Any:
         """Rank 0's value."""
+
+    def now(self) -> float:
+        """Seconds on the clock by which this rank's steps are timed."""
+        return time.perf_counter()
 
     @property
     def changed(self) -> bool:

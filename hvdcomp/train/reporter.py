@@ -79,9 +79,10 @@ class Reporter:
         if not self._visible:
             return
         metric = "accuracy" if "accuracy" in record else "perplexity"
+        part = "test" if "test_loss" in record else "validation"
         self._line(
             f"epoch {record['epoch']}/{self._epochs}  train loss {record['train_loss']:.4f}  "
-            f"test loss {record['test_loss']:.4f}  {metric} {_quality(metric, record[metric])}  "
+            f"{part} loss {record[f'{part}_loss']:.4f}  {metric} {_quality(metric, record[metric])}  "
             f"{record['seconds']:.1f} s  sent {_bytes(record['bytes_sent'])} per rank"
         )
 
@@ -99,6 +100,7 @@ class Reporter:
             ("ranks", f"{summary['world_size']} ({summary['controller']})"),
             ("parameters", f"{summary['parameters']:,}"),
             (metric, f"{_quality(metric, summary[metric])} (best {_quality(metric, summary[best])})"),
+            *_target(summary["until"]),
             ("steps", f"{summary['steps']:,} in {summary['seconds']:.1f} s"),
             (
                 "time per step",
@@ -116,6 +118,15 @@ class Reporter:
         for name, value in rows:
             table.add_row(name, value)
         print_table(self._console, table, f"{summary['model']} on {summary['data']}: {summary['status']}")
+
+
+def _target(until: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """The row about the target, where the run had one."""
+    if until is None:
+        return []
+    if not until["reached"]:
+        return [("until", f"{until['target']}, which was not reached")]
+    return [("until", f"{until['target']}: {until['step']:,} steps, {until['trained_seconds']:.1f} s of training")]
 
 
 def _quality(metric: str, value: float | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +18,12 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.checkpoints import KEPT, Checkpoints, Warnings
 from hvdcomp.train.data import epoch_shard, evaluation_shard, steps_per_epoch
-from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.dataset import DataSet, Part
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.options import TrainingOptions
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.reporter import Reporter
+from hvdcomp.train.target import Target
 
 _STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
 _SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
@@ -53,11 +53,16 @@ class Run:
         self._learner = learner
         self._compression = compression
         self._steps_per_epoch = steps
+        self._epochs_in_all: float = options.epochs if options.steps is None else options.steps / steps
+        self._target = None if options.until is None else Target.parse(options.until)
         self._checkpoints = checkpoints
         self._warnings = warnings
         self._writer = writer
         self._reporter = Reporter(
-            steps * options.epochs, options.epochs, visible=ranks.rank == 0, progress=options.progress
+            options.steps or steps * options.epochs,
+            math.ceil(self._epochs_in_all),
+            visible=ranks.rank == 0,
+            progress=options.progress,
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = "perplexity" if data.is_text else "accuracy"
@@ -69,10 +74,14 @@ class Run:
         self._finite = True  # on this rank
         self._times: list[float] = []  # ms of each of the latest steps
         self._epochs: list[dict[str, Any]] = []
+        self._trained_seconds = 0.0  # of all steps, without evaluations
+        self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
+        self._evaluated_at = 0  # the step of the latest evaluation
+        self._quality: dict[str, float] = {}  # that it found
         self._stepped = False  # in this process
         self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
         self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
-        self._start = self._epoch_start = time.perf_counter()
+        self._start = self._epoch_start = ranks.now()
 
     def go_on_from(self, saved: dict[str, Any]) -> None:
         """Go on from where `_position` told when this was saved."""
@@ -84,7 +93,9 @@ class Run:
             self._augmenting.bit_generator.state = saved["augmenting"]
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
-        now = time.perf_counter()
+        # A checkpoint of an earlier version lacks them.
+        self._trained_seconds, self._reached = saved.get("trained_seconds", 0.0), saved.get("reached")
+        now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
             self._reporter.say(f"passed over a checkpoint: {damage}")
@@ -103,13 +114,15 @@ class Run:
 
     def _position(self) -> dict[str, Any]:
         """Where this rank is in the run, as JSON."""
-        now = time.perf_counter()
+        now = self._ranks.now()
         return {
             **{name: getattr(self, f"_{name}") for name in KEPT},
             "augmenting": self._augmenting.bit_generator.state,
             "resumed_at": self._resumed_at,
             "seconds": now - self._start,
             "epoch_seconds": now - self._epoch_start,
+            "trained_seconds": self._trained_seconds,
+            "reached": self._reached,
             "sizes": None if self._writer is None else self._writer.sizes(),
         }
 
@@ -117,14 +130,15 @@ class Run:
         try:
             with self._reporter:
                 status = self._train()
-            summary = self._summary(status, self._ranks.gather(_digest(self._learner.parameters()), "weights"))
+                final = self._final_quality(status)
+            summary = self._summary(status, self._ranks.gather(_digest(self._learner.parameters()), "weights"), final)
             if self._writer is not None:
                 self._writer.finish(summary)
             self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
         except BaseException as error:
             # The other ranks may be gone: nothing is asked of them.
             if self._writer is not None:
-                self._writer.finish({**self._summary("failed", []), "error": f"{type(error).__name__}: {error}"})
+                self._writer.finish({**self._summary("failed", [], {}), "error": f"{type(error).__name__}: {error}"})
             raise
         output = None if self._options.output is None else str(self._options.output)
         self._reporter.summary(summary, output)
@@ -144,11 +158,18 @@ class Run:
 
     def _train(self) -> str:
         """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
-        while self._epoch <= self._options.epochs:
+        while not self._over:
             ended = self._train_epoch()
-            if ended is not None and self._epoch <= self._options.epochs:
+            if ended is not None and not self._over:
                 return ended
         return "finished"
+
+    @property
+    def _over(self) -> bool:
+        """Whether all that was asked for has been trained."""
+        steps = self._options.steps
+        trained = self._epoch > self._options.epochs if steps is None else self._step >= steps
+        return trained or self._reached is not None
 
     def _train_epoch(self) -> str | None:
         """Train what is left of this epoch; "diverged" or "stopped" if the run ends by it."""
@@ -165,14 +186,17 @@ class Run:
         while len(shard) >= (accumulation := self._next_accumulation()):
             self._timed_step(shard[:accumulation].flatten(), accumulation)
             shard = shard[accumulation:]
+            if self._options.evaluate_every is not None and self._step % self._options.evaluate_every == 0:
+                self._evaluate()
+            if self._over:
+                break
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
         if ended := self._agree():
             return ended
         self._end_epoch()
-        over = self._epoch > options.epochs
-        if self._checkpoints is not None and (over or self._checkpoints.due_each_epoch):
+        if self._checkpoints is not None and (self._over or self._checkpoints.due_each_epoch):
             return self._agree(save=True)
         return None
 
@@ -217,7 +241,7 @@ class Run:
 
         The learning rate is set before, as a scheduler would do it, because policies look at it.
         """
-        self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch)
+        self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch, self._epochs_in_all)
         self._learner.set_learning_rate(self._rate)
         return self._compression.accumulation
 
@@ -226,9 +250,11 @@ class Run:
         if not self._stepped and self._learner.first_step is not None:
             self._reporter.note(self._learner.first_step)
         self._stepped = True
-        start = time.perf_counter()
+        start = self._ranks.now()
         loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
-        milliseconds = 1000 * (time.perf_counter() - start)
+        seconds = self._ranks.now() - start
+        milliseconds = 1000 * seconds
+        self._trained_seconds += seconds
         self._step += 1
         self._taken += accumulation
         self._losses.append(loss)
@@ -250,20 +276,16 @@ class Run:
 
     def _end_epoch(self) -> None:
         with self._compression.paused():
-            self._close_epoch()
-
-    def _close_epoch(self) -> None:
-        self._average_buffers()
-        loss = sum(self._losses) / len(self._losses)
-        mean_loss = float(self._ranks.sum(loss, "loss")) / self._ranks.size
-        test_loss, accuracy = self._evaluate()
+            loss = sum(self._losses) / len(self._losses)
+            mean_loss = float(self._ranks.sum(loss, "loss")) / self._ranks.size
+        quality = self._evaluate()
         record = {
             "epoch": self._epoch,
             "step": self._step,
             "train_loss": mean_loss,
-            "test_loss": test_loss,
-            self._metric: accuracy if self._metric == "accuracy" else _exp(test_loss),
-            "seconds": time.perf_counter() - self._epoch_start,
+            f"{self._watched}_loss": quality["loss"],
+            self._metric: quality[self._metric],
+            "seconds": self._ranks.now() - self._epoch_start,
             "bytes_sent": self._compression.ledger.totals.bytes_sent,
         }
         self._epochs.append(record)
@@ -271,7 +293,42 @@ class Run:
         if self._writer is not None:
             self._writer.epoch(record)
         self._epoch, self._taken, self._losses = self._epoch + 1, 0, []
-        self._epoch_start = time.perf_counter()
+        self._epoch_start = self._ranks.now()
+
+    @property
+    def _watched(self) -> str:
+        """Which part of the data is evaluated while the run goes on: the test part only where there is no other."""
+        return "test" if self._data.validation is None else "validation"
+
+    def _evaluate(self) -> dict[str, float]:
+        """The quality of the weights as they are, on the watched part; whether it reaches the target is noted."""
+        if self._evaluated_at == self._step:
+            return self._quality
+        with self._compression.paused():
+            self._average_buffers()
+            self._quality = quality = self._quality_on(self._data.validation or self._data.test)
+        self._evaluated_at = self._step
+        record = {
+            "step": self._step,
+            "epoch": self._epoch,
+            "part": self._watched,
+            **quality,
+            "trained_seconds": self._trained_seconds,
+            "bytes_sent": self._compression.ledger.totals.bytes_sent,
+        }
+        if self._writer is not None:
+            self._writer.evaluation(record)
+        # Rank 0's own seconds are in the record, and no rank decides by them.
+        if self._target is not None and self._reached is None and self._target.is_reached(quality):
+            self._reached = record
+        return quality
+
+    def _final_quality(self, status: str) -> dict[str, float]:
+        """The quality on the test part, which is looked at once where there is a validation part."""
+        if self._data.validation is None or status != "finished" or not self._epochs:
+            last = self._epochs[-1] if self._epochs else {}
+            return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
+        return self._quality_on(self._data.test)
 
     def _average_buffers(self) -> None:
         """Average the running statistics of normalization layers, which each rank takes from its own shard."""
@@ -279,18 +336,20 @@ class Run:
         means = {name: np.mean([own[name] for own in everywhere], axis=0) for name in everywhere[0]}
         self._learner.set_buffers(means)
 
-    def _evaluate(self) -> tuple[float, float]:
-        """Mean loss and accuracy over the whole test set (of text: per token), each rank doing its share."""
+    def _quality_on(self, part: Part) -> dict[str, float]:
+        """Mean loss (of text: per token), and accuracy or perplexity, over a part of the data, each rank doing its
+        share."""
         totals = np.zeros(3)  # loss, right answers, answers
-        shard = evaluation_shard(len(self._data.test_x), self._ranks.size, self._ranks.rank)
+        shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
         for first in range(0, len(shard), _EVALUATION_BATCH):
-            inputs, targets = self._data.test_batch(shard[first : first + _EVALUATION_BATCH])
-            loss, right = self._learner.evaluate(inputs, targets)
+            samples = shard[first : first + _EVALUATION_BATCH]
+            targets = part.y[samples]
+            loss, right = self._learner.evaluate(self._data.model_input(part.x[samples]), targets)
             totals += loss * targets.size, right, targets.size
         loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
-        return loss / count, right / count
+        return {"loss": loss / count, self._metric: right / count if self._metric == "accuracy" else _exp(loss / count)}
 
-    def _summary(self, status: str, digests: list[str]) -> dict[str, Any]:
+    def _summary(self, status: str, digests: list[str], final: dict[str, Any]) -> dict[str, Any]:
         options, totals = self._options, self._compression.ledger.totals
         last = self._epochs[-1] if self._epochs else {}
         values = [record[self._metric] for record in self._epochs]
@@ -306,9 +365,11 @@ class Run:
             "data": options.data,
             "spec": options.compression,
             "seed": options.seed,
-            self._metric: last.get(self._metric),
+            self._metric: final.get(self._metric),
             f"best_{self._metric}": best(values) if values else None,
-            "loss": last.get("test_loss"),
+            "best_over": f"the {self._watched} part, at the ends of epochs",
+            "loss": final.get("loss"),
+            "validation_loss": last.get("validation_loss"),
             "train_loss": last.get("train_loss"),
             "steps": self._step,
             "epochs": len(self._epochs),
@@ -316,7 +377,9 @@ class Run:
             "world_size": self._ranks.size,
             "ranks_per_host": self._ranks.local_size,
             "controller": self._ranks.controller,
-            "seconds": time.perf_counter() - self._start,
+            "seconds": self._ranks.now() - self._start,
+            "trained_seconds": self._trained_seconds,
+            "until": self._until(),
             "ms_per_step": median,
             "ms_per_step_over": over,
             "bytes_sent": totals.bytes_sent,
@@ -334,6 +397,15 @@ class Run:
             "options": options.as_json(),
             "versions": environment.versions(options.framework, self._ranks.backend),
         }
+
+    def _until(self) -> dict[str, Any] | None:
+        """What the target took, or that it was not reached; None without a target."""
+        if self._target is None:
+            return None
+        if self._reached is None:
+            return {"target": str(self._target), "reached": False}
+        kept = ("step", "trained_seconds", "bytes_sent", "loss", self._metric)
+        return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in kept}}
 
     def _time_per_step(self) -> tuple[float | None, str]:
         """Median time of a step in ms, and the steps it is of: those of the start are slower."""

@@ -30,6 +30,8 @@ from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.models_tensorflow import build_model
 from hvdcomp.train.options import TrainingOptions
 
+_ADAM_EPSILON = 1e-8  # that of PyTorch
+
 
 class TensorFlowLearner(Learner):
     """See `Learner`. On a GPU if there is one: each rank of a host takes its own.
@@ -71,11 +73,22 @@ class TensorFlowLearner(Learner):
     def broadcast(self) -> None:
         options = self._options
         hvd.broadcast_variables(self._model.variables, root_rank=0)
-        self._optimizer = tf_keras.optimizers.SGD(
-            options.lr, momentum=options.momentum, nesterov=options.nesterov, jit_compile=False
-        )
+        self._optimizer = self._new_optimizer()
         self._optimizer.build(self._model.trainable_variables)
         tf.random.set_seed(options.seed + self._rank * 2**31)  # of what is traced from here on
+
+    def _new_optimizer(self) -> Any:
+        options = self._options
+        if options.optimizer == "sgd":
+            return tf_keras.optimizers.SGD(
+                options.lr, momentum=options.momentum, nesterov=options.nesterov, jit_compile=False
+            )
+        beta_1, beta_2 = options.betas
+        optimizer = tf_keras.optimizers.AdamW(
+            options.lr, options.weight_decay, beta_1, beta_2, epsilon=_ADAM_EPSILON, jit_compile=False
+        )
+        optimizer.exclude_from_weight_decay([one for one in self._model.trainable_variables if len(one.shape) <= 1])
+        return optimizer
 
     def compression(self, spec: str, **options: Any) -> Compression:
         variables = self._model.trainable_variables
@@ -142,7 +155,7 @@ class TensorFlowLearner(Learner):
         gradients = tape.gradient(loss, variables)
         if options.clip_norm:
             gradients, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
-        if options.weight_decay:
+        if options.weight_decay and options.optimizer == "sgd":
             decay = options.weight_decay
             gradients = [gradient + decay * variable for gradient, variable in zip(gradients, variables, strict=True)]
         self._optimizer.apply_gradients(zip(gradients, variables, strict=True))

@@ -48,17 +48,23 @@ class TorchLearner(Learner):
         if torch.cuda.is_available():
             torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
-    def _new_optimizer(self) -> torch.optim.SGD:
-        """An optimizer of all parameters; learning rate and weight decay are 0 yet."""
-        options = self._options
-        return torch.optim.SGD(self._model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov)
-
-    def _begin_with(self, optimizer: torch.optim.SGD) -> None:
-        """To be called at the end of `broadcast`."""
-        for group in optimizer.param_groups:
-            group["weight_decay"] = self._options.weight_decay
-        self._optimizer = optimizer
+    def _begin(self) -> None:
+        """Makes the optimizer; to be called at the end of `broadcast`."""
+        self._optimizer = self._new_optimizer()
         torch.manual_seed(self._options.seed + self._rank * 2**31)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer of all parameters, which has no state yet; each step sets its learning rate before."""
+        options, model = self._options, self._model
+        decay = options.weight_decay
+        if options.optimizer == "sgd":
+            return torch.optim.SGD(
+                model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay
+            )
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
 
     def compression(self, spec: str, **options: Any) -> Compression:
         return Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)

@@ -91,6 +91,11 @@ def _build(options: TrainingOptions, ranks: Ranks, make_learner: type[Learner]) 
     """The data, the model in it, and the steps of an epoch."""
     assert options.batch_size is not None
     data = load_data(options)
+    if data.validation is None and not (options.until is None and options.evaluate_every is None):
+        raise SetupError(
+            f"--data-dir {options.data_dir} has no file of the validation part of --data {options.data}, which --until "
+            "and --evaluate-every need: put it there, as it is published"
+        )
     steps = steps_per_epoch(len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step)
     return data, make_learner(options, data, ranks.rank), steps
 

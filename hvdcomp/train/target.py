@@ -1,0 +1,48 @@
+"""The quality at which a run ends: `--until accuracy=0.93`, on the validation part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+METRICS = ("accuracy", "loss", "perplexity")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value of a metric that is to be reached: an accuracy from below, a loss or a perplexity from above.
+
+    Example:
+        >>> Target.parse("accuracy=0.93").is_reached({"loss": 0.2, "accuracy": 0.94})
+        True
+    """
+
+    metric: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """A target from its text, such as "loss=2.2".
+
+        Raises:
+            ValueError: the text is not a metric, "=" and a number; says what is allowed.
+        """
+        metric, _, number = text.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if metric not in METRICS or not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{text!r} is no target; give one of {', '.join(METRICS)} and a value: accuracy=0.93")
+        if metric == "accuracy" and value > 1:
+            raise ValueError(f"{text!r} cannot be reached; an accuracy is at most 1: accuracy=0.93")
+        return cls(metric, value)
+
+    def is_reached(self, quality: dict[str, Any]) -> bool:
+        """Whether an evaluation, a value for each metric, is as good as that or better."""
+        found = quality[self.metric]
+        return bool(found >= self.value if self.metric == "accuracy" else found <= self.value)
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.value:g}"
