@@ -56,7 +56,7 @@ def step_of(framework: str, method: str, options: dict[str, Any]) -> Step:
     kind.prepare(ranks.local_rank, ranks.local_size)
     settings = TrainingOptions(framework=framework, **options).resolved()
     data = load_data(settings)
-    learner = kind(settings, data, ranks.rank)
+    learner = kind(settings, data, ranks)
     learner.broadcast()
     stock = importlib.import_module(f"horovod.{framework}").Compression.none
     if method != COMPUTE:

@@ -46,7 +46,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
         return CommunicatorBroadcaster(communicator, training.like)
 
     make, steps = coordinator_for(policy), setup.compression.settings.steps_per_epoch
-    return make(policy, training.engine, broadcaster, training.like, steps, log, candidates), errors
+    return make(policy, training.engine, broadcaster, training.like, steps, log, candidates, communicator.now), errors
 
 
 def _candidates(policy: Any, training: Training, errors: dict[str, str]) -> Candidates | None:

@@ -145,6 +145,19 @@ _START = (
 @_option("--warm-up", "Epochs over which the learning rate grows from 0.", type=float)
 @_option("--clip-norm", "Largest norm of the averaged gradient; 0 for no limit.", type=float)
 @_option("--backward-passes-per-step", "Backward passes whose gradients make one step.", type=int)
+@_option(
+    "--simulate-ranks",
+    "Train on so many ranks in this process: no launcher, and the weights of real ranks.",
+    type=int,
+    metavar="N",
+    shown=False,
+)
+@_option(
+    "--link",
+    "The link of each simulated rank, whose time is predicted: 100mbit, 1gbit, 10gbit.",
+    metavar="RATE",
+    shown="takes no time",
+)
 @_option("--seed", "Start of all random choices; the train/test split does not depend on it.", type=int)
 @_option(
     "--output",
@@ -208,6 +221,8 @@ def command(context: click.Context, **options: Any) -> None:
     """
     environment.prepare_mpi()
     chosen = TrainingOptions(**options)
+    if chosen.simulate_ranks is not None:
+        context.exit(_simulate(context, chosen))
     try:
         from hvdcomp.train.backends import choose, reach
         from hvdcomp.train.frameworks import learner_class
@@ -237,8 +252,27 @@ def command(context: click.Context, **options: Any) -> None:
         context.exit(2)
     except (ConfigurationError, RankMismatchError) as error:
         raise click.ClickException(str(error)) from None
-    if summary["status"] == "diverged" and ranks.rank == 0:
-        click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
-    code = {"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]]
+    code = _exit_code(summary, says=ranks.rank == 0)
     ranks.leave(code)
     context.exit(code)
+
+
+def _simulate(context: click.Context, chosen: TrainingOptions) -> int:
+    """Trains on simulated ranks; returns the exit code."""
+    from hvdcomp.train.ranks import RunRefused
+    from hvdcomp.train.simulation import on_simulated_ranks
+    from hvdcomp.train.trainer import train
+
+    try:
+        chosen.resolved()  # once, and not on every rank
+        return _exit_code(on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks)), says=True)
+    except (SetupError, RunRefused) as error:
+        raise click.UsageError(str(error), context) from None
+    except (ConfigurationError, RankMismatchError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _exit_code(summary: dict[str, Any], says: bool) -> int:
+    if summary["status"] == "diverged" and says:
+        click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
+    return {"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]]

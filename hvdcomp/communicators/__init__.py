@@ -7,8 +7,9 @@ from typing import Any, Protocol
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.communicators.nodes import allow_process_sets
+from hvdcomp.communicators.simulated import SimulatedCommunicator, SimulatedGroup
 
-__all__ = ["Communicator", "LoopbackCommunicator", "allow_process_sets"]
+__all__ = ["Communicator", "LoopbackCommunicator", "SimulatedCommunicator", "SimulatedGroup", "allow_process_sets"]
 
 
 class Communicator(Protocol):

@@ -40,7 +40,7 @@ class InProcessGroup:
     def meet(self, rank: int, contribution: Contribution) -> Array:
         """Gives this rank's contribution and returns what is made of all of them, in rank order."""
         if self.world_size == 1:
-            return _results({0: contribution})[0]
+            return self._results_of({0: contribution})[0]
         if self._left:
             self._fail(_missed(min(self._left), contribution))
         else:
@@ -61,7 +61,7 @@ class InProcessGroup:
         def run(rank: int) -> None:
             self._turns[rank].acquire()
             try:
-                results[rank] = work(InProcessCommunicator(self, rank))
+                results[rank] = work(self._communicator(rank))
             except ReleasedError:
                 pass
             except BaseException as error:
@@ -78,6 +78,9 @@ class InProcessGroup:
             raise self.error
         return results
 
+    def _communicator(self, rank: int) -> Any:
+        return InProcessCommunicator(self, rank)
+
     def _leave(self, rank: int) -> None:
         self._left.add(rank)
         if self._contributions:
@@ -91,9 +94,24 @@ class InProcessGroup:
     def _finish(self) -> None:
         contributions, self._contributions = self._contributions, {}
         try:
-            self._results = _results(contributions)
+            self._results = self._results_of(contributions)
         except Exception as error:
             self._fail(error)
+
+    def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
+        """What each rank gets, an array of its own."""
+        found: dict[int, Array] = {}
+        for members in {contribution[4] for contribution in contributions.values()}:
+            together = [contributions[rank] for rank in members]
+            if len({(*contribution[:3], contribution[4]) for contribution in together}) > 1:
+                raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in together]}")
+            results = self._combined([array for _, _, _, array, _ in together], together[0][0])
+            found.update(zip(members, results, strict=True))
+        return found
+
+    def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
+        """The result of a collective for each rank that takes part."""
+        return results_of(arrays, kind, add_in_rank_order)
 
     def _pass_on(self, rank: int) -> None:
         following = ((rank + distance) % self.world_size for distance in range(1, self.world_size + 1))
@@ -122,24 +140,27 @@ class InProcessCommunicator:
     def part(self, group: str) -> InProcessCommunicator:
         if group == "all":
             return self
-        return InProcessCommunicator(self.group, self._number, self.group.nodes.members(self._number, group))
+        return type(self)(self.group, self._number, self.group.nodes.members(self._number, group))
 
-    def start_allreduce(self, array: Array, op: str, name: str) -> tuple[str, str, Array]:
-        return f"allreduce {op}", name, array
+    def start_allreduce(self, array: Array, op: str, name: str) -> Any:
+        return self._start(f"allreduce {op}", name, array)
 
-    def start_allgather(self, array: Array, name: str) -> tuple[str, str, Array]:
-        return "allgather", name, array
+    def start_allgather(self, array: Array, name: str) -> Any:
+        return self._start("allgather", name, array)
 
-    def start_alltoall(self, array: Array, name: str) -> tuple[str, str, Array]:
-        return "alltoall", name, array
+    def start_alltoall(self, array: Array, name: str) -> Any:
+        return self._start("alltoall", name, array)
 
-    def start_reducescatter(self, array: Array, op: str, name: str) -> tuple[str, str, Array]:
-        return f"reducescatter {op}", name, array
+    def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
+        return self._start(f"reducescatter {op}", name, array)
 
-    def start_broadcast(self, array: Array, name: str) -> tuple[str, str, Array]:
-        return "broadcast", name, array
+    def start_broadcast(self, array: Array, name: str) -> Any:
+        return self._start("broadcast", name, array)
 
-    def wait(self, handle: tuple[str, str, Array]) -> Array:
+    def _start(self, kind: str, name: str, array: Array) -> Any:
+        return kind, name, array
+
+    def wait(self, handle: Any) -> Array:
         kind, name, array = handle
         return self.group.meet(self._number, (kind, name, tuple(array.shape), array, self._members))
 
@@ -148,40 +169,46 @@ def _missed(rank: int, contribution: Contribution) -> RuntimeError:
     return RuntimeError(f"rank {rank} has ended, and another waits for it: {contribution[:3]}")
 
 
-def _results(contributions: dict[int, Contribution]) -> dict[int, Array]:
-    """What each rank gets, an array of its own."""
-    found: dict[int, Array] = {}
-    for members in {contribution[4] for contribution in contributions.values()}:
-        together = [contributions[rank] for rank in members]
-        if len({(*contribution[:3], contribution[4]) for contribution in together}) > 1:
-            raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in together]}")
-        results = _results_of([array for _, _, _, array, _ in together], together[0][0])
-        found.update(zip(members, results, strict=True))
-    return found
+def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Array]) -> list[Array]:
+    """The result of a collective for each rank.
 
-
-def _results_of(arrays: list[Array], kind: str) -> list[Array]:
+    Args:
+        arrays: by rank.
+        kind: of the collective, with its operation, such as "allreduce mean".
+        add: makes the sum of arrays, in an array of its own.
+    """
     xp, ranks = arrays_for(arrays[0]), range(len(arrays))
     if kind == "alltoall":
         rows = [xp.reshape(array, (len(arrays), array.shape[0] // len(arrays))) for array in arrays]
         return [xp.reshape(xp.concatenate([one[rank] for one in rows]), rows[0].shape) for rank in ranks]
     if kind.startswith("reducescatter"):
-        whole = _combine(kind.replace("reducescatter", "allreduce"), arrays)
+        whole = _combine(kind.replace("reducescatter", "allreduce"), arrays, add)
         length = whole.shape[0] // len(arrays)
         return [xp.concatenate([whole[rank * length : (rank + 1) * length]]) for rank in ranks]
-    combined = _combine(kind, arrays)
+    combined = _combine(kind, arrays, add)
     return [combined, *(xp.concatenate([combined]) for _ in arrays[1:])]
 
 
-def _combine(kind: str, arrays: list[Array]) -> Array:
+def add_in_rank_order(arrays: list[Array]) -> Array:
+    """The sum, in an array of its own."""
+    total = arrays_for(arrays[0]).concatenate(arrays[:1])
+    for array in arrays[1:]:
+        total = total + array
+    return total
+
+
+def _combine(kind: str, arrays: list[Array], add: Callable[[list[Array]], Array]) -> Array:
     xp = arrays_for(arrays[0])
     if kind == "broadcast":
         return xp.concatenate(arrays[:1])
     if kind == "allgather":
         return xp.reshape(xp.concatenate(arrays), (len(arrays), arrays[0].shape[0]))
-    total = xp.concatenate(arrays[:1])
-    for array in arrays[1:]:
-        total = xp.where(array > total, array, total) if kind == "allreduce max" else total + array
+    if kind == "allreduce max":
+        largest = xp.concatenate(arrays[:1])
+        for array in arrays[1:]:
+            largest = xp.where(array > largest, array, largest)
+        return largest
+    total = add(arrays)
     return total * (1 / len(arrays)) if kind == "allreduce mean" else total
 
 

@@ -37,6 +37,11 @@ class Clock:
         self._last: Any = None
         self._marks: list[Any] = []  # of the step
         self._spare: list[Any] = []
+        self._now: Callable[[], float] | None = None
+
+    def follow(self, now: Callable[[], float]) -> None:
+        """Takes the marks from another clock than that of the device: that of a simulated rank, in seconds."""
+        self._now = now
 
     def begin(self, xp: ModuleType, like: Array) -> None:
         """Begins a step. All its marks are on the device of one array."""
@@ -46,7 +51,8 @@ class Clock:
 
     def start(self) -> None:
         """From here on."""
-        self._last = self._xp.mark(self._like, self._spare.pop() if self._spare else None)
+        spare = self._spare.pop() if self._spare else None
+        self._last = self._xp.mark(self._like, spare) if self._now is None else self._now()
         self._marks.append(self._last)
 
     def lap(self, spans: list[Span]) -> None:

@@ -16,8 +16,9 @@ from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of, exchange_of_plan
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.fitting import model_of
-from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds
+from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds, network_of_link
 from hvdcomp.perfmodel.predict import LIMITS, UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
 
 __all__ = [
@@ -52,7 +53,9 @@ __all__ = [
     "limited_by",
     "load",
     "model_of",
+    "network_of_link",
     "overlapped",
+    "parse_rate",
     "predict",
     "presets",
     "save",

@@ -170,6 +170,17 @@ class CollectiveCost:
         return np.interp(ranks, places, factors)
 
 
+def network_of_link(bits_per_s: float, latency_s: float) -> Network:
+    """The network of ranks that each have a link of this rate, and exchange in rings.
+
+    Args:
+        bits_per_s: of each link, both ways at once.
+        latency_s: seconds a message.
+    """
+    cost = CollectiveCost("ring", latency_s, bits_per_s / 8)
+    return Network(cost, cost)
+
+
 def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
     """What adding up takes in a reduce-scatter, as of `reduction_s_per_byte`, from what it takes in an allreduce.
 

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdcomp.tensorflow.checkpoint import CompressionState, saved_state
+    from hvdcomp.tensorflow.simulated import serve_simulated
 
-__all__ = ["CompressionState", "saved_state"]
+__all__ = ["CompressionState", "saved_state", "serve_simulated"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports TensorFlow when what needs it is asked for: the core reads `hvdcomp.tensorflow.framework` without it."""
+    if name == "serve_simulated":
+        from hvdcomp.tensorflow.simulated import serve_simulated
+
+        return serve_simulated
     if name in __all__:
         from hvdcomp.tensorflow import checkpoint
 

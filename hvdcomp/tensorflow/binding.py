@@ -28,20 +28,16 @@ import tensorflow as tf
 from hvdcomp.arrays.tensorflow_tensors import in_graph
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings import elastic
-from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import changes_batch_size
-from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.policies.request import Statistic
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
-from hvdcomp.tensorflow.layout import matrix_of
 from hvdcomp.tensorflow.names import by_name
-from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
+from hvdcomp.tensorflow.optimizer import ScaledRate
 from hvdcomp.tensorflow.placement import device_of
+from hvdcomp.tensorflow.training import TensorFlowTraining
 
 
 @dataclass
@@ -77,7 +73,7 @@ class _Traced:
         return next((place for place in self.names if self.gradients[place] is tensor), None)
 
 
-class TensorFlowBinding(Binding):
+class TensorFlowBinding(TensorFlowTraining):
     """Ties one `Compression` to the tapes or the optimizer of one training.
 
     Args:
@@ -90,27 +86,20 @@ class TensorFlowBinding(Binding):
         ConfigurationError: if there are no variables, or they cannot be known yet.
     """
 
-    overlaps_with_policy = False
-    results_in_place = False  # other operations of the graph may read a gradient later
     broadcast = "hvd.broadcast_variables(model.variables, root_rank=0)"
 
     def __init__(self, setup: Setup, tensor: tf.Tensor | None = None) -> None:
-        self._variables = _known_variables(setup.parameters, tensor)
-        self._names = {variable.ref(): name for name, variable in self._variables.items()}
-        self._grad_scaler = setup.grad_scaler
-        self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
-        self._scaled: ScaledRate | None = None
+        variables = _known_variables(setup.parameters, tensor)
+        self._names = {variable.ref(): name for name, variable in variables.items()}
         self._traced: _Traced | None = None
         self._facts_of_call: dict[str, Any] = {}
         self._summed = False  # whether Horovod was told to take the sum of the gradients, and not their mean
         self._trained: set[str] = set()  # names of variables that had a gradient in any trace
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
-        self._on_device = None
         if communicator.world_size > 1 or elastic.may_change():
-            self._on_device = device_of(self._variables.values(), says=communicator.rank == 0)
-        tensors = [_described(name, variable) for name, variable in self._variables.items()]
-        super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
+            self._on_device = device_of(variables.values(), says=communicator.rank == 0)
+        super().__init__(setup, variables, communicator)
 
     def meet(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
@@ -228,10 +217,7 @@ class TensorFlowBinding(Binding):
         ranks = self.communicator.world_size
         if ranks == 1:
             return list(gradients)
-        tensors = [self.engine.tensors[name] for name in names]
-        given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
-        results = self.run_engine(given)
-        means = [results[one.name].reshape(one.own_shape) for one in tensors]
+        means = self.means_of(names, gradients)
         return [mean * ranks for mean in means] if self._summed else means
 
     def _begin_casts(self, names: Set[str]) -> int:
@@ -259,66 +245,10 @@ class TensorFlowBinding(Binding):
         """Horovod's own examples and Keras callback broadcast after the first batch, which may be several steps."""
         return self._steps_per_call
 
-    def checksums(self, names: Sequence[str]) -> list[int]:
-        return [_checksum(self._variables[name]) for name in names]
-
-    def learning_rates(self) -> tuple[float, ...]:
-        assert self.coordinator is not None
-        if self._optimizer is None and Statistic.LEARNING_RATES not in self.coordinator.policy.first_request.ever:
-            return ()
-        return (learning_rate_of(self._known_optimizer()),)
-
-    def follow_batch_size(self, batch_size: BatchSize) -> None:
-        if self._scaled is None:
-            self._scaled = ScaledRate(self._known_optimizer())
-        self._scaled.set(batch_size.learning_rate_factor)
-        if self.communicator.world_size == 1:  # where no exchange may ever begin
-            self._scaled.begin_step()
-
-    def loss_scale(self) -> float | None:
-        return None if self._grad_scaler is None else float(self._grad_scaler.loss_scale)
-
-    def momentum_of_optimizer(self) -> str | None:
-        return momentum_of(self._optimizer)
-
-    def copy(self, array: Array) -> Array:
-        return np.array(array) if self._on_device is None else self._on_device.to_host(array)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with tf.init_scope():  # the first step may be being traced
             super().load_state_dict(state)
         self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call will tell
-
-    def place(self, array: Any, name: str) -> Array:
-        on_host = np.array(array)  # also of a tensor, which older states hold
-        tensor = self.engine.tensors[name]
-        if on_host.shape == tensor.own_shape:  # as older states have it
-            on_host = on_host.reshape(tensor.shape)
-        return on_host if self._on_device is None else self._on_device.from_host(on_host)
-
-    def _known_optimizer(self) -> Any:
-        if self._optimizer is None:
-            raise ConfigurationError(
-                f"the policy {self.setup.compression.settings.policy} needs the optimizer, whose learning rate it "
-                "follows: give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
-            )
-        return self._optimizer
-
-
-def _described(name: str, variable: tf.Variable) -> TensorInfo:
-    dtype = variable.dtype.base_dtype.name  # float32, where it is float32_ref
-    shape = tuple(variable.shape)
-    return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
-
-
-def _checksum(variable: tf.Variable) -> int:
-    """The sum of the elements' bit patterns, taken as whole numbers; 0 in a session of TensorFlow 1."""
-    # What a session holds can be read by that session only.
-    if not hasattr(variable, "numpy") or tf.is_symbolic_tensor(getattr(variable, "handle", variable)):
-        return 0
-    values = np.ascontiguousarray(variable.numpy())
-    return int(values.view(f"u{values.itemsize}").sum(dtype=np.uint64))
-
 
 def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.Variable]:
     if isinstance(variables, Mapping):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hvdcomp.communicators import Communicator
+from collections.abc import Callable
+from typing import Any
+
+from hvdcomp.bindings.setup import UsedCompression
+from hvdcomp.communicators import Communicator, SimulatedCommunicator
 
 
 def all_ranks(backend: str = "horovod") -> Communicator:
@@ -14,3 +18,22 @@ def all_ranks(backend: str = "horovod") -> Communicator:
     from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
 
     return HorovodTorchCommunicator()
+
+
+def serve_simulated(
+    compression: UsedCompression, model: Any, communicator: SimulatedCommunicator, optimizer: Any
+) -> Callable[[], None]:
+    """Lets the model of a simulated rank exchange its gradients compressed.
+
+    Args:
+        compression: of this model alone.
+        model: a `torch.nn.Module` on the CPU.
+        communicator: of the rank.
+        optimizer: that steps with the gradients.
+
+    Returns:
+        What puts the means in the place of the gradients; to be called after the backward passes of each step.
+    """
+    from hvdcomp.torch.simulated import SimulatedBinding
+
+    return compression.serve(lambda setup: SimulatedBinding(setup, model, communicator), optimizer).exchange

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdcomp.train.learner import Learner
+from hvdcomp.train.options import SIMULATED
 
 
 def learner_class(framework: str, backend: str = "horovod") -> type[Learner]:
@@ -12,11 +13,19 @@ def learner_class(framework: str, backend: str = "horovod") -> type[Learner]:
 
     Args:
         framework: one of `options.FRAMEWORKS`.
-        backend: "horovod" or "ddp", of `Ranks.backend`.
+        backend: "horovod", "ddp" or "simulated", of `Ranks.backend`.
 
     Raises:
         ImportError: the framework, or Horovod for it, is not installed.
     """
+    if backend == SIMULATED and framework == "tensorflow":
+        from hvdcomp.train.simulated_keras_learner import SimulatedKerasLearner
+
+        return SimulatedKerasLearner
+    if backend == SIMULATED:
+        from hvdcomp.train.simulated_learner import SimulatedLearner
+
+        return SimulatedLearner
     if backend == "ddp":
         from hvdcomp.train.ddp_learner import DDPLearner
 

@@ -16,6 +16,7 @@ import numpy as np
 from hvdcomp.compression import Compression
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.options import TrainingOptions
+from hvdcomp.train.ranks import Ranks
 
 Arrays = dict[str, np.ndarray]
 
@@ -28,7 +29,7 @@ class Learner(ABC):
     Args:
         options: resolved.
         data: whose shapes the model is built for.
-        rank: of this process; random choices of the model (dropout) differ between the ranks.
+        ranks: that this one is among; random choices of the model (dropout) differ between them.
 
     Raises:
         SetupError: the model does not suit the data.
@@ -38,7 +39,7 @@ class Learner(ABC):
     """What to tell the user before the first step, if it takes much longer than the others; None: nothing."""
 
     @abstractmethod
-    def __init__(self, options: TrainingOptions, data: DataSet, rank: int) -> None: ...
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None: ...
 
     @staticmethod
     @abstractmethod

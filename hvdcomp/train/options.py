@@ -17,6 +17,7 @@ from hvdcomp.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
+SIMULATED = "simulated"  # the backend of simulated ranks
 RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
 
@@ -92,6 +93,8 @@ class TrainingOptions:
     warm_up: float = 0.0  # epochs of linear growth of the learning rate
     clip_norm: float | None = None  # 0: no clipping
     backward_passes_per_step: int = 1
+    simulate_ranks: int | None = None  # threads of this process that are ranks
+    link: str | None = None  # of each simulated rank; None: one that takes no time
     seed: int = 0
     output: Path | None = None
     overwrite: bool = False
@@ -137,7 +140,7 @@ class TrainingOptions:
     def _check_names(self) -> None:
         for option, value, known in (
             ("--framework", self.framework, FRAMEWORKS),
-            ("--backend", self.backend, BACKENDS),
+            ("--backend", self.backend, BACKENDS if self.simulate_ranks is None else ("auto", SIMULATED)),
             ("--model", self.model, MODELS),
             ("--data", self.data, DATA),
             ("--optimizer", self.optimizer or "sgd", OPTIMIZERS),
@@ -241,6 +244,7 @@ class TrainingOptions:
                 self.backward_passes_per_step >= 1,
                 f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
             ),
+            *self._checks_of_simulation(),
             (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
             (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
             (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise}: a fraction from 0 to 1"),
@@ -276,6 +280,25 @@ class TrainingOptions:
         for right, message in checks:
             if not right:
                 raise SetupError(message)
+
+    def _checks_of_simulation(self) -> list[tuple[bool, str]]:
+        ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
+        what = f"--simulate-ranks {ranks}"
+        return [
+            (ranks is None or ranks >= 1, f"{what}: at least 1"),
+            (
+                self.link is None or simulated,
+                f"--link {self.link} is that of simulated ranks; give --simulate-ranks N too, or leave it out",
+            ),
+            (
+                not simulated or self.checkpoint_folder is None,
+                f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+            ),
+            (
+                not simulated or self.overlap != "on",
+                f"--overlap on: {what} sends what is compressed after the backward pass; leave it at auto",
+            ),
+        ]
 
     def _check_target(self) -> None:
         if self.until is None:

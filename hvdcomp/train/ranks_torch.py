@@ -84,3 +84,4 @@ def _start(timeout: timedelta | None) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     own = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+

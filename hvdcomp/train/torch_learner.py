@@ -25,6 +25,7 @@ from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
 from hvdcomp.train.models_torch import build_model
 from hvdcomp.train.options import TrainingOptions
+from hvdcomp.train.ranks import Ranks
 
 _SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 
@@ -32,9 +33,9 @@ _SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 class TorchLearner(Learner):
     """See `Learner`. On a GPU if there is one: each rank of a host takes its own."""
 
-    def __init__(self, options: TrainingOptions, data: DataSet, rank: int) -> None:
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         self._options = options
-        self._rank = rank
+        self._rank = ranks.rank
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(options.seed)
         model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)

@@ -97,7 +97,7 @@ def _build(options: TrainingOptions, ranks: Ranks, make_learner: type[Learner]) 
             "and --evaluate-every need: put it there, as it is published"
         )
     steps = steps_per_epoch(len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step)
-    return data, make_learner(options, data, ranks.rank), steps
+    return data, make_learner(options, data, ranks), steps
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:

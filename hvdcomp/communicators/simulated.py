@@ -1,0 +1,164 @@
+"""Ranks as threads of one process that do what real ones do, bit for bit, on a link whose time is predicted.
+
+An allreduce adds up in the order of Gloo's ring, which is that of torch.distributed on CPUs. Each rank has a clock. It
+runs while the rank computes, stands while others do, and goes on by the time that an exchange would take on the link.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.arrays.types import Array
+from hvdcomp.communicators.in_process import Contribution, InProcessCommunicator, InProcessGroup, results_of
+
+Cost = Callable[[str, int, int], float]
+"""Seconds of a collective: its kind, the bytes that each rank hands over, and the ranks that take part."""
+
+_SEGMENT_BYTES = 2**20  # Gloo's largest segment
+
+
+class SimulatedGroup(InProcessGroup):
+    """The meeting place of simulated ranks.
+
+    Args:
+        size: how many ranks there are.
+        cost: of collectives on the link; None for one that takes no time.
+        timer: seconds for which the calling thread has computed.
+        ranks_per_node: as of `InProcessGroup`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        cost: Cost | None = None,
+        timer: Callable[[], float] = time.thread_time,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        super().__init__(size, ranks_per_node)
+        self._cost = cost
+        self._timer = timer
+        self._clocks = [0.0] * size  # of each rank, up to its latest mark
+        self._marks: dict[int, float] = {}  # of the timer, of ranks that compute
+        self._starts: dict[int, float] = {}  # when each rank's part of the collective under way was ready
+        self._link_free = 0.0  # when the link has carried all that was given to it
+
+    def now(self, rank: int) -> float:
+        """A rank's clock, in seconds since the start; to be asked by that rank."""
+        reading = self._timer()
+        self._clocks[rank] += reading - self._marks.get(rank, reading)
+        self._marks[rank] = reading
+        return self._clocks[rank]
+
+    def meet_at(self, rank: int, contribution: Contribution, start: float) -> Array:
+        """`meet` for a collective that was started earlier on the rank's clock."""
+        self._starts[rank] = start
+        self.now(rank)
+        result = self.meet(rank, contribution)
+        self._marks[rank] = self._timer()
+        return result
+
+    def share(self, rank: int, value: Any, name: str) -> list[Any]:
+        """The values of all ranks, copies. It takes no time on the link."""
+        self.now(rank)
+        everyone = tuple(range(self.world_size))
+        packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), everyone))
+        values = [pickle.loads(one) for one in packed]
+        self._marks[rank] = self._timer()
+        return values
+
+    def _communicator(self, rank: int) -> SimulatedCommunicator:
+        return SimulatedCommunicator(self, rank)
+
+    def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
+        results = super()._results_of(contributions)
+        if next(iter(contributions.values()))[0] == "objects":
+            latest = max(self._clocks)
+            self._clocks = [latest] * self.world_size
+            return results
+        begun = self._link_free
+        for members in {contribution[4] for contribution in contributions.values()}:
+            kind, _, _, array, _ = contributions[members[0]]
+            ready = max(self._starts[rank] for rank in members)
+            seconds = 0.0 if self._cost is None else self._cost(kind.split()[0], int(array.nbytes), len(members))
+            done = max(ready, begun) + seconds
+            for rank in members:
+                self._clocks[rank] = max(self._clocks[rank], done)
+            self._link_free = max(self._link_free, done)
+        return results
+
+    def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
+        if kind == "objects":
+            return [arrays] * len(arrays)
+        if kind.startswith("reducescatter"):
+            return _rows_added(arrays, kind)
+        return results_of(arrays, kind, add_in_a_ring)
+
+
+class SimulatedCommunicator(InProcessCommunicator):
+    """One rank of a `SimulatedGroup`, with all that bindings ask of a communicator.
+
+    Attributes:
+        starts_at: the time on this rank's clock at which collectives count as started, if that was earlier than now.
+    """
+
+    has_mpi = False
+    is_stale = False
+    group: SimulatedGroup
+
+    def __init__(self, group: SimulatedGroup, rank: int, members: tuple[int, ...] = ()) -> None:
+        super().__init__(group, rank, members)
+        self.starts_at: float | None = None
+
+    def now(self) -> float:
+        """Seconds on this rank's clock."""
+        return self.group.now(self._number)
+
+    def anew(self) -> SimulatedCommunicator:
+        raise NotImplementedError("simulated ranks never change")
+
+    def _start(self, kind: str, name: str, array: Array) -> Any:
+        return kind, name, array, self.now() if self.starts_at is None else self.starts_at
+
+    def wait(self, handle: Any) -> Array:
+        kind, name, array, start = handle
+        return self.group.meet_at(self._number, (kind, name, tuple(array.shape), array, self._members), start)
+
+
+def add_in_a_ring(arrays: list[Array]) -> Array:
+    """The sum of flat arrays as Gloo's ring makes it: each block starts at another rank.
+
+    The blocks are equal, in whole segments. Block j begins with the array of rank j - 1 and goes down from rank to
+    rank; what does not fill the last block is missing there.
+
+    References: gloo/allreduce.cc of Gloo, in its words `ring`; tests/test_simulated.py compares.
+    """
+    ranks, length = len(arrays), arrays[0].shape[0]
+    if ranks < 3:  # the order of two makes no difference
+        return arrays[0] + arrays[1] if ranks == 2 else arrays_for(arrays[0]).concatenate(arrays)
+    itemsize = int(arrays[0].nbytes) // max(length, 1)
+    segments = max(-(-length * itemsize // _SEGMENT_BYTES), 2 * ranks)
+    segments = -(-segments // ranks) * ranks
+    block = segments // ranks * -(-length // segments)
+    blocks = []
+    for number in range(ranks):
+        place = slice(number * block, (number + 1) * block)
+        total = arrays[number - 1][place]
+        for distance in range(2, ranks + 1):
+            total = total + arrays[(number - distance) % ranks][place]
+        blocks.append(total)
+    return arrays_for(arrays[0]).concatenate(blocks)
+
+
+def _rows_added(arrays: list[Array], kind: str) -> list[Array]:
+    """The rows of each rank, added up after an alltoall, as torch.distributed does it on CPUs."""
+    xp, ranks = arrays_for(arrays[0]), len(arrays)
+    rows = results_of(arrays, "alltoall", add_in_a_ring)
+    factor = 1 / ranks if kind.endswith("mean") else 1.0
+    sums = [row.sum(0) if not isinstance(row, np.ndarray) else np.add.reduce(row, axis=0) for row in rows]
+    return [xp.concatenate([one * factor]) if factor != 1.0 else one for one in sums]

@@ -1,0 +1,70 @@
+"""Serves one of several models in one process, each of which counts as a rank: what a tape does under Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdcomp.bindings.setup import Setup, UsedCompression
+from hvdcomp.communicators.simulated import SimulatedCommunicator
+from hvdcomp.tensorflow.names import by_name
+from hvdcomp.tensorflow.training import TensorFlowTraining
+
+
+class SimulatedBinding(TensorFlowTraining):
+    """Ties one `Compression` to one model of a simulation.
+
+    Args:
+        setup: what the user gave.
+        variables: all that are trained, by name.
+        communicator: of the rank.
+    """
+
+    broadcast = "the same seed on every rank"
+
+    def __init__(
+        self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: SimulatedCommunicator
+    ) -> None:
+        super().__init__(setup, variables, communicator)  # type: ignore[arg-type]
+        self.engine.ledger.clock.follow(communicator.now)
+
+    def exchange(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The means of the gradients of all variables, in their order."""
+        self.begin()
+        if self._scaled is not None:
+            self._scaled.begin_step()
+        started = self.communicator.start_allreduce(np.array([self.presence]), "sum", "hvdcomp.presence")
+        self.check_presence(int(self.communicator.wait(started)[0]))
+        return self.means_of(list(self._variables), gradients)
+
+    # What `Binding` asks of the framework.
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def trained(self) -> Set[str]:
+        return self._variables.keys()
+
+
+def serve_simulated(
+    compression: UsedCompression,
+    variables: Sequence[tf.Variable],
+    communicator: SimulatedCommunicator,
+    optimizer: Any,
+) -> Callable[[Sequence[np.ndarray]], list[np.ndarray]]:
+    """Lets the model of a simulated rank exchange its gradients compressed.
+
+    Args:
+        compression: of this model alone.
+        variables: all that are trained.
+        communicator: of the rank.
+        optimizer: of Keras, that steps with the gradients.
+
+    Returns:
+        What makes means of the gradients of all variables, in their order; to be called once in each step.
+    """
+    named = by_name(variables)
+    return compression.serve(lambda setup: SimulatedBinding(setup, named, communicator), optimizer).exchange

@@ -1,0 +1,109 @@
+"""What every binding of TensorFlow does, whoever hands over the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdcomp.arrays.types import Array
+from hvdcomp.bindings.base import Binding
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies.decisions import BatchSize
+from hvdcomp.policies.request import Statistic
+from hvdcomp.tensorflow.layout import matrix_of
+from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
+
+if TYPE_CHECKING:
+    from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
+
+
+class TensorFlowTraining(Binding):
+    """Ties one `Compression` to variables of TensorFlow.
+
+    Args:
+        setup: what the user gave. Its `grad_scaler` and `optimizer` are those of Keras; None where they are not known.
+        variables: all that are trained, by name.
+        communicator: of the ranks that exchange.
+    """
+
+    overlaps_with_policy = False
+    results_in_place = False  # other operations of the graph may read a gradient later
+    _on_device: DeviceTensors | None = None
+
+    def __init__(self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: Ranks) -> None:
+        self._variables = variables
+        self._grad_scaler = setup.grad_scaler
+        self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
+        self._scaled: ScaledRate | None = None
+        tensors = [_described(name, variable) for name, variable in variables.items()]
+        super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
+
+    def means_of(self, names: Sequence[str], gradients: Sequence[Array]) -> list[Array]:
+        """`run_engine` on gradients of the variables' shapes, in an order of the caller's."""
+        tensors = [self.engine.tensors[name] for name in names]
+        given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
+        results = self.run_engine(given)
+        return [results[one.name].reshape(one.own_shape) for one in tensors]
+
+    # What `Binding` asks of the framework.
+
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        return [_checksum(self._variables[name]) for name in names]
+
+    def learning_rates(self) -> tuple[float, ...]:
+        assert self.coordinator is not None
+        if self._optimizer is None and Statistic.LEARNING_RATES not in self.coordinator.policy.first_request.ever:
+            return ()
+        return (learning_rate_of(self._known_optimizer()),)
+
+    def follow_batch_size(self, batch_size: BatchSize) -> None:
+        if self._scaled is None:
+            self._scaled = ScaledRate(self._known_optimizer())
+        self._scaled.set(batch_size.learning_rate_factor)
+        if self.communicator.world_size == 1:  # where no exchange may ever begin
+            self._scaled.begin_step()
+
+    def loss_scale(self) -> float | None:
+        return None if self._grad_scaler is None else float(self._grad_scaler.loss_scale)
+
+    def momentum_of_optimizer(self) -> str | None:
+        return momentum_of(self._optimizer)
+
+    def copy(self, array: Array) -> Array:
+        return np.array(array) if self._on_device is None else self._on_device.to_host(array)
+
+    def place(self, array: Any, name: str) -> Array:
+        on_host = np.array(array)  # also of a tensor, which older states hold
+        tensor = self.engine.tensors[name]
+        if on_host.shape == tensor.own_shape:  # as older states have it
+            on_host = on_host.reshape(tensor.shape)
+        return on_host if self._on_device is None else self._on_device.from_host(on_host)
+
+    def _known_optimizer(self) -> Any:
+        if self._optimizer is None:
+            raise ConfigurationError(
+                f"the policy {self.setup.compression.settings.policy} needs the optimizer, whose learning rate it "
+                "follows: give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
+            )
+        return self._optimizer
+
+
+def _described(name: str, variable: tf.Variable) -> TensorInfo:
+    dtype = variable.dtype.base_dtype.name  # float32, where it is float32_ref
+    shape = tuple(variable.shape)
+    return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
+
+
+def _checksum(variable: tf.Variable) -> int:
+    """The sum of the elements' bit patterns, taken as whole numbers; 0 in a session of TensorFlow 1."""
+    # What a session holds can be read by that session only.
+    if not hasattr(variable, "numpy") or tf.is_symbolic_tensor(getattr(variable, "handle", variable)):
+        return 0
+    values = np.ascontiguousarray(variable.numpy())
+    return int(values.view(f"u{values.itemsize}").sum(dtype=np.uint64))

@@ -1,0 +1,110 @@
+"""Serves one of several models in one process, each of which counts as a rank.
+
+A step does what it does under DistributedDataParallel, with the same bits: gradients that are no more than cast travel
+in its buckets, as they become ready, and all others through the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators.simulated import SimulatedCommunicator
+from hvdcomp.torch import half_precision
+from hvdcomp.torch.training import TorchTraining
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""Bytes of gradients that fill the first bucket of DistributedDataParallel, and the others."""
+
+
+class SimulatedBinding(TorchTraining):
+    """Ties one `Compression` to one model of a simulation.
+
+    Args:
+        setup: what the user gave.
+        model: on the CPU.
+        communicator: of the rank.
+    """
+
+    overlaps_with_policy = True
+    broadcast = "the same seed on every rank"
+    optimizer_from = "the optimizer that makes the steps"
+    averaged_by = "a simulation"
+
+    def __init__(self, setup: Setup, model: torch.nn.Module, communicator: SimulatedCommunicator) -> None:
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
+        self._ranks = communicator
+        self.engine.ledger.clock.follow(communicator.now)
+        self._ready: dict[str, float] = {}  # when each gradient was there, in this order
+        self._order = list(trained)  # of the gradients in DDP's buckets
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(self._noting(name))
+
+    def _noting(self, name: str) -> Any:
+        def note(parameter: torch.Tensor) -> None:
+            self._ready.pop(name, None)  # of an earlier backward pass of this step
+            self._ready[name] = self._ranks.now()
+
+        return note
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Puts means in the place of the gradients; to be called after the backward passes of a step."""
+        ready, self._ready = self._ready, {}
+        self.begin()
+        # It is asked when the first gradients are there, and known at the end of the backward pass.
+        self._ranks.starts_at = next(iter(ready.values()))
+        asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
+        self._ranks.starts_at = None
+        self.check_presence(int(self.communicator.wait(asked)))
+        gradients = {name: self._parameters[name].grad for name in ready}
+        if self.engine.passthrough and not self.needs_engine:
+            self._cast(gradients, ready)
+        else:
+            self.run_in_place({name: gradients[name] for name in self._parameters if name in gradients})
+        self._order = list(ready)  # DDP makes its buckets anew after its first step
+
+    def _cast(self, gradients: Mapping[str, Any], ready: Mapping[str, float]) -> None:
+        plan = self.engine.plan
+        self.observe("local", gradients)
+        for names in self._buckets(gradients):
+            buffer = torch.cat([gradients[name].flatten() for name in names])
+            wire = getattr(torch, plan[names[0]].wire_dtype(self.engine.tensors[names[0]].dtype))
+            sent = half_precision.divided(buffer, self._ranks.world_size, wire) if wire != buffer.dtype else (
+                buffer.div_(self._ranks.world_size)
+            )
+            self._ranks.starts_at = max(ready[name] for name in names)
+            started = self.communicator.start_allreduce(sent, "sum", "hvdcomp.bucket")
+            self._ranks.starts_at = None
+            means = self.communicator.wait(started)
+            if wire != buffer.dtype:
+                means = half_precision.widen(means, buffer)
+            for name, mean in zip(names, means.split([gradients[name].numel() for name in names]), strict=True):
+                gradients[name].copy_(mean.view_as(gradients[name]))
+        self.observe("aggregated", gradients)
+        self.engine.enter_casts(set(gradients), True)
+        self.end_step()
+
+    def _buckets(self, gradients: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+        """The names of the gradients that DDP puts into a bucket, one bucket after the other."""
+        full, size, names = FIRST_BUCKET_BYTES, 0, []
+        for name in self._order:
+            names.append(name)
+            size += gradients[name].nbytes
+            if size >= full:
+                yield names
+                full, size, names = BUCKET_BYTES, 0, []
+        if names:
+            yield names
+
+    # What `Binding` asks of the framework.
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def trained(self) -> Set[str]:
+        return self._parameters.keys()

@@ -1,0 +1,52 @@
+"""Trains in PyTorch on simulated ranks: a model of each in this process."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hvdcomp.compression import Compression
+from hvdcomp.torch import serve_simulated
+from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.options import TrainingOptions
+from hvdcomp.train.ranks import Ranks
+from hvdcomp.train.simulation import SimulatedRanks
+from hvdcomp.train.torch_learner import TorchLearner, loss_of
+
+
+class SimulatedLearner(TorchLearner):
+    """See `Learner`. It computes on the CPU."""
+
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        super().__init__(options, data, ranks)
+        self._device = torch.device("cpu")
+        self._model.to(self._device)
+        self._communicator = cast(SimulatedRanks, ranks).communicator
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        torch.set_num_threads(1)  # as real ranks have it, and the clock of a rank counts no other thread
+
+    def broadcast(self) -> None:
+        self._begin()  # all ranks have drawn the same weights
+        self._random = torch.get_rng_state()
+
+    def distribute(self, compression: Compression) -> None:
+        self._compression = compression
+        self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
+
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        # All ranks share PyTorch's generator, and each has a state of its own.
+        torch.set_rng_state(self._random)
+        loss = loss_of(self._model(inputs), targets) / passes
+        loss.backward()
+        self._random = torch.get_rng_state()
+        return loss.detach()
+
+    def _update(self) -> None:
+        self._exchange()
+        if self._options.clip_norm:
+            self._clip()
+        self._optimizer.step()

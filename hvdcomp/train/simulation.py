@@ -1,0 +1,57 @@
+"""Ranks of a run that are threads of one process: `hvdcomp train --simulate-ranks`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup
+from hvdcomp.perfmodel import network_of_link, parse_rate
+from hvdcomp.train.options import SIMULATED, TrainingOptions
+from hvdcomp.train.ranks import Ranks
+
+LATENCY_S = 1e-4
+"""Seconds from one rank to the next over a simulated link: what small messages take in an Ethernet."""
+
+
+class SimulatedRanks(Ranks):
+    """All ranks of a simulation, as one of them sees them."""
+
+    backend = SIMULATED
+    controller = "threads"
+
+    def __init__(self, communicator: SimulatedCommunicator) -> None:
+        self.communicator = communicator
+        self.rank = self.local_rank = communicator.rank
+        self.size = self.local_size = communicator.world_size
+
+    def now(self) -> float:
+        return self.communicator.now()
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        return self.communicator.group.share(self.rank, value, name)
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        return self.gather(value if self.rank == 0 else None, name)[0]
+
+
+def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) -> Any:
+    """Calls a function on each of the simulated ranks; returns what rank 0's call does."""
+    assert options.simulate_ranks is not None
+    # PyTorch computes in the thread that asks for it, TensorFlow in others.
+    timer = time.thread_time if options.framework == "torch" else time.perf_counter
+    group = SimulatedGroup(options.simulate_ranks, _cost(options.link), timer)
+    return group.run(lambda communicator: run(SimulatedRanks(communicator)))[0]
+
+
+def _cost(link: str | None) -> Callable[[str, int, int], float] | None:
+    if link is None:
+        return None
+    network = network_of_link(parse_rate(link), LATENCY_S)
+
+    def cost(kind: str, size: int, ranks: int) -> float:
+        known, size = ("allgather", size // ranks) if kind == "broadcast" else (kind, size)
+        return float(network.seconds(known, size, ranks).total)
+
+    return cost
