@@ -79,7 +79,11 @@ def test_a_missing_client_says_what_to_install(api: KubernetesApi, monkeypatch: 
 
 def test_nothing_is_sent_by_a_dry_run_or_for_settings_that_are_wrong(api: KubernetesApi) -> None:
     assert invoke(*SUBMIT, "--dry-run", *PROGRAM).exit_code == 0
-    assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 125
+    assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 2
+    nothing = invoke("launch", "k8s")
+    assert nothing.exit_code == 2
+    missing = "name (--name), command (-- PROGRAM), ranks (--ranks), image (--image): not set"
+    assert missing in nothing.stderr
     assert not api.requests
 
 
