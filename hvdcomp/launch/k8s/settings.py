@@ -68,7 +68,9 @@ class KubernetesSettings:
         retries: how often the launcher is started again after it failed, or saved because its job was to make room.
         grace_period: seconds that the pods have to save, once they are to end, before they are killed.
         clean_pods: which pods the operator deletes at the end.
-        time_limit: seconds after which the job is stopped; None for no limit.
+        time_limit: seconds since the launcher was made, over all its attempts, after which the job is stopped; None for
+            no limit. The launcher is made when all workers are ready, so a job that waits for them waits without a
+            limit. That of an elastic job is made at once, and there waiting counts.
         keep_finished: seconds after which a finished launcher is deleted; None to keep it.
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
