@@ -336,6 +336,25 @@ def test_a_container_gets_its_image_and_the_program_its_words(launcher: Any, tmp
     assert not (tmp_path / "injected").exists()
 
 
+@pytest.mark.parametrize("plugin", [True, False])
+def test_enroot_without_the_plugin_pyxis_says_so(plugin: bool, tmp_path: Path) -> None:
+    """As srun lists its own options, and those of plugins at the end."""
+    listed = "Options provided by plugins:\n      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH"
+    srun = tmp_path / "srun"
+    own = "      --container              Path to OCI container bundle"
+    helps = f'[ "$1" = --help ] && {{ echo "{own}"; {f"""echo "{listed}";""" if plugin else ""} exit; }}'
+    srun.write_text(f"#!/bin/sh\n{helps}\n{_LAUNCHER}")
+    srun.chmod(0o755)
+    script = batch_script(_job(command=("touch", "ran"), container="enroot", image="x.sqsh"))
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash"], input=script, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (0 if plugin else 1), done.stderr
+    assert ("job 7: srun has no --container-image here: enroot needs the plugin pyxis" in done.stdout) is not plugin
+    assert (tmp_path / "ran").exists() is plugin
+
+
 _TORCH_RANK = """
 import json, os, sys
 names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"

@@ -36,6 +36,14 @@ _SRUN_CODE = (
     "fi",
     'rm -rf "$notes"',
 )
+# srun itself would call its option unknown, and not say what is missing.
+_PYXIS = (
+    "if ! srun --help | grep -q -e --container-image; then",
+    '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis. Ask for it,'
+    ' or take container = apptainer"',
+    "  exit 1",
+    "fi",
+)
 # mpirun returns the code of the rank that failed first, and signals the process that it started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
 # srun's --gpu-bind=none is no way: under it Slurm 22.05 sets no CUDA_VISIBLE_DEVICES, so that ranks may see the GPUs of
@@ -129,7 +137,7 @@ def _launch(settings: SlurmJob) -> list[str]:
             "--kill-on-bad-exit=1",
             *_pyxis(settings),
         ]
-        rank = _SRUN_RANK
+        rank = (*_PYXIS, *_SRUN_RANK) if settings.container == "enroot" else _SRUN_RANK
     else:
         words = ["mpirun", "-np", str(settings.job.ranks), "--bind-to", "none"]
         rank = _MPIRUN_RANK
