@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import sys
@@ -11,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.commands import doctor
-from hvdcomp.doctor import checks
+from hvdcomp.doctor import checks, gather
 from hvdcomp.doctor.checks import find_problems, runs_on
 from hvdcomp.doctor.facts import DeviceKernels, Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
 from hvdcomp.doctor.gather import ask_python
-from hvdcomp.horovod_build.environment import CudaToolkit, Mpi
+from hvdcomp.horovod_build.environment import CudaToolkit, Mpi, installed_version
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", inside=True)
 OPEN_MPI_5 = dataclasses.replace(OPEN_MPI, version="5.0.6")
@@ -336,6 +337,26 @@ def test_a_probe_answers_fails_and_never_hangs() -> None:
     assert ask_python("raise ImportError('no such library')", 30) == {"error": "ImportError: no such library"}
     assert ask_python("import os; os._exit(3)", 30) == {"error": "the process ended with status 3"}
     assert ask_python("import time; time.sleep(60)", 1) == {"error": "no answer within 1 s"}
+
+
+@pytest.mark.parametrize(
+    ("legacy", "package"), [("1", "tf_keras"), pytest.param("0", "keras", marks=pytest.mark.thorough)]
+)
+def test_the_keras_of_tensorflow_is_known_by_its_version(
+    monkeypatch: pytest.MonkeyPatch, legacy: str, package: str
+) -> None:
+    for name in ("tensorflow", "tf_keras"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", legacy)
+    found = {"keras": installed_version(package)}
+    assert ask_python(gather._TENSORFLOW, 120) == found
+
+
+def test_a_tensorflow_that_cannot_be_imported_is_shown_with_the_reason() -> None:
+    broken = TensorFlow("2.21.0", error="ImportError: Keras cannot be imported")
+    rows = dict(doctor.describe(changed(tensorflow=broken)))
+    assert rows["TensorFlow"] == "2.21.0 (ImportError: Keras cannot be imported)"
 
 
 BROKEN = changed(bindings={"torch": HorovodBinding(error="undefined symbol: _ZN3c10")})
