@@ -15,8 +15,8 @@ from importlib.metadata import version
 from typing import Any
 
 __all__ = [
-    "METHODS", "available", "described", "placed", "serves", "serves_host", "serving_host", "split_like", "takes",
-    "why_not",
+    "METHODS", "MOST_ELEMENTS", "available", "described", "placed", "serves", "serves_host", "serving_host", "split_like",
+    "takes", "why_not",
 ]  # fmt: skip
 
 METHODS = {
@@ -41,6 +41,10 @@ METHODS = {
     "powersgd",
 }
 """Whose bucket forms find all their kernels here."""
+
+MOST_ELEMENTS = 2**31 - 2**16
+"""Of a tensor. Kernels number elements in 32 bits, and up to a block of a sparse payload (`sparse_decode.COUNTED`)
+beyond the last one."""
 
 _OLDEST = 3, 7  # of Triton
 _HIGHEST_RANK = 32  # whose products a program can hold
@@ -89,7 +93,7 @@ def takes(compressor: Any, size: int) -> bool:
     return (
         compressor.name in METHODS
         and not scatters
-        and size < 2**31
+        and size <= MOST_ELEMENTS
         and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
     )
 
