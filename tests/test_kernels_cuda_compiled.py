@@ -143,3 +143,7 @@ def test_what_is_compiled_ahead_is_found_by_the_steps_of_a_training(tmp_path: Pa
     where = {"TRITON_CACHE_DIR": str(tmp_path)}
     assert _run(_AHEAD, TRITON_STORE_BINARY_ONLY="1", **where) == "False\n"
     assert _run(_AHEAD, **where) == "True\n"
+    # And by users whose home is not that of who compiled it, or cannot be written.
+    nobody = {"HOME": "/dev/null", "TRITON_HOME": "/dev/null"}
+    assert _run(_AHEAD, HVDCOMP_TRITON_CACHE=str(tmp_path), **nobody) == "True\n"
+    assert _run(_AHEAD, HVDCOMP_TRITON_CACHE=str(tmp_path / "none"), **nobody) == "False\n"

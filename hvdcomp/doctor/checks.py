@@ -272,19 +272,11 @@ def check_device_kernels(facts: Facts) -> Iterator[Problem]:
         return
     why_not = kernels.error or kernels.why_not
     if why_not:
-        asked = "HVDCOMP_KERNELS" in why_not
         yield Problem(
             False,
             "hvdcomp has no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other, and "
             f"TensorFlow's on the host: {why_not}.",
-            "Unset HVDCOMP_KERNELS." if asked else "Install PyTorch 2.13 or later for CUDA: its packages bring Triton.",
-        )
-    elif kernels.compiler is None:
-        yield Problem(
-            False,
-            f"Triton {kernels.triton} finds no C compiler. With one it compiles what loads its kernels, at their first "
-            "use; without, that must lie compiled in ~/.triton.",
-            "Install gcc, or name a C compiler: export CC=/path/to/cc",
+            kernels.way_out or 'To see all of it: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
         )
 
 
