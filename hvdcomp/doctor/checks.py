@@ -254,6 +254,17 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def check_async_completion(facts: Facts) -> Iterator[Problem]:
+    """Only where Horovod carries gradients on a GPU. Who has set it to 0 has chosen so."""
+    on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
+    if on_gpu and not facts.by_torch and "HOROVOD_ENABLE_ASYNC_COMPLETION" not in facts.variables:
+        yield Problem(
+            False,
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set: Horovod's thread waits on the host for the GPU in each round.",
+            "For all ranks: export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
+        )
+
+
 def check_kernels(facts: Facts) -> Iterator[Problem]:
     kernels = facts.kernels
     if kernels is None:
@@ -304,6 +315,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_gpu,
     check_toolkit,
     check_cudnn,
+    check_async_completion,
     check_keras,
     check_keras_callbacks,
     check_scripts_on_path,
