@@ -125,6 +125,14 @@ class Buckets:
         return xp.hosted(arrays) if kernels.available() and isinstance(self._residuals, Residuals) else None
 
     @property
+    def kept_bytes(self) -> int:
+        """What residuals, velocities and the methods' own arrays take from step to step, with the places that a step
+        fills while it may still come to nothing."""
+        states = [group.bucket.states for group in self.now]
+        vectors = [vector for one in states if one is not None for vector in (*one.kept, *one.next)]
+        return self._residuals.nbytes + sum(int(vector.nbytes) for vector in vectors)
+
+    @property
     def released(self) -> int:
         """As of `FlatStorage`."""
         return self._residuals.released
