@@ -64,6 +64,17 @@ def test_memory_of_decoding_does_not_grow_with_the_ranks_beyond_the_payload() ->
 
 
 @pytest.mark.parametrize(
+    ("method", "expected"), [("none", 0.0), ("int8", 0.0), ("dgc:ratio=0.01", 16.0), ("powersgd:rank=4", 8.67)]
+)
+def test_what_is_kept_is_counted(method: str, expected: float) -> None:
+    """Residuals, the momentum's velocities, and factors: each twice, for steps that may come to nothing."""
+    one = measure(Request(method, "resnet20", "numpy", repeats=1))
+    if one.native_kernels is None:
+        pytest.skip("needs hvdcomp's kernels")
+    assert one.kept_bytes == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(
     "framework", [pytest.param(one, marks=[pytest.mark.thorough] * (one == "tensorflow")) for one in FRAMEWORKS]
 )
 def test_a_method_is_measured_in_each_framework(framework: str) -> None:
@@ -75,6 +86,9 @@ def test_a_method_is_measured_in_each_framework(framework: str) -> None:
         assert 0 < spread.low <= spread.median <= spread.high
     assert one.compression_factor is not None
     assert one.compression_factor > 40
+    assert one.kept_bytes is not None
+    # In buckets, a step fills one place and reads the other; without kernels a residual is one array.
+    assert 8 <= one.kept_bytes < 8.01 or (one.native_kernels is None and one.kept_bytes < 4.01)
     assert (one.operations is None) == (framework != "torch")
     assert one.operations is None or one.operations > 0
     assert one.kernel_launches is None

@@ -423,3 +423,20 @@ JobId=7 JobName=mnist
         7, "mnist", "FAILED", "NonZeroExitCode", "node[1-2]", 2, 213, 0, Path("/home/me/my runs/mnist-7.log")
     )
     assert _parse_job(7, shown) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "lines"),
+    [
+        ({"gpus_per_node": 2}, ["export HOROVOD_ENABLE_ASYNC_COMPLETION=1"]),
+        (
+            {"gpus_per_node": 2, "environment": {"HOROVOD_ENABLE_ASYNC_COMPLETION": "0"}},
+            ["export HOROVOD_ENABLE_ASYNC_COMPLETION=0"],
+        ),
+        ({"gpus_per_node": 2, "backend": "torch"}, []),
+        ({}, []),
+    ],
+)
+def test_horovod_on_gpus_does_not_wait_for_them_in_each_round(job: dict[str, Any], lines: list[str]) -> None:
+    script = batch_script(_job(ranks=2, **job)).splitlines()
+    assert [line for line in script if "ASYNC_COMPLETION" in line] == lines

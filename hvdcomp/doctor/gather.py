@@ -158,7 +158,8 @@ except ConfigurationError as error:
 _DEVICE_KERNELS = """
 import os, shutil
 from hvdcomp.kernels import cuda
-found = {"why_not": cuda.why_not(), "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
+found = {"why_not": cuda.why_not(), "way_out": cuda.way_out()}
+found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 """
 # As NCCL does it.
 _VERBS = """

@@ -82,7 +82,7 @@ class Engine:
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
-        self.buckets = Buckets(self.tensors, self.states, self._memory_for)
+        self.buckets = Buckets(self.tensors, self.states, self._memory_for, says=communicator.rank == 0)
         self.previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None

@@ -59,6 +59,11 @@ class TensorState:
         self._place = 0
 
     @property
+    def own_bytes(self) -> int:
+        """What arrays take that lie in no bucket and in no flat storage."""
+        return sum(int(array.nbytes) for array in (*self._arrays, *self._of_method))
+
+    @property
     def compressor(self) -> tuple[Array, ...]:
         """The method's arrays. To be looked at before the next step, which may reuse their storage."""
         return self._of_method if self._bucket is None else self._bucket.state(self._place)

@@ -28,6 +28,10 @@ T = TypeVar("T")
 NAME_LENGTH = 40
 """Schedulers append to a job's name (`-worker-12`), and a host's name ends at 63 characters."""
 
+HOROVOD_ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+"""Without it, Horovod's one thread waits on the host for the GPU in each of its rounds. For ranks that have GPUs; a
+job's own environment wins."""
+
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

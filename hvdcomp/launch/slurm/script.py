@@ -11,6 +11,7 @@ import re
 import shlex
 from pathlib import Path
 
+from hvdcomp.launch.job import HOROVOD_ON_GPUS
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.launch.slurm.settings import SlurmJob
 
@@ -72,7 +73,7 @@ def batch_script(settings: SlurmJob) -> str:
         "#@options": [f"#SBATCH --{option}" for option in _options(settings)],
         "#@modules": [f"module load {shlex.quote(module)}" for module in settings.modules],
         "#@torch": list(_TORCH if job.backend == "torch" else ()),
-        "#@environment": [f"export {name}={quoted(value)}" for name, value in job.environment.items()],
+        "#@environment": [f"export {name}={quoted(value)}" for name, value in _variables(settings).items()],
         "#@command": [f"  {quoted(argument)}" for argument in job.program],
         "#@program": [f"""program="$(printf '%q ' {_apptainer(settings)}"${{command[@]}}")\""""],
         "#@launch": _launch(settings),
@@ -124,6 +125,12 @@ def _options(settings: SlurmJob) -> list[str]:
         if value is not None:
             options.append(f"{name}={value}" if re.fullmatch(r"[\w.+-]+", value) else f'{name}="{value}"')
     return options
+
+
+def _variables(settings: SlurmJob) -> dict[str, str]:
+    """Of every rank. The job's own win."""
+    on_gpus = bool(settings.gpus_per_node) and settings.job.backend == "horovod"
+    return (HOROVOD_ON_GPUS if on_gpus else {}) | dict(settings.job.environment)
 
 
 def _launch(settings: SlurmJob) -> list[str]:
