@@ -87,6 +87,8 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
         assert "Predicted, not measured: a step of 4 such ranks with a link of 100 Mb/s or 1 Gb/s" in text
         assert "Predictions may be wrong by 10%; smaller differences mean nothing" in text
         assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) is predicted to take" in text
+        assert "times as fast as dense training." in text
+        assert "Measured here, it is 3.00 times as fast." in text
         assert "540 / 108" in text
         assert "25.0*" in text
     heading = next(line for line in result.output.splitlines() if "Predicted" in line)
