@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 DEMO_COMPRESSION := none fp16 topk:ratio=0.01 powersgd:rank=2
 DEMO_TENSORFLOW := topk:ratio=0.01
 DEMO_TRAINING := --model cnn --data digits --batch-size 16 --epochs 5 --seed 1
-DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --no-auto --quiet
+DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --attempts 3 --no-auto --quiet
 DEMO_OUTPUT := runs/demo
 # What `make bench` times a step of: the methods with a form for buckets, in their usual setting.
 BENCH := --retries 2 $(addprefix --method ,none topk:ratio=0.01 mstopk:ratio=0.01 redsync:ratio=0.01 dgc:ratio=0.01 \
@@ -93,7 +93,7 @@ demo: setup  ## train with four compressions on two ranks each, one in TensorFlo
 	@echo "==> Training in TensorFlow with --compression $(DEMO_TENSORFLOW)"
 	@$(DEMO_RANKS) hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
 	  --output $(DEMO_OUTPUT)/tensorflow
-	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (about half a minute)"
+	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (half a minute; again if too noisy)"
 	@$(DEMO_RANKS) $(BIN)/python -m hvdcomp.bench.compare_worker $(DEMO_TIMING) \
 	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns.json
 	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \

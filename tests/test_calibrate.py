@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.bench.fit import (
-    NOISY,
     extra_per_byte,
     fit_collective,
     halves,
@@ -37,6 +36,7 @@ from hvdcomp.errors import ConfigurationError, SpecError, UnevenNodesError
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel import (
     ALGORITHMS,
+    NOISY,
     Collective,
     CollectiveCost,
     Compute,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hvdcomp.bench.carrier import Carrier
-from hvdcomp.bench.fit import NOISY, Reading
+from hvdcomp.bench.fit import Reading
 from hvdcomp.bench.levels import find_levels
 from hvdcomp.bench.probe_model import probe_model
 from hvdcomp.bench.probe_network import IN_LEVELS, Kind, probe_network
@@ -22,6 +22,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.perfmodel.calibration import Calibration
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
+from hvdcomp.perfmodel.noise import NOISY
 from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
 
 NETWORK_SHARE = 0.3  # of the time of a calibration

@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from typing import Any
-from unittest import SkipTest
+from unittest import SkipTest, mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from tests.multirank.training_ddp import (
     train,
 )
 from tests.multirank.worker import thorough
+from tests.readme import block_with, run
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter")
 
@@ -38,6 +39,19 @@ def case_horovod_is_not_imported() -> None:
     model = large_model()
     train(*distribute(model, "topk:ratio=0.05")[:2], steps=2)
     assert not [name for name in sys.modules if name.partition(".")[0] in ("horovod", "mpi4py")]
+
+
+def case_the_readme_trains() -> None:
+    def train_as_before(variables: dict[str, Any]) -> None:
+        model = variables["model"]
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=3)
+
+    model = large_model()
+    with mock.patch.object(dist, "init_process_group"):  # which these ranks have called
+        program = run(block_with("import torch.distributed"), train_as_before, model=model)
+    assert_same_everywhere(weights(model))
+    totals = program["compression"].ledger.totals
+    assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
 
 @thorough

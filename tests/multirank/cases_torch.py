@@ -28,6 +28,7 @@ from tests.multirank.training import (
     weights,
 )
 from tests.multirank.worker import thorough
+from tests.readme import block_with, run
 
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2"]
 
@@ -41,6 +42,15 @@ def case_weights_are_identical_after_50_steps() -> None:
         assert_same_everywhere(weights(model))
         assert not torch.equal(start, weights(model))
         assert how.ledger.steps == 50, spec
+
+
+def case_the_readme_trains() -> None:
+    model = small_model()
+    block = block_with("import horovod.torch")
+    program = run(block, lambda variables: train(model, variables["optimizer"], steps=3), model=model)
+    assert_same_everywhere(weights(model))
+    totals = program["compression"].ledger.totals
+    assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
 
 def case_every_method_keeps_weights_identical() -> None:
