@@ -7,7 +7,6 @@ for all of them. Trainings one after the other cannot be compared so.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
+from hvdcomp.files import parse_json
 from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Calibration, CalibrationError, Network, Setting, from_json
 from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.report.runs import RunError
@@ -59,7 +59,7 @@ def load_turns(file: Path) -> Turns:
         RunError: it is none, or of a model without its data, such as "cnn" instead of "cnn@digits".
     """
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
         calibration = from_json(content["calibration"])
         (name,) = calibration.models
         model, at, data = name.partition("@")
