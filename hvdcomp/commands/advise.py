@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.terminal import make_console, make_table, print_table
 
 _PRESET = "v100-p3.8xlarge"
+_LISTED = 4  # specs in a sentence
+_LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel"}
 
 
 def _axis(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, np.ndarray] | None:
@@ -59,7 +62,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="A compressor; repeat. [default: all that the calibration has encode times for, gathered and scattered]",
+    help="A compressor; repeat. [default: all whose encode times are known or estimated, gathered and scattered]",
 )
 @click.option(
     "--sweep",
@@ -102,7 +105,8 @@ def command(
     """Say whether compression would pay, and which.
 
     Predicts the time of a training step without compression and with each compressor, what limits it, and the
-    bandwidth below which it beats sending gradients as they are. Nothing is measured or run.
+    bandwidth below which it beats sending gradients as they are. Names a compressor if it beats dense gradients and
+    fp16, which are free, by more than the model's error. Nothing is measured or run.
     """
     if axis is None and (growth is not None or output is not None):
         raise click.UsageError("--growth and --output belong to --sweep")
@@ -148,19 +152,20 @@ def _report(
         "forward_included": compute.forward_s is not None,
         "methods": {spec: _method(method, dense, linear) for spec, method in advice.methods.items()},
         "winner": advice.winner,
-        "runner_up": advice.runner_up,
-        "lead_percent": None,
+        "free": advice.free,
+        "take": advice.take,
+        "alike": list(advice.alike),
+        "gain_over_free_percent": None,
         "gain_over_dense_percent": None,
-        "within_noise": advice.within_noise,
-        "noise_percent": 100 * adviser.calibration.noise,
+        "error_percent": 100 * advice.error,
+        "to_type": _to_type(advice.take, adviser.calibration.machine.get("backend")),
         "least_compression_factor": advice.least_factor,
         "notes": notes + _notes(adviser, advice),
     }
-    if advice.winner is not None:
-        best = advice.methods[advice.winner].step_s
+    if advice.winner is not None and advice.free is not None:
+        best, free = advice.methods[advice.winner].step_s, advice.methods[advice.free].step_s
+        report["gain_over_free_percent"] = 100 * (free / best - 1)
         report["gain_over_dense_percent"] = 100 * (dense.step_s / best - 1)
-        if advice.runner_up is not None:
-            report["lead_percent"] = 100 * (advice.methods[advice.runner_up].step_s / best - 1)
     if swept is not None:
         report["sweep"] = {
             "axis": swept.axis,
@@ -170,6 +175,24 @@ def _report(
             "least_compression_factor": _rounded(swept.least_factor),
         }
     return report
+
+
+def _to_type(spec: str | None, backend: str | None) -> dict[str, str]:
+    """The line that makes a training send its gradients so, by library; nothing for dense, which needs none.
+
+    Args:
+        backend: the library that was calibrated; None if that is not known.
+    """
+    if spec in (None, UNCOMPRESSED):
+        return {}
+    ours = f"hvdcomp.Compression.from_spec({spec!r})"
+    horovod, ddp = ours, f"hvdcomp.ddp.register(model, {ours}, optimizer)"
+    if spec == "fp16":
+        hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+        horovod = "hvd.Compression.fp16"
+        ddp = f"from {hooks} import fp16_compress_hook; model.register_comm_hook(None, fp16_compress_hook)"
+    lines = {"horovod": f"optimizer = hvd.DistributedOptimizer(optimizer, compression={horovod})", "ddp": ddp}
+    return {name: line for name, line in lines.items() if backend in (None, name)}
 
 
 def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
@@ -217,8 +240,15 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     for spec, method in advice.methods.items():
         if method.encode is not None and method.encode.estimated:
             sources.setdefault(method.encode.source, []).append(spec)
-    notes += [f"The encode time of {', '.join(specs)} is {source}" for source, specs in sources.items()]
+    notes += [f"The encode time of {_listed(specs)} is {source}" for source, specs in sources.items()]
     return notes
+
+
+def _listed(specs: Sequence[str]) -> str:
+    """Some specs, of many the first few."""
+    if len(specs) <= _LISTED:
+        return ", ".join(specs)
+    return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
@@ -253,7 +283,7 @@ def _print(report: dict[str, Any]) -> None:
     for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
         table.add_row(
             Text(spec, "bold" if spec == report["winner"] else ""),
-            *("" if (found := row[f"{part}_ms"]) is None else f"{found:.1f}" for part in times),
+            *(_cell(part, row) for part in times),
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
             "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
             row["limited_by"],
@@ -261,6 +291,13 @@ def _print(report: dict[str, Any]) -> None:
     print_table(console, table, _title(report))
     for line in [*_conclusions(report), *report["notes"]]:
         console.print(line, soft_wrap=True)
+
+
+def _cell(part: str, row: dict[str, Any]) -> str:
+    """Milliseconds of a part of the step; what is estimated has a mark."""
+    if (found := row[f"{part}_ms"]) is None:
+        return ""
+    return f"{'~' if part == 'encode' and row['estimated'] else ''}{found:.1f}"
 
 
 def _ranges(ranges: list[list[float | None]]) -> str:
@@ -277,21 +314,29 @@ def _ranges(ranges: list[list[float | None]]) -> str:
 
 
 def _conclusions(report: dict[str, Any]) -> list[str]:
-    winner = report["winner"]
+    winner, free, take, error = report["winner"], report["free"], report["take"], f"{report['error_percent']:.1f}%"
     if winner is None:
         return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
-    second, lead = report["runner_up"], 1 + report["lead_percent"] / 100
-    lines = [f"Fastest: {winner}"]
+    over_free, over_dense = (1 + report[f"gain_over_{what}_percent"] / 100 for what in ("free", "dense"))
+    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
+    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
     if winner == UNCOMPRESSED:
-        lines[0] += f", {_as_fast(lead)} {second}: compression does not pay here."
+        lines.append("Take it: compression does not pay here.")
+    elif winner == free:
+        lines.append("Take it: it needs no encoding, and no compressor is faster.")
+    elif take == free:
+        lines.append(f"That is within the model's error of {error}: take {free}, which is free.")
     else:
-        lines[0] += f", {_as_fast(1 + report['gain_over_dense_percent'] / 100)} dense"
-        lines[0] += "." if second == UNCOMPRESSED else f", {_as_fast(lead)} {second}."
-    if report["within_noise"]:
-        lines.append(
-            f"{winner} and {report['runner_up']} are closer than the calibration's uncertainty of "
-            f"{report['noise_percent']:.1f}%: which of the two is faster is open."
-        )
+        lines.append(f"The lead is more than the model's error of {error}: take it, if accuracy allows.")
+        if report["methods"][take]["estimated"]:
+            lines.append("But its encode time is an estimate: measure it before you rely on it (hvdcomp calibrate).")
+    if set(report["methods"]) <= {UNCOMPRESSED, "fp16"}:
+        lines.append("No compressor was looked at: name some with --compressor.")
+    if report["alike"]:
+        lines.append(f"Within the model's error of {error} from {take}: {_listed(report['alike'])}.")
+    lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
+    if take != UNCOMPRESSED:
+        lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
     factor = report["least_compression_factor"]
     ideal = "an ideal compressor (free of cost, during the backward pass)"
     if factor is None:
