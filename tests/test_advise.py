@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shlex
@@ -452,6 +453,46 @@ def test_ratios_of_a_cpu_give_what_is_not_published_of_a_gpu() -> None:
         assert KNOWN[spec].encode_s == pytest.approx(KNOWN[beside].encode_s * cpu[spec] / cpu[beside], abs=5e-4)
         assert KNOWN[spec].estimated
         assert "docs/encode/presets.json" in KNOWN[spec].source
+
+
+# Counting -------------------------------------------------------------------------------------------------------------
+
+
+def counted(*arguments: str | Path) -> list[dict[str, str]]:
+    result = run("--count", *arguments)
+    assert result.exit_code == 0, result.output
+    return list(csv.DictReader(result.stdout.splitlines()))
+
+
+def test_set_ups_in_which_compression_pays_are_counted() -> None:
+    """Each is what `advise` says of it."""
+    (row,) = (one for one in counted("--calibration", "v100x8-25gbit") if one["model"] == "bert-large")
+    adviser = Adviser(load("v100x8-25gbit"), "bert-large")
+    found = [
+        adviser.advise(Setting(ranks, batch_size=batch)) for ranks in (8, 16, 32, 64, 96, 128) for batch in (1, 2, 4)
+    ]
+    assert int(row["setups"]) == len(found)
+    for method, key in (("none", "dense_fastest"), ("fp16", "fp16_fastest")):
+        assert int(row[key]) == sum(one.winner == method for one in found)
+    assert int(row["compressor_fastest"]) == sum(one.winner not in ("none", "fp16") for one in found)
+    assert int(row["compressor_taken"]) == sum(one.take not in ("none", "fp16") for one in found) > 0
+    gains = [one.methods[one.free or ""].step_s / one.methods[one.winner or ""].step_s - 1 for one in found]
+    assert float(row["largest_gain_percent"]) == pytest.approx(100 * max(gains), abs=0.1)
+
+
+def test_without_a_batch_size_or_a_compressor_there_is_less_to_count(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    save(calibrated(), file)
+    (row,) = counted("--calibration", file, "--compressor", "fp16")
+    assert (row["setups"], row["fp16_fastest"], row["compressor_fastest"], row["often"]) == ("6", "6", "0", "")
+    assert "leave out --world-size, --json" in error("--count", "--world-size", "8", "--json")
+    assert "unknown compressor 'foo'" in error("--count", "--compressor", "foo")
+
+
+@pytest.mark.thorough
+def test_the_counts_of_the_manual_are_what_the_command_makes() -> None:
+    stored = (DOCS / "performance-model" / "count.csv").read_text().splitlines()
+    assert counted() == list(csv.DictReader(stored))
 
 
 # Sweeps ---------------------------------------------------------------------------------------------------------------

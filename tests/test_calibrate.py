@@ -492,9 +492,8 @@ def test_model_and_batch_are_on_the_device_that_is_measured(
         assert here.device == here.loss().device == torch.device("cpu")
         assert [one.shape for one in here.tensors()] == [one.shape for one in there.tensors()]
         if model == "own_model:small":
-            (tmp_path / "host_model.py").write_text(OWN.replace("(64, 32)", '(64, 32, device="cpu")').replace(
-                "(batch_size, 64)", '(batch_size, 64, device="cpu")'
-            ))
+            on_host = OWN.replace("64, 32)", '64, 32, device="cpu")').replace("size, 64)", 'size, 64, device="cpu")')
+            (tmp_path / "host_model.py").write_text(on_host)
             with pytest.raises(SetupError, match="host_model:small is on cpu, and meta is to be measured; make it"):
                 build("host_model:small", 2, 0, 0, meta)
     finally:

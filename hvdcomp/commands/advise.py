@@ -11,12 +11,15 @@ from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from rich.text import Text
 
 from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import CalibrationError, Setting, load
+from hvdcomp.files import csv_of
+from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
 from hvdcomp.perfmodel.advice import UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.terminal import make_console, make_table, print_table
@@ -88,8 +91,17 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "TensorFlow. For calibrations that say when gradients are ready.  "
     f"[default: {BUCKET_BYTES}; of DistributedDataParallel, its buckets]",
 )
+@click.option(
+    "--count",
+    is_flag=True,
+    help=f"Instead: in how many set-ups compression pays, as CSV. With {', '.join(map(str, WORLD_SIZES))} ranks and "
+    f"{', '.join(f'{share:g}' for share in BATCHES)} times the batch size, for all models of all presets, or of "
+    "--calibration, and all compressors, or those of --compressor.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.pass_context
 def command(
+    context: click.Context,
     calibration: str,
     model: str | None,
     world_size: int,
@@ -100,6 +112,7 @@ def command(
     growth: float | None,
     output: Path | None,
     bucket_bytes: int | None,
+    count: bool,
     as_json: bool,
 ) -> None:
     """Say whether compression would pay, and which.
@@ -108,6 +121,9 @@ def command(
     bandwidth below which it beats sending gradients as they are. Names a compressor if it beats dense gradients and
     fp16, which are free, by more than the model's error. Nothing is measured or run.
     """
+    if count:
+        _count(context, calibration, compressors)
+        return
     if axis is None and (growth is not None or output is not None):
         raise click.UsageError("--growth and --output belong to --sweep")
     try:
@@ -131,6 +147,20 @@ def command(
         file = output or Path(f"advise-{swept.axis}.png")
         _draw(swept, report, file)
         click.echo(f"Wrote {file}", err=as_json)
+
+
+def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
+    """Prints in how many set-ups compression pays."""
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    options = {one.name: one.opts[0] for one in context.command.params}
+    if wrong := [options[name] for name in given if name not in ("count", "calibration", "compressors")]:
+        raise click.UsageError(f"--count goes through set-ups of its own: leave out {', '.join(wrong)}")
+    try:
+        sources = (calibration,) if "calibration" in given else presets()
+        rows = [row for source in sources for row in counts(load(source), compressors or None)]
+    except (CalibrationError, SpecError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(csv_of(rows).decode(), nl=False)
 
 
 def _report(

@@ -22,10 +22,11 @@ from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting, least_compression_f
 from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
-_CASTS = (UNCOMPRESSED, "fp16")  # what a library sends itself; the time of the cast counts only where it was measured
+FREE = (UNCOMPRESSED, "fp16")
+"""What a library sends by itself, without encoding; the time of the cast counts only where it was measured."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """By backend of `hvdcomp.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""
-STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, _CASTS, strict=True)}
+STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, FREE, strict=True)}
 """The libraries' own compressions, by the spec that describes the same exchange."""
 
 MODEL_ERROR = 0.1
@@ -132,7 +133,7 @@ class Adviser:
         self.facts: ModelFacts = calibration.models[self.model]
         self._early_bytes = (self.facts.early_bytes or BUCKET_BYTES) if early_bytes is None else early_bytes
         known = encode_times(calibration, self.model)
-        wanted = list(map(parse_compressor, [*_CASTS, *(known if specs is None else specs)]))
+        wanted = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
         if specs is None:
             wanted = [way for one in wanted for way in (one, *in_each_way(one))]
             if self.ranks_per_node is not None:
@@ -152,6 +153,11 @@ class Adviser:
     def bytes_per_s(self) -> float:
         """The calibrated bandwidth."""
         return self.calibration.network.allreduce.bytes_per_s
+
+    @cached_property
+    def error(self) -> float:
+        """Relative difference of times that means nothing."""
+        return max(self.calibration.noise, MODEL_ERROR)
 
     @cached_property
     def ranks_per_node(self) -> int | None:
@@ -240,8 +246,8 @@ class Adviser:
         if setting.world_size == 1:
             return Advice(methods)
         first, *others = sorted(methods.values(), key=lambda method: method.step_s)
-        free = first if first.spec in _CASTS else next(one for one in others if one.spec in _CASTS)
-        error = max(self.calibration.noise, MODEL_ERROR)
+        free = first if first.spec in FREE else next(one for one in others if one.spec in FREE)
+        error = self.error
         take = first if free.step_s / first.step_s - 1 >= error else free
         alike = [one.spec for one in (first, *others) if abs(one.step_s / take.step_s - 1) < error and one != take]
         least = float(self.least_factor(setting))
