@@ -332,7 +332,7 @@ def test_a_lead_over_fp16_within_the_error_is_none(model: str) -> None:
     assert (report["free"], report["take"]) == ("fp16", "fp16")
     words = " ".join(run(*asked, width=120).stdout.split())
     assert f"times as fast as dense, {1 + report['gain_over_free_percent'] / 100:.2f} times as fast as fp16." in words
-    assert "That is within the model's error of 13.7%: take fp16, which is free." in words
+    assert "Its lead over fp16, which is free, is within the model's error of 13.7%: take fp16." in words
     assert "To type, Horovod: optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compr" in words
 
 
@@ -343,7 +343,7 @@ def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
     assert spec == report["winner"] == "two_level(powersgd:rank=4)"
     assert report["gain_over_free_percent"] > report["error_percent"]
     words = " ".join(run(*asked, width=120).stdout.split())
-    assert "The lead is more than the model's error of 13.7%: take it, if accuracy allows." in words
+    assert "Its lead over fp16, which is free, is more than the model's error of 13.7%: take it, if acc" in words
     assert "But its encode time is an estimate" in words
     assert "Accuracy may differ" in words
     for library, call in (("horovod", "hvd.DistributedOptimizer"), ("ddp", "hvdcomp.ddp.register")):
@@ -386,6 +386,8 @@ def test_sign_sgd_on_eight_ranks_is_what_the_manual_says() -> None:
     """Figures 6 to 8 have nothing faster than dense; the model puts SignSGD ahead there, by less than its error."""
     report = as_json(*PRESET, "--world-size", "8", "--compressor", "signsgd")
     assert (report["winner"], report["take"]) == ("signsgd", "none")
+    said = " ".join(run(*PRESET, "--world-size", "8", "--compressor", "signsgd", width=120).stdout.split())
+    assert "Its lead over dense, which is free, is within the model's error of 13.7%: take none." in said
     page = " ".join((DOCS / "performance-model.md").read_text().split())
     assert "hvdcomp advise --model resnet50 --world-size 8 --compressor signsgd" in page
     assert f"on 8 ranks SignSGD comes out {report['gain_over_free_percent']:.0f} % ahead of dense" in page
@@ -403,13 +405,14 @@ def test_a_model_without_encode_times_gets_those_of_a_preset_by_its_size(tmp_pat
     """They were left out: dense and fp16 alone were compared, and fp16 called the fastest."""
     file = tmp_path / "mine.json"
     save(without_encode((TensorInfo("w", (5000, 5112)),)), file)
+    assert "No compressor was looked at" in run("--calibration", file, "--compressor", "fp16", width=120).stdout
     report = as_json("--calibration", file)
     assert set(KNOWN) <= set(report["methods"])
     assert all(row["estimated"] for spec, row in report["methods"].items() if spec not in ("none", "fp16"))
     factor = 5000 * 5112 / 25_557_032
     assert report["methods"]["topk:ratio=0.01"]["encode_ms"] == pytest.approx(273 * factor)
     assert any(
-        f"estimated: that of resnet50 in v100-p3.8xlarge, that is on NVIDIA V100, 4 a node times {factor:.3g}" in note
+        f"estimated: that of resnet50 in v100-p3.8xlarge (NVIDIA V100, 4 a node) times {factor:.3g}" in note
         for note in report["notes"]
     )
     assert as_json("--calibration", file, "--compressor", "int8")["methods"]["int8"]["estimated"]

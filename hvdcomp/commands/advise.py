@@ -18,7 +18,7 @@ from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
-from hvdcomp.perfmodel.advice import UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
@@ -350,18 +350,19 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     over_free, over_dense = (1 + report[f"gain_over_{what}_percent"] / 100 for what in ("free", "dense"))
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
     lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
-    if winner == UNCOMPRESSED:
+    lead = f"Its lead over {'dense' if free == UNCOMPRESSED else free}, which is free, is"
+    if set(report["methods"]) <= set(FREE):
+        lines.append("No compressor was looked at: name some with --compressor.")
+    elif winner == UNCOMPRESSED:
         lines.append("Take it: compression does not pay here.")
     elif winner == free:
         lines.append("Take it: it needs no encoding, and no compressor is faster.")
     elif take == free:
-        lines.append(f"That is within the model's error of {error}: take {free}, which is free.")
+        lines.append(f"{lead} within the model's error of {error}: take {free}.")
     else:
-        lines.append(f"The lead is more than the model's error of {error}: take it, if accuracy allows.")
+        lines.append(f"{lead} more than the model's error of {error}: take it, if accuracy allows.")
         if report["methods"][take]["estimated"]:
             lines.append("But its encode time is an estimate: measure it before you rely on it (hvdcomp calibrate).")
-    if set(report["methods"]) <= {UNCOMPRESSED, "fp16"}:
-        lines.append("No compressor was looked at: name some with --compressor.")
     if report["alike"]:
         lines.append(f"Within the model's error of {error} from {take}: {_listed(report['alike'])}.")
     lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]

@@ -25,7 +25,7 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
     where = ""
     if not any(_encoded(facts) for facts in others.values()):
         reference = load(REFERENCE)
-        others, where = reference.models, f" in {REFERENCE}, that is on {reference.machine['accelerator']}"
+        others, where = reference.models, f" in {REFERENCE} ({reference.machine['accelerator']})"
     found = dict(own)
     for spec in dict.fromkeys(spec for facts in others.values() for spec in _encoded(facts)):
         if spec in own:
