@@ -1,4 +1,5 @@
-"""Files that stay whole on a disk that fills up: replaced by renaming, or added to by whole lines.
+"""Files that stay whole on a disk that fills up: replaced by renaming, or added to by whole lines; and what a file of
+JSON holds.
 
 What goes wrong is raised as it first was: closing a file raises nothing after that.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 _PART = ".part"
+
+DEEPEST_JSON = 100
+"""How deep lists and objects may be nested in a file of JSON: far deeper than hvdcomp nests them, and not so deep that
+what looks through them would run out of stack."""
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
@@ -67,6 +73,26 @@ def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _is_formula(cell: Any) -> bool:
     return isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """What a text of JSON holds. Every file of JSON is read through this: it may come from anywhere.
+
+    Args:
+        options: of `json.loads`.
+
+    Raises:
+        ValueError: if it is no JSON, or lists and objects are nested more than `DEEPEST_JSON` deep.
+    """
+    with contextlib.suppress(RecursionError):
+        found = json.loads(text, **options)
+        inside = [found]
+        for _ in range(DEEPEST_JSON + 1):
+            inside = [one for one in inside if isinstance(one, list | dict)]
+            if not inside:
+                return found
+            inside = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+    raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep")
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:

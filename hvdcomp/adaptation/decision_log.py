@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from hvdcomp.adaptation.log_lines import Parts, Shorthand
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.files import RecordFile, put_aside, put_aside_before
+from hvdcomp.files import RecordFile, parse_json, put_aside, put_aside_before
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
@@ -353,7 +353,7 @@ def _mend(path: Path) -> None:
 def _is_whole(line: bytes) -> bool:
     """Whether a line without its end is all there."""
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return False
     return True
@@ -361,7 +361,7 @@ def _is_whole(line: bytes) -> bool:
 
 def _fields_of(line: bytes) -> dict[str, Any]:
     """Raises ValueError if the line is not one of a decision log."""
-    data = json.loads(line, parse_constant=_no_constant)
+    data = parse_json(line, parse_constant=_no_constant)
     if not isinstance(data, dict) or data.get("kind") not in ("start", "decision"):
         raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
     return data

@@ -7,7 +7,6 @@ for all of them. Trainings one after the other cannot be compared so.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
+from hvdcomp.files import parse_json
 from hvdcomp.perfmodel import (
     NOISY,
     STOCK_SPECS,
@@ -77,7 +77,7 @@ def load_turns(file: Path) -> Turns:
         RunError: it is none, or of a model without its data, such as "cnn" instead of "cnn@digits".
     """
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
         calibrations = [from_json(one) for one in content.get("repeated") or [content["calibration"]]]
         calibration = calibrations[-1]
         (name,) = calibration.models

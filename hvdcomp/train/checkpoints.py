@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.files import write_file
+from hvdcomp.files import parse_json, write_file
 from hvdcomp.train.learner import Learner
 from hvdcomp.train.options import SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
@@ -210,8 +210,8 @@ class Checkpoints:
         if not file.exists():
             file = place / self._run_file(0)
         try:
-            record = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
+            record = parse_json(file.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{file.name} cannot be read: {error}") from None
         if not isinstance(record, dict) or "format" not in record:
             raise ValueError(f"{file.name} is not as hvdcomp writes it")

@@ -68,6 +68,29 @@ def use_threads(local_size: int) -> int:
     return torch.get_num_threads()
 
 
+def use_device(wanted: str, local_rank: int) -> Any:
+    """This rank's device of PyTorch: of the CUDA devices, each rank of a host takes its own.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto" for CUDA where there is any.
+
+    Raises:
+        SetupError: there is no CUDA device.
+    """
+    import torch
+
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise SetupError(
+            f"--device cuda: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; `hvdcomp doctor` "
+            "says what is there, or give --device cpu"
+        )
+    if wanted == "cpu" or not found:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def controller(hvd: Any) -> str:
     """What carries Horovod's coordination: "mpi" or "gloo"."""
     return "mpi" if hvd.mpi_enabled() else "gloo"
