@@ -73,8 +73,8 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
         if everything <= total or engine.planner.casts(plan):
             return None
         return (
-            f"compression sends {everything:.0f} bytes a step in place of {total}: the model is so small that what "
-            "ranks tell each other beside gradients outweighs what is saved. Train it without hvdcomp"
+            f"compression sends {everything:.0f} bytes a step in place of {total}, with what ranks tell each other "
+            "beside gradients: it saves nothing. Compress harder (a lower level), or train without hvdcomp"
         )
     named = ", ".join(larger[:_NAMED]) + (f" and {len(larger) - _NAMED} more" if len(larger) > _NAMED else "")
     return (

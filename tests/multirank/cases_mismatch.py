@@ -305,6 +305,7 @@ def case_an_optimizer_wrapped_twice() -> None:
     optimizers = [distribute(model, shared), distribute(model, shared)]
     message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
     assert "Wrap an optimizer once" in message, message
+    del shared, optimizers  # which wait for a step that never comes
     model = small_model()
     optimizers = [distribute(model, compression("topk:ratio=0.05", model)) for _ in range(2)]
     message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
