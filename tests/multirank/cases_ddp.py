@@ -357,6 +357,10 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     distributed = DistributedDataParallel(large_model())
     message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, "topk:ratio=0.05"))
     assert "from_spec" in message
+    message = raised(
+        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), distributed)  # as the optimizer
+    )
+    assert "DistributedDataParallel as optimizer, which is none" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
 

@@ -127,6 +127,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "mesh of 2 dimensions" in refused(sharded(mesh), made(), mesh["replicate"])
     assert "from_spec" in refused(model, "topk", mesh["replicate"])
     assert "backward pass is over" in refused(model, made(overlap=True), mesh["replicate"])
+    assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
     how = hvdcomp.Compression.from_spec('{"blocks.4.*": "topk:ratio=0.05", "*": "none"}')
     told = raised(hvdcomp.SpecError, lambda: hvdcomp.fsdp.register(model, how, mesh["replicate"]))
