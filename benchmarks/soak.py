@@ -183,7 +183,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
         policy=policy and policy.format(calibration=calibration),
         named_parameters=model.named_parameters(),
         steps_per_epoch=STEPS_PER_EPOCH,
-        decision_log=log,
+        decision_log=log if policy else None,
         decision_log_bytes=LOG_BYTES,
         decision_log_files=LOG_FILES,
         overlap=False if "without overlap" in case else "auto",
