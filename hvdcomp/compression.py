@@ -10,7 +10,7 @@ from typing import Any
 from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, log_files
 from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.follows_ranks import FollowsRanks
-from hvdcomp.bindings.metrics import metrics_of
+from hvdcomp.bindings.metrics import metrics_of, shown
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
@@ -39,8 +39,7 @@ class Compression(FollowsRanks):
             State is kept by these names. Default: those of Horovod's optimizer.
         variables: TensorFlow: all that are trained, `model.trainable_variables`, or a function that returns them. State
             is kept by their names. Default: those of the first step.
-        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. It is needed with
-            `hvd.DistributedGradientTape` only.
+        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate; needed with tapes only.
         memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
             unbiased ones and casts. `NoMemory()` turns error feedback off.
         policy: when, and how hard, to compress, such as `Accordion(low=4, high=1)`; with it rank 0 decides for all. Or
@@ -66,7 +65,7 @@ class Compression(FollowsRanks):
 
     Raises:
         ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
-            second are those of Keras 3, with which Horovod does not work.
+            second are those of Keras 3, with which Horovod does not work; for an optimizer or a scaler that is none.
         SpecError: for a compressor, a memory, an overlap or a number that is none, or if the first two would let
             residuals grow without end (error feedback of unbiased methods of high variance).
     """
@@ -97,9 +96,9 @@ class Compression(FollowsRanks):
             compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes
         )
         self.ledger = Ledger()
-        self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files)
+        self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files, policy)
         self._framework, self._parameters = frameworks.of_arguments(
-            {"named_parameters": named_parameters, "variables": variables}, optimizer
+            {"named_parameters": named_parameters, "variables": variables}, optimizer, grad_scaler
         )
         for framework in frameworks.named_or_all(self._framework).values():
             framework.prepare(type(self))
@@ -137,6 +136,8 @@ class Compression(FollowsRanks):
             **options,
         )
 
+    __repr__ = shown
+
     @property
     def level(self) -> Level | None:
         """The level in force from the next step on; None for a compressor without one."""
@@ -165,9 +166,8 @@ class Compression(FollowsRanks):
         return metrics_of(self.ledger, self.plan)
 
     def set_level(self, level: Level) -> None:
-        """Sets the level (ratio, rank) of all compressed tensors from the next step on.
-
-        To be called on every rank between the same two steps.
+        """Sets the level (ratio, rank) of all compressed tensors from the next step on; to be called on every rank
+        between the same two steps.
 
         Raises:
             SpecError: if the compressor has no level, or not this one, if residuals would grow without end at it, or

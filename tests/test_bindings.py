@@ -84,6 +84,18 @@ def test_a_log_that_rank_0_cannot_write_is_told_to_all(tmp_path: Path) -> None:
     assert "error of the decision log" in first
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spec": '{"v*": "topk:ratio=0.1", "*": "none"}'},
+        {"policy": 'auto:calibration=none.json,compressors=({"v*": "topk:ratio=0.1", "*": "none"}|natural)'},
+    ],
+)
+def test_a_pattern_that_matches_no_tensor_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(hvdcomp.SpecError, match=r"of 1 tensors none has a name that matches 'v\*' \(nearest are 'w'\)"):
+        run_ranks(2, lambda communicator: bound(communicator, **options))
+
+
 def test_a_training_that_does_not_follow_the_batch_is_refused_on_every_rank() -> None:
     def work(communicator: InProcessCommunicator) -> int:
         binding = bound(communicator, spec="none", policy="accordion_batch_size:low=16,high=32,steps=2,eta=0.9")

@@ -87,8 +87,7 @@ def test_routed_compressors_and_a_momentum_that_is_for_all() -> None:
     [
         ("accordion:low=8,high=5", True),
         ("accordion:low=8,high=4", False),
-        ("warmup:levels=2|4,steps=10", False),
-        ("warmup:start=4,steps=10", False),
+        ("warmup:levels=8,steps=10", True),
         ("warmup:dense_steps=10", True),
         ("constant:level=3", False),
         ("auto:calibration=x", True),

@@ -7,7 +7,7 @@ that all ranks take part at the same levels, `run_engine` runs the engine and te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from hvdcomp.arrays.types import Array
@@ -44,17 +44,14 @@ class Binding(Training):
         tensors: all parameters that may have a gradient.
         communicator: of the ranks that exchange.
         like: an empty array of the framework, where the communicator works.
+        names: of all parameters of the model; by default those of `tensors`.
 
     Attributes:
         presence: what this rank puts in for the step that has begun.
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        tensors: Iterable[TensorInfo],
-        communicator: Ranks,
-        like: Array,
+        self, setup: Setup, tensors: Iterable[TensorInfo], communicator: Ranks, like: Array, names: Collection[str] = ()
     ) -> None:
         self.setup = setup
         self.like = like
@@ -66,6 +63,7 @@ class Binding(Training):
                 "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
                 'leave it at "auto"'
             )
+        setup.compression.settings.require_matches(names or [one.name for one in self._tensors])
         self.meet(communicator)
 
     def meet(self, communicator: Ranks) -> None:

@@ -17,7 +17,8 @@ cast, and no policy may change that, Horovod carries the cast gradients itself, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicat
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.policies.request import Statistic
@@ -110,7 +112,9 @@ class TensorFlowBinding(Binding):
         if communicator.world_size > 1 or elastic.may_change():
             self._on_device = device_of(self._variables.values(), says=communicator.rank == 0)
         tensors = [_described(name, variable) for name, variable in self._variables.items()]
-        super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
+        like = np.zeros((0,), np.float32)
+        with _refused_on_every_rank(communicator, like):
+            super().__init__(setup, tensors, communicator, like)
 
     def meet(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
@@ -303,6 +307,15 @@ class TensorFlowBinding(Binding):
                 "follows: give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
             )
         return self._optimizer
+
+
+@contextmanager
+def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
+    """`refused_on_every_rank`, while a graph is made. In a session of TensorFlow 1 nothing can be exchanged then."""
+    with tf.init_scope():
+        alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
+        with nullcontext() if alone else refused_on_every_rank(communicator, like):
+            yield
 
 
 def _described(name: str, variable: tf.Variable) -> TensorInfo:

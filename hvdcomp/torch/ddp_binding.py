@@ -26,7 +26,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.everyone import Everyone
-from hvdcomp.torch.parameters import by_name
+from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.training import TorchTraining, on_host
 
 
@@ -68,10 +68,11 @@ class DDPBinding(TorchTraining):
             _check(setup, model)
             trained = _trained(model)
             parameters = trained if setup.parameters is None else _as_given(setup, trained)
+            names = unique(model.module.named_parameters() if setup.parameters is None else _given(setup).items())
             self._finds_unused = model.find_unused_parameters and not model.static_graph
             settings = setup.compression.settings
             self.overlaps = not self._finds_unused and (on_host(trained) or settings.overlap is True)
-            super().__init__(setup, parameters, communicator, setup.optimizer)
+            super().__init__(setup, parameters, communicator, setup.optimizer, names)
         self._model = weakref.ref(model)
         self._told = {"find_unused_parameters": model.find_unused_parameters, "static_graph": model.static_graph}
         self._looks_for_unused = model.find_unused_parameters or model.static_graph
@@ -239,16 +240,17 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
 def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters whose gradients DDP averages, by their names in the module that it was given."""
     ignored = model.parameters_to_ignore
+    named = dict(model.module.named_parameters())
     return {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
+        plain: parameter
+        for plain, (name, parameter) in zip(plain_names(named), named.items(), strict=True)
         if parameter.requires_grad and name not in ignored
     }
 
 
 def _as_given(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
     """The parameters by the names that the user gave."""
-    given = by_name(setup.parameters, None)
+    given = _given(setup)
     known = {parameter: name for name, parameter in given.items()}
     missing = [name for name, parameter in trained.items() if parameter not in known]
     if missing:
@@ -257,6 +259,10 @@ def _as_given(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[s
             "trains; leave named_parameters out, or give those of the model"
         )
     return {known[parameter]: parameter for parameter in trained.values()}
+
+
+def _given(setup: Setup) -> dict[str, torch.nn.Parameter]:
+    return by_name(setup.parameters, None)
 
 
 def _future(like: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -20,6 +20,7 @@ from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCom
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch.everyone import Everyone
+from hvdcomp.torch.parameters import unique
 from hvdcomp.torch.training import TorchTraining
 
 
@@ -46,7 +47,7 @@ class FSDPBinding(TorchTraining):
             _check(setup)
             self._sharded = _sharded(model)
             shards = {name: _local(parameter) for name, parameter in self._sharded.items()}
-            super().__init__(setup, shards, communicator, setup.optimizer)
+            super().__init__(setup, shards, communicator, setup.optimizer, unique(model.named_parameters()))
         self._due = False  # whether gradients of this backward pass wait for the exchange
 
     def arrived(self, shard: torch.Tensor) -> None:
@@ -89,7 +90,7 @@ def _check(setup: Setup) -> None:
 def _sharded(model: torch.nn.Module) -> dict[str, DTensor]:
     """The parameters of which this rank has a part, by name."""
     found: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in unique(model.named_parameters()).items():
         if not parameter.requires_grad:
             continue
         if not isinstance(parameter, DTensor):

@@ -9,6 +9,7 @@ from typing import Any
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.backends import reach
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
@@ -102,12 +103,13 @@ def _comparable(options: TrainingOptions) -> dict[str, Any]:
 
 
 def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Compression:
+    decides = options.policy is not None and isinstance(parse_policy(options.policy), Policy)
     return learner.compression(
         options.compression,
         memory=options.memory,
         policy=options.policy,
         steps_per_epoch=steps,
-        decision_log=None if options.output is None else options.output / outputs.DECISIONS,
+        decision_log=options.output / outputs.DECISIONS if decides and options.output is not None else None,
         seed=options.seed,
         overlap=OVERLAP[options.overlap],
         bucket_bytes=options.bucket_bytes,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import SkipTest, mock
 
@@ -18,7 +20,7 @@ from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics
-from tests.multirank.models import Branches, batch, small_model, weights
+from tests.multirank.models import WRAPPERS, Branches, batch, small_model, weights
 from tests.multirank.training_ddp import (
     assert_same_everywhere,
     distribute,
@@ -369,6 +371,10 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     distributed = DistributedDataParallel(large_model())
     message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, "topk:ratio=0.05"))
     assert "from_spec" in message
+    message = raised(
+        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), distributed)  # as the optimizer
+    )
+    assert "DistributedDataParallel as optimizer, which is none" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
 
@@ -383,6 +389,21 @@ def case_one_rank_alone_is_not_left_waiting() -> None:
         train(distributed, optimizer, steps=1)
 
     assert "bucket_cap_mb" in raised(hvdcomp.RankMismatchError, register_and_train)
+    wrong, right = (json.dumps({pattern: "topk:ratio=0.05", "*": "none"}) for pattern in ("blocks.2.*", "2.*"))
+    how = hvdcomp.Compression.from_spec(wrong if last else right)
+    assert "'blocks.2.*'" in raised(hvdcomp.RankMismatchError, register_and_train)
+
+
+def case_a_pattern_that_matches_no_tensor() -> None:
+    for spec in ('{"blocks.2.*": "topk:ratio=0.05", "*": "none"}', 'two_level({"blocks.2.*": "topk:ratio=0.05"})'):
+        told = raised(hvdcomp.SpecError, lambda spec=spec: distribute(large_model(), spec))
+        assert "of 8 tensors none has a name that matches 'blocks.2.*' (nearest are '2.bias', '2.weight'" in told, told
+    model = large_model()
+    model[2].requires_grad_(False)
+    distributed, optimizer, how = distribute(model, '{"2.*": "topk:ratio=0.05", "*": "none"}')  # a layer that is frozen
+    train(distributed, optimizer, steps=1)
+    assert how is not None
+    assert not how.levels
 
 
 def case_join_is_refused() -> None:
@@ -403,3 +424,30 @@ def case_a_model_that_is_dropped_is_freed() -> None:
     del model, distributed, optimizer, how
     gc.collect()
     assert gone() is None
+
+
+# Names.
+
+
+def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
+    spec = '{"4.weight": "topk:ratio=0.05", "[26].*": "randomk:ratio=0.1", "*": "none"}'  # randomk chooses by name
+    state: dict[str, Any] = {}
+
+    def trained(wrap: Callable[[Any], Any], wrap_again: Callable[[Any], Any] = WRAPPERS["nothing"]) -> torch.Tensor:
+        nonlocal state
+        how = hvdcomp.Compression.from_spec(spec)
+        how.load_state_dict(state)
+        model = wrap(large_model())
+        distributed = wrap_again(DistributedDataParallel(model, bucket_cap_mb=1.5))
+        optimizer = torch.optim.SGD(distributed.parameters(), lr=0.02)
+        hvdcomp.ddp.register(distributed, how, optimizer)
+        train(distributed, optimizer, steps=2)
+        assert set(how.levels) == {"2.weight", "4.weight", "6.weight"}, how.levels
+        state = state or how.state_dict()
+        return weights(model)
+
+    trained(WRAPPERS["nothing"])
+    expected = trained(WRAPPERS["nothing"])
+    for way, wrap in WRAPPERS.items():
+        assert torch.equal(trained(wrap), expected), way
+    assert torch.equal(trained(WRAPPERS["nothing"], WRAPPERS["torch.compile"]), expected)

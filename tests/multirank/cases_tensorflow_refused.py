@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from tests.multirank.everywhere import halves
 from tests.multirank.training_tensorflow import (
     IN_GRAPH,
@@ -87,6 +88,18 @@ def case_a_gradient_of_an_unknown_variable() -> None:
     how = compression("topk:ratio=0.1", model.variables_in_order[:3])
     training = TapeTraining(how, model=model)
     assert "second_bias" in raised(ConfigurationError, training.step)
+
+
+def case_a_pattern_that_matches_no_tensor() -> None:
+    wrong, right = (json.dumps({pattern: "topk:ratio=0.05", "*": "none"}) for pattern in ("blocks/*", "first*"))
+    for graph in (True, False):
+        training = TapeTraining(wrong, graph=graph)
+        message = raised(SpecError, training.step)
+        assert "of 4 tensors none has a name that matches 'blocks/*' (nearest are " in message, message
+        training = TapeTraining(wrong if hvd.rank() == 1 else right, graph=graph)
+        message = raised((RankMismatchError, IN_GRAPH), training.step)
+        assert "no error" in message, message
+        assert "'blocks/*'" in message, message
 
 
 def case_another_process_set() -> None:
