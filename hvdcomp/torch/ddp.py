@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.ddp_binding import DDPBinding, compressed_hook
+from hvdcomp.torch.ddp_binding import DDPBinding
 
 __all__ = ["register"]
 
@@ -41,5 +41,4 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")
-    binding = compression.serve(lambda setup: DDPBinding(setup, model), optimizer)
-    model.register_comm_hook(binding, compressed_hook)
+    compression.serve(lambda setup: DDPBinding(setup, model), optimizer)

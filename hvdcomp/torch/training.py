@@ -16,6 +16,12 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 
+# `Training.absence` under torch.distributed, which tells collectives apart by nothing but their order.
+WITHOUT_HOROVOD = (
+    "the others were in another collective of theirs. Give every rank the same number of batches, and let all of them "
+    "start their own collectives at the same places."
+)
+
 
 class TorchTraining(Binding):
     """Ties one `Compression` to parameters of PyTorch.

@@ -128,3 +128,16 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "from_spec" in refused(model, "topk", mesh["replicate"])
     assert "backward pass is over" in refused(model, made(overlap=True), mesh["replicate"])
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
+
+
+def case_a_layer_unfrozen_later_is_refused() -> None:
+    mesh = mesh_of_ranks()
+    model = large_model()
+    model[0].requires_grad_(False)
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("topk:ratio=0.05"), mesh["replicate"])
+    train(model, optimizer, steps=2)
+    model[0].requires_grad_(True)
+    assert "0.weight, 0.bias" in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
