@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
+from hvdcomp.torch.packing import packed, unpacked
 
 # `Training.absence` under torch.distributed, which tells collectives apart by nothing but their order.
 WITHOUT_HOROVOD = (
@@ -94,12 +94,10 @@ class TorchTraining(Binding):
         return None
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        return stream.getvalue()
+        return packed(state)
 
     def unpack(self, packed: bytes) -> dict[str, Any]:
-        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        return unpacked(packed)
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()

@@ -7,11 +7,14 @@ import gc
 import io
 import sys
 import weakref
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
+from hvdcomp.torch.packing import packed, unpacked
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import Branches, batch, small_model, weights
@@ -331,6 +335,61 @@ def case_a_checkpoint_goes_on_bit_for_bit() -> None:
         assert "before the first step" in told
 
 
+def case_a_distributed_checkpoint_has_what_each_rank_has_left_to_send() -> None:
+    folder = gathered(mkdtemp())[0]
+    first = large_model()
+    distributed, optimizer, how = distribute(first, "topk:ratio=0.05", momentum=0)
+    train(distributed, optimizer, steps=4)
+    assert how is not None
+    state = how.state_dict()
+    dcp.save({"model": first.state_dict(), "sent": {"by": hvdcomp.dcp.by_rank(how)}}, checkpoint_id=folder)
+
+    rest = large_model()
+    dcp.load({"model": rest.state_dict()}, checkpoint_id=folder)
+    goes_on = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+    again, optimizer_again, _ = distribute(rest, goes_on, momentum=0)
+    hvdcomp.dcp.load(goes_on, folder, "sent.by")
+    assert goes_on.state_dict()["own"]["rank"] == dist.get_rank()
+    for name, kept in goes_on.state_dict()["own"]["residuals"].items():
+        assert torch.equal(kept["arrays"][0], state["own"]["residuals"][name]["arrays"][0])
+    train(distributed, optimizer, steps=3)
+    train(again, optimizer_again, steps=3)
+    torch.testing.assert_close(weights(rest), weights(first), rtol=1e-4, atol=1e-6)
+    if dist.get_world_size() == 2:
+        assert torch.equal(weights(rest), weights(first))
+    for key in ("compression", "model"):
+        fresh = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+        message = raised(hvdcomp.ConfigurationError, lambda key=key, fresh=fresh: hvdcomp.dcp.load(fresh, folder, key))
+        assert "hvdcomp.dcp.by_rank" in message
+
+
+def case_a_distributed_checkpoint_of_other_ranks() -> None:
+    """Saved by one rank more than there are, as far as `torch.distributed.checkpoint` can tell."""
+    folder = gathered(mkdtemp())[0]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    distributed, optimizer, how = distribute(large_model(), "topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    assert how is not None
+    states = gathered(how.state_dict())
+    saves = range(rank, ranks + 1, ranks)
+    mine = {f"rank{old}": packed(hvdcomp.state_for(states, old, ranks + 1)) for old in saves}
+    dcp.save({"compression": mine}, checkpoint_id=folder)
+    again = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+    distribute(large_model(), again)
+    hvdcomp.dcp.load(again, Path(folder))
+
+    def left(of: list[Any]) -> torch.Tensor:
+        return sum(one["own"]["residuals"]["0.weight"]["arrays"][0] for one in of) / len(of)
+
+    torch.testing.assert_close(left(gathered(again.state_dict())), left(states))
+    grouped = {name: unpacked(data) for name, data in mine.items()}
+    for one in grouped.values():
+        one["own"]["size"] = 1
+    dcp.save({"compression": {name: packed(one) for name, one in grouped.items()}}, checkpoint_id=f"{folder}/groups")
+    message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(again, f"{folder}/groups"))
+    assert f"{ranks + 1} ranks in groups of 1" in message, message
+
+
 def case_different_settings_are_named_on_every_rank() -> None:
     specs = ("topk:ratio=0.01", "topk:ratio=0.02")
     distributed, optimizer, _ = distribute(large_model(), specs[min(dist.get_rank(), 1)])
@@ -442,6 +501,18 @@ def case_a_group_added_later_is_refused() -> None:
     assert "one of shape (3,)" in message, message
 
 
+def case_what_ddp_was_told_to_ignore_is_left_alone() -> None:
+    model = large_model()
+    model[0].requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    distributed, optimizer, how = distribute(model, "topk:ratio=0.05")
+    model[0].requires_grad_(True)
+    train(distributed, optimizer, steps=2)
+    assert how is not None
+    assert how.ledger.steps == 2
+    assert_same_everywhere(weights(model[2:]))
+
+
 def case_only_what_was_unfrozen_later_is_refused() -> None:
     """DDP hands over no gradient then, and says nothing."""
     distributed, optimizer, _ = frozen_at_first("topk:ratio=0.05")
@@ -534,6 +605,7 @@ def case_fp16_is_divided_after_the_sum() -> None:
     for one in (plain, distributed):
         (torch.nn.functional.cross_entropy(one(inputs), classes) / 1000).backward()
     ranks = dist.get_world_size()
+    errors = torch.zeros(2, dtype=torch.float64)
     for given, got in zip(plain.parameters(), model.parameters(), strict=True):
         everyone = [torch.empty_like(given.grad) for _ in range(ranks)]
         dist.all_gather(everyone, given.grad)
@@ -542,8 +614,8 @@ def case_fp16_is_divided_after_the_sum() -> None:
             assert torch.equal(got.grad, (total * (1 / ranks)).float())
         exact = sum(one.double() for one in everyone) / ranks
         before = sum((one / ranks).half() for one in everyone)
-        errors = [(mean.double() - exact).norm() for mean in (got.grad, before)]
-        assert errors[0] <= errors[1] * (1.1 if ranks <= 2 else 0.9), errors
+        errors += torch.stack([(mean.double() - exact).abs().sum() for mean in (got.grad, before)])
+    assert ranks <= 2 or errors[0] < 0.9 * errors[1], errors
 
 
 def case_a_model_that_is_dropped_is_freed() -> None:
