@@ -452,13 +452,17 @@ def case_one_rank_alone_is_not_left_waiting() -> None:
 
 
 def case_join_is_refused() -> None:
-    distributed, optimizer, _ = distribute(large_model(), "topk:ratio=0.05")
+    distributed, optimizer, how = distribute(large_model(), "topk:ratio=0.05")
 
     def train_joined() -> None:
         with distributed.join():
             train(distributed, optimizer, steps=2)
 
     assert "same number of batches" in raised(hvdcomp.ConfigurationError, train_joined)
+    assert how is not None
+    message = raised(hvdcomp.ConfigurationError, lambda: how._binding.check_presence(0))
+    assert "only 0 of" in message
+    assert "hvd" not in message
 
 
 def frozen_at_first(how: str, **options: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
