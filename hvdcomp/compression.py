@@ -201,7 +201,7 @@ class Compression(FollowsRanks):
         """All that later steps need of earlier ones, for a checkpoint between two steps.
 
         It holds the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not: to
-        lose nothing, save it on every rank, each to a file of its own. `torch.save` can write it.
+        lose nothing, save it on every rank, with `torch.save` to a file of its own, or through `hvdcomp.dcp`.
         """
         return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 

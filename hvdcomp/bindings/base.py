@@ -167,10 +167,7 @@ class Binding(Training):
         size = self.communicator.world_size
         present = total / PRESENCE
         if abs(present - size) > 0.5:
-            raise ConfigurationError(
-                f"only {present:.0f} of {size} ranks took part in this step: hvd.join() "
-                "does not work with gradient compression. Give every rank the same number of batches."
-            )
+            raise ConfigurationError(f"only {present:.0f} of {size} ranks took part in this step: {self.absence}")
         if total != self.presence * size:
             require_same_levels(self.communicator, self.engine.planner.digest, self.like, self._refused)
         self.refuse()

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hvdcomp.bindings.base import Binding
 
 NAMES = ("torch", "tensorflow")
-_PUBLIC = {"ddp": "torch", "fsdp": "torch"}  # modules that `hvdcomp` offers, each in the folder of a framework
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -83,17 +82,6 @@ class Framework(Protocol):
 def framework_named(name: str) -> Framework:
     """The framework of this name, one of `NAMES`."""
     return cast(Framework, import_module(f"hvdcomp.{name}.framework"))
-
-
-def public_module(name: str) -> Any:
-    """What `hvdcomp.NAME` is; imports the framework that it is of.
-
-    Raises:
-        AttributeError: if there is no such module.
-    """
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'hvdcomp' has no attribute {name!r}")
-    return import_module(f"hvdcomp.{_PUBLIC[name]}.{name}")
 
 
 def maker(name: str, gradient: Any = None) -> Callable[[Setup], Binding]:

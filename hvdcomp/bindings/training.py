@@ -31,12 +31,16 @@ class Training(ABC):
         results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
         overlaps: whether buckets may start before all gradients are there.
         broadcast: what a user writes to give all ranks the weights of rank 0.
+        absence: why a rank may be missing in a step, and what to do.
     """
 
     overlaps_with_policy: ClassVar[bool]
     results_in_place: ClassVar[bool]
     overlaps: bool = False
     broadcast: ClassVar[str]
+    absence: ClassVar[str] = (
+        "hvd.join() does not work with gradient compression. Give every rank the same number of batches."
+    )
     setup: Setup
     communicator: Ranks
     like: Array

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,14 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
+from hvdcomp.torch.packing import packed, unpacked
 from hvdcomp.torch.parameters import with_plain_names
+
+# `Training.absence` under torch.distributed, which tells collectives apart by nothing but their order.
+WITHOUT_HOROVOD = (
+    "the others were in another collective of theirs. Give every rank the same number of batches, and let all of them "
+    "start their own collectives at the same places."
+)
 
 
 class TorchTraining(Binding):
@@ -95,12 +101,10 @@ class TorchTraining(Binding):
         return None
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        return stream.getvalue()
+        return packed(state)
 
     def unpack(self, packed: bytes) -> dict[str, Any]:
-        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        return unpacked(packed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(with_plain_names(state))

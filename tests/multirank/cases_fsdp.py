@@ -145,3 +145,16 @@ def case_wrappers_change_neither_routing_nor_weights() -> None:
         assert set(how.levels) == {"4.weight"}, (way, how.levels)
         results.append(weights(model))
         assert torch.equal(results[0], results[-1]), way
+
+
+def case_a_layer_unfrozen_later_is_refused() -> None:
+    mesh = mesh_of_ranks()
+    model = large_model()
+    model[0].requires_grad_(False)
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("topk:ratio=0.05"), mesh["replicate"])
+    train(model, optimizer, steps=2)
+    model[0].requires_grad_(True)
+    assert "0.weight, 0.bias" in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.ddp_binding import DDPBinding, compressed_hook
+from hvdcomp.torch.ddp_binding import DDPBinding
 
 __all__ = ["register"]
 
@@ -44,5 +44,4 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
         )
     require_compression(compression, "hvdcomp.ddp.register")
     require_optimizer(optimizer, "hvdcomp.ddp.register", "torch")
-    binding = compression.serve(lambda setup: DDPBinding(setup, model), optimizer)
-    model.register_comm_hook(binding, compressed_hook)
+    compression.serve(lambda setup: DDPBinding(setup, model), optimizer)
