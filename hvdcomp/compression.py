@@ -12,6 +12,7 @@ from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.follows_ranks import FollowsRanks
 from hvdcomp.bindings.metrics import metrics_of
 from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.state_check import parts_of
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
 from hvdcomp.compressors.choice import Plan
@@ -216,10 +217,13 @@ class Compression(FollowsRanks):
                 have errors at once instead of in the first step.
 
         Raises:
-            ConfigurationError: if the state is of another model, compressor or policy, or if a step was made already.
+            ConfigurationError: if it is no such state, or a damaged one; if it is of another model, compressor or
+                policy; or if a step was made already.
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("load_state_dict has to be called before the first step")
+        if not isinstance(state, Mapping) or state:  # that of a training before its first step is empty
+            parts_of(state)
         self._restored = dict(state) or None
         if self._restored is None:
             return
