@@ -112,6 +112,14 @@ class _Own:
             _read(_OwnOfPolicy, self.coordinator, "coordinator")
 
 
+def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A copy of a state that is in order, as of `parts_of`; None for that of a training before its first step."""
+    if isinstance(state, Mapping) and not state:
+        return None
+    parts_of(state)
+    return dict(state)
+
+
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """What is shared, and what is the rank's own, of a state that is in order, as far as it tells by itself.
 
