@@ -26,6 +26,10 @@ def dtype_bytes(dtype: str) -> int:
     return FLOATING[dtype]
 
 
+LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
+"""The largest number of each element type that holds less than its wide one."""
+
+
 def wide_dtype(dtype: str) -> str:
     """The element type in which values of a floating-point type are computed with: their own, but float32 at least."""
     return dtype if FLOATING[dtype] > 2 else "float32"

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.bindings.state_check import FORMAT, parts_of, require_fit
 from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.exchange.engine import Engine
@@ -107,12 +107,17 @@ def restore(
             )
         for name, kept in own["residuals"].items():
             # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
-            arrays = (place(array, name) for array in kept["arrays"])
+            dtype = wide_dtype(engine.tensors[name].dtype)  # earlier versions kept 16 bits of gradients of 16 bits
+            arrays = (_astype(place(array, name), dtype) for array in kept["arrays"])
             engine.states[name].memory = tuple(zeros_like(array) if lost else array for array in arrays)
             engine.states[name].keeper = parse_memory(kept["memory"])
     if coordinator is not None:
         coordinator.restore(shared["coordinator"], own["coordinator"] if own["rank"] == 0 else None, place)
     engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+
+
+def _astype(array: Array, dtype: str) -> Array:
+    return arrays_for(array).astype(array, dtype)
 
 
 def zeros_like(array: Array) -> Array:
