@@ -12,6 +12,7 @@ from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.follows_ranks import FollowsRanks
 from hvdcomp.bindings.metrics import metrics_of, shown
 from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.state_check import checked
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
 from hvdcomp.compressors.choice import Plan
@@ -216,16 +217,14 @@ class Compression(FollowsRanks):
                 have errors at once instead of in the first step.
 
         Raises:
-            ConfigurationError: if the state is of another model, compressor or policy, or if a step was made already.
+            ConfigurationError: if the state is damaged, or of another model, compressor or policy; or after a step.
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("load_state_dict has to be called before the first step")
-        self._restored = dict(state) or None
-        if self._restored is None:
-            return
-        if self._binding is not None:
-            self._binding.load_state_dict(self._restored)
-        elif not self._bind(optimizer) and changes_batch_size(self.settings.policy):
+        self._restored = restored = checked(state)
+        if restored and self._binding is not None:
+            self._binding.load_state_dict(restored)
+        elif restored and not self._bind(optimizer) and changes_batch_size(self.settings.policy):
             raise ConfigurationError(
                 f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
@@ -269,8 +268,9 @@ class Compression(FollowsRanks):
         if self._binding is not None:
             raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
-        if self._restored is not None:
-            binding.load_state_dict(self._restored)
+        restored, self._restored = self._restored, None  # once: if it is refused, there is none any more
+        if restored is not None:
+            binding.load_state_dict(restored)
         if self._level is not None:
             binding.engine.set_level(self._level)
         self._binding = binding

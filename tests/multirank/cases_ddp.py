@@ -349,6 +349,14 @@ def case_a_checkpoint_goes_on_bit_for_bit() -> None:
             torch.testing.assert_close(weights(whole), weights(rest), rtol=1e-4, atol=1e-6)
         told = raised(hvdcomp.ConfigurationError, lambda how=goes_on, state=state: how.load_state_dict(state))
         assert "before the first step" in told
+        name, kept = next(iter(state["own"]["residuals"].items()))
+        kept["arrays"] = [one[1:] for one in kept["arrays"]]
+        goes_on = hvdcomp.Compression.from_spec(spec)
+        goes_on.load_state_dict(state)  # which only the model can tell
+        told = raised(hvdcomp.ConfigurationError, lambda how=goes_on: distribute(large_model(), how, momentum=0))
+        assert f"the residual of {name} has the shape" in told
+        told = raised(hvdcomp.ConfigurationError, lambda how=goes_on: how.load_state_dict(None))
+        assert "not a state of hvdcomp.Compression (None)" in told.replace(", or one of another version", "")
 
 
 def case_a_distributed_checkpoint_has_what_each_rank_has_left_to_send() -> None:

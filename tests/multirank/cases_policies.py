@@ -457,7 +457,8 @@ def case_a_checkpoint_of_other_ranks_loses_residuals_with_a_warning() -> None:
 
 
 def case_a_checkpoint_of_something_else_is_refused() -> None:
-    training = Training("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1")
+    right = "topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1"
+    training = Training(*right)
     training.step()
     state = training.state()
     for spec, policy, named in (
@@ -466,6 +467,13 @@ def case_a_checkpoint_of_something_else_is_refused() -> None:
     ):
         message = raised(ConfigurationError, lambda spec=spec, policy=policy: Training(spec, policy, state))
         assert named in message, message
+    name, kept = next(iter(state["compression"]["own"]["residuals"].items()))
+    whole = kept["arrays"]
+    for wrong, named in ((whole[0][1:], "has the shape"), (whole[0] / 0, "holds an inf or NaN")):
+        kept["arrays"] = [wrong]
+        message = raised(ConfigurationError, lambda: Training(*right, state))
+        assert f"the residual of {name} {named}" in message, message
+    kept["arrays"] = whole
     assert "before the first step" in raised(
         ConfigurationError, lambda: training.compression.load_state_dict(state["compression"])
     )

@@ -140,6 +140,19 @@ def case_a_state_that_comes_too_late() -> None:
     assert "before the first step" in raised(ConfigurationError, lambda: training.compression.load_state_dict(state))
 
 
+def case_a_damaged_state() -> None:
+    training = TapeTraining("topk:ratio=0.1").run(1)
+    state = training.compression.state_dict()
+    name, kept = next(iter(state["own"]["residuals"].items()))
+    (whole,) = kept["arrays"]
+    for wrong, named in ((whole[1:], "has the shape"), (whole * np.inf, "holds an inf or NaN")):
+        kept["arrays"] = [wrong]
+        again = TapeTraining("topk:ratio=0.1")
+        message = raised(ConfigurationError, lambda again=again: again.compression.load_state_dict(state))
+        assert f"the residual of {name} {named}" in message, message
+        assert again.compression.state_dict() == {}
+
+
 def case_a_larger_batch_needs_a_loop_that_follows() -> None:
     policy = "increase_batch_size:low=16,high=64"
     optimizer = sgd(Halving())
