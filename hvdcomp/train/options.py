@@ -12,11 +12,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
 RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
+
+DECISIONS = "decisions.jsonl"  # below --output; written by the compression, which puts full files aside
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
 TEXT_MODELS = ("lstm",)
@@ -216,6 +219,18 @@ class TrainingOptions:
         if epochs_done < self.warm_up:
             return self.lr * epochs_done / self.warm_up
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
+
+    def of_compression(self) -> dict[str, Any]:
+        """The arguments of `hvdcomp.Compression.from_spec`, but for those that the data or the framework say."""
+        return {
+            "spec": self.compression,
+            "memory": self.memory,
+            "policy": self.policy,
+            "decision_log": None if self.output is None else self.output / DECISIONS,
+            "seed": self.seed,
+            "overlap": OVERLAP[self.overlap],
+            "bucket_bytes": self.bucket_bytes,
+        }
 
     def as_json(self) -> dict[str, object]:
         """Every option with its value, for JSON."""
