@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 
-from hvdcomp.communicators import rank_so_far
+from hvdcomp.communicators import connected_rank, rank_so_far
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.train import environment, outputs
@@ -23,9 +23,13 @@ _SECONDS = 10.0  # in which rank 0 starts too
 def check(options: TrainingOptions) -> None:
     """Checks the options, the specs among them, and on rank 0 the output and the policy's calibration.
 
+    Ranks that are connected already hear of it together, which takes no longer then.
+
     Raises:
         SetupError, SpecError, ConfigurationError: say what is wrong.
     """
+    if connected_rank() is not None:
+        return
     chosen = options.resolved()
     files = uses_files()
     if files and chosen.output is not None:
