@@ -77,6 +77,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"sequence_length": 0}, "--sequence-length 0"),
         ({"metrics_port": 0}, "--metrics-port 0: from 1 to 65535"),
         ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
+        ({"metrics_address": ""}, "--metrics-address '': an address of rank 0's host"),
         ({"tensorboard": True}, "--tensorboard writes below --output"),
     ],
 )

@@ -129,6 +129,11 @@ _START = (
     shown=False,
 )
 @_option(
+    "--metrics-address",
+    "Where rank 0 listens on that port: 0.0.0.0 lets other hosts scrape.",
+    metavar="ADDRESS",
+)
+@_option(
     "--checkpoint-folder",
     "Folder, shared by all hosts, for checkpoints: go on from the newest. SIGUSR1 and SIGTERM then save and stop.",
     type=click.Path(path_type=Path),

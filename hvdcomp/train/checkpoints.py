@@ -40,7 +40,7 @@ _DIGESTS = "SHA256SUMS"
 # and what becomes of residuals. So may the number of ranks, which is among the facts.
 _MAY_CHANGE = {
     *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
-    *("elastic", "metrics_port", "timeout"),
+    *("elastic", "metrics_port", "metrics_address", "timeout"),
 }
 _RANKS = "ranks"
 

@@ -77,6 +77,7 @@ class TrainingOptions:
     overwrite: bool = False
     tensorboard: bool = False
     metrics_port: int | None = None  # of rank 0
+    metrics_address: str = "127.0.0.1"  # of that port
     checkpoint_folder: Path | None = None
     checkpoint_every: int | None = None  # steps; None: at the end of each epoch
     residuals: str = "keep"
@@ -204,6 +205,7 @@ class TrainingOptions:
                 self.metrics_port is None or 1 <= self.metrics_port <= 65535,
                 f"--metrics-port {self.metrics_port}: from 1 to 65535, such as 9400",
             ),
+            (bool(self.metrics_address), "--metrics-address '': an address of rank 0's host, or 0.0.0.0 for all"),
             (
                 not self.tensorboard or self.output is not None,
                 "--tensorboard writes below --output DIR: give one",

@@ -110,7 +110,7 @@ def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:
-        return hvdcomp.serve_metrics(compression, options.metrics_port)
+        return hvdcomp.serve_metrics(compression, options.metrics_port, options.metrics_address)
     except ConfigurationError as error:
         raise SetupError(f"--metrics-port {options.metrics_port}: {error}") from None
 
