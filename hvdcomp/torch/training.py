@@ -92,8 +92,8 @@ class TorchTraining(Binding):
         torch.save(state, stream)
         return stream.getvalue()
 
-    def unpack(self, packed: bytes) -> dict[str, Any]:
-        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    def unpack(self, message: bytes) -> dict[str, Any]:
+        return torch.load(io.BytesIO(message), map_location="cpu", weights_only=True)
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()
