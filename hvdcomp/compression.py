@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, log_files
 from hvdcomp.bindings import frameworks
+from hvdcomp.bindings.decisions import check_files
 from hvdcomp.bindings.follows_ranks import FollowsRanks
 from hvdcomp.bindings.metrics import metrics_of, shown
 from hvdcomp.bindings.setup import Setup
@@ -49,9 +50,8 @@ class Compression(FollowsRanks):
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
-        overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`, or
-            `"auto"`: where that is possible, and the parameters are on the CPU), or all together at its end (`False`).
-            It changes no more than last bits of sums.
+        overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`), or at
+            its end (`False`); `"auto"`: early, if possible and on the CPU. It changes no more than last bits of sums.
         bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
             Default: what the calibration of the policy `Auto` finds best, or else 25 MiB.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
@@ -65,8 +65,9 @@ class Compression(FollowsRanks):
         ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). With one rank of Horovod it is empty.
 
     Raises:
-        ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
-            second are those of Keras 3, with which Horovod does not work; for an optimizer or a scaler that is none.
+        ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or for
+            variables of Keras 3, with which Horovod does not work; for an optimizer or a scaler that is none. On rank
+            0, if a file of the policy cannot be used.
         SpecError: for a compressor, a memory, an overlap or a number that is none, or if the first two would let
             residuals grow without end (error feedback of unbiased methods of high variance).
     """
@@ -98,6 +99,7 @@ class Compression(FollowsRanks):
         )
         self.ledger = Ledger()
         self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files, policy)
+        check_files(policy, self.decision_log, process_set)
         self._framework, self._parameters = frameworks.of_arguments(
             {"named_parameters": named_parameters, "variables": variables}, optimizer, grad_scaler
         )

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ what looks through them would run out of stack."""
 def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes files, each of which is afterwards there whole, or is what it was before.
 
-    All are written under other names before the first is renamed, so that on a full disk none is replaced.
+    All are written under other names before the first is renamed, so that on a full disk none is replaced. Nobody can
+    know these names before, and none is written to that is there already: in a folder that others may write to, a link
+    of theirs would lead elsewhere.
 
     Args:
         contents: by place. A link is followed; what is no file, such as a pipe or /dev/stdout, is written to.
@@ -41,8 +44,10 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
             if place.exists() and not place.is_file():
                 write_file(place, content)
             else:
-                parts[place] = place.with_name(place.name + _PART)
-                write_file(parts[place], content)
+                part = place.with_name(f"{place.name}.{secrets.token_hex(8)}{_PART}")
+                with part.open("xb", buffering=0) as file:  # which follows no link
+                    parts[place] = part
+                    _write_all(file, content)
         for place, part in parts.items():
             part.replace(place)
     except BaseException:

@@ -31,6 +31,24 @@ def test_a_link_is_followed_and_what_is_no_file_is_written_to(tmp_path: Path) ->
     assert not Path("/dev/full").is_file()
 
 
+def test_what_others_have_put_beside_a_file_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what a link leads to that stands where the file is written first, if its name was guessed."""
+    (tmp_path / "theirs").write_text("precious")
+    for name in ("summary.json.part", "summary.json.guessed.part"):
+        (tmp_path / name).symlink_to("theirs")
+    replace_text(tmp_path / "summary.json", "new")
+    assert (tmp_path / "summary.json").read_text() == "new"
+    monkeypatch.setattr("hvdcomp.files.secrets.token_hex", lambda _: "guessed")
+    with pytest.raises(FileExistsError, match=r"summary\.json\.guessed\.part"):
+        replace_text(tmp_path / "summary.json", "newer")
+    assert (tmp_path / "theirs").read_text() == "precious"
+    names = ["summary.json", "summary.json.guessed.part", "summary.json.part", "theirs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "summary.json").stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
 _FULL = """
 import os, resource, sys
 from pathlib import Path

@@ -389,6 +389,12 @@ def test_prometheus_is_told_where_rank_0_is_scraped() -> None:
     own = {"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"}
     assert launcher["metadata"]["annotations"] == own
     assert worker["metadata"]["annotations"] == {**own, "prometheus.io/port": "9400"}
+    assert launched.program == ("hvdcomp", "train", "--metrics-address", "0.0.0.0", *launched.job.command[2:])
+    for command in (
+        ("hvdcomp", "train", "--metrics-port", "9400", "--metrics-address=127.0.0.1"),
+        ("python3", "train.py", "--metrics-port", "9400"),
+    ):
+        assert KubernetesSettings(Job("a", command, 4), "hvdcomp").program == command
     assert "prometheus" not in json.dumps([JOBS["small"], JOBS["torch"], JOBS["all"]])
 
 

@@ -87,9 +87,9 @@ class Binding(Training):
             overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
         )
         self._waste = WasteWarning(self.engine)
-        self.coordinator, errors = make_coordinator(self)
+        self.coordinator, error = make_coordinator(self)
         self._batch = None if self.coordinator is None else BatchInForce(self, self.coordinator)
-        self._first_steps = FirstSteps(self, errors)
+        self._first_steps = FirstSteps(self, error)
         self.presence = PRESENCE
 
     # A change of the ranks, in an elastic job.

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.terminal import make_console, make_table, print_table
-from hvdcomp.train import environment
-from hvdcomp.train.backends import reach
+from hvdcomp.train import beforehand, environment
+from hvdcomp.train.backends import choose, reach
 from hvdcomp.train.options import BACKENDS, MODELS, SetupError
 from hvdcomp.train.ranks import RunRefused
 
@@ -121,6 +121,15 @@ def command(
     """
     environment.prepare_mpi()
     allow_process_sets()
+    try:
+        choose(backend, "torch")
+        for spec in specs:
+            parse_compressor(spec)
+        if beforehand.uses_files():
+            check_writable(output)
+    except (SetupError, SpecError) as error:
+        beforehand.let_rank_0_speak()
+        raise click.UsageError(str(error), context) from None
     try:
         from hvdcomp.bench.carriers import carrier_on
         from hvdcomp.bench.levels import find_levels

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.communicators.nodes import allow_process_sets
+from hvdcomp.communicators.so_far import connected_rank, rank_so_far
 
-__all__ = ["Communicator", "LoopbackCommunicator", "allow_process_sets"]
+__all__ = ["Communicator", "LoopbackCommunicator", "allow_process_sets", "connected_rank", "rank_so_far"]
 
 
 class Communicator(Protocol):

@@ -34,8 +34,8 @@ _NUMBERS = (
 # Options that say where and with which seed a run went; what was run is told by the others and by the spec.
 _LONGEST = 60  # characters of a value in a message
 _NOT_COMPARED = {
-    "compression", "data_dir", "elastic", "metrics_port", "output", "overwrite", "progress", "residuals", "seed",
-    "tensorboard",
+    "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite", "progress",
+    "residuals", "seed", "tensorboard",
 }  # fmt: skip
 
 

@@ -103,8 +103,8 @@ class TorchTraining(Binding):
     def pack(self, state: Mapping[str, Any]) -> bytes:
         return packed(state)
 
-    def unpack(self, packed: bytes) -> dict[str, Any]:
-        return unpacked(packed)
+    def unpack(self, message: bytes) -> dict[str, Any]:
+        return unpacked(message)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(with_plain_names(state))

@@ -48,6 +48,11 @@ def launched() -> bool:
     return any(variable in os.environ for variable in LAUNCHERS)
 
 
+def restarts() -> int:
+    """How often torchrun has started these ranks again, after one had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def share_of_cores(local_size: int) -> int:
     """The cores for each of a host's ranks, or OMP_NUM_THREADS where that is set."""
     given = os.environ.get("OMP_NUM_THREADS", "")

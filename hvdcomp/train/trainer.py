@@ -9,7 +9,6 @@ from typing import Any
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.train import environment, outputs
 from hvdcomp.train.backends import reach
 from hvdcomp.train.checkpoints import Checkpoints, Warnings
@@ -17,7 +16,7 @@ from hvdcomp.train.data import load_data, steps_per_epoch
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.learner import Learner
-from hvdcomp.train.options import OVERLAP, SetupError, TrainingOptions
+from hvdcomp.train.options import SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.run import Run
 
@@ -103,17 +102,7 @@ def _comparable(options: TrainingOptions) -> dict[str, Any]:
 
 
 def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Compression:
-    decides = options.policy is not None and isinstance(parse_policy(options.policy), Policy)
-    return learner.compression(
-        options.compression,
-        memory=options.memory,
-        policy=options.policy,
-        steps_per_epoch=steps,
-        decision_log=options.output / outputs.DECISIONS if decides and options.output is not None else None,
-        seed=options.seed,
-        overlap=OVERLAP[options.overlap],
-        bucket_bytes=options.bucket_bytes,
-    )
+    return learner.compression(**options.of_compression(), steps_per_epoch=steps)
 
 
 def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
@@ -121,7 +110,7 @@ def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:
-        return hvdcomp.serve_metrics(compression, options.metrics_port)
+        return hvdcomp.serve_metrics(compression, options.metrics_port, options.metrics_address)
     except ConfigurationError as error:
         raise SetupError(f"--metrics-port {options.metrics_port}: {error}") from None
 

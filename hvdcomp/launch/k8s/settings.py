@@ -38,7 +38,7 @@ TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSch
 SSH_PORT = 2222
 """Of sshd in the workers. Ports below 1024 are root's."""
 
-_METRICS_PORT = "--metrics-port"
+_METRICS_PORT, _METRICS_ADDRESS = "--metrics-port", "--metrics-address"
 
 OPERATOR_DOMAIN = "training.kubeflow.org/"
 _MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
@@ -165,12 +165,17 @@ class KubernetesSettings:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What is started on each rank: `hvdcomp train` of an elastic job is told so."""
+        """What is started on each rank: `hvdcomp train` of an elastic job is told so, and where it is to be scraped."""
         words = self.job.program
-        if self.elastic is None or not _trains(words) or "--elastic" in words:
+        if not _trains(words):
             return words
+        told: tuple[str, ...] = ()
+        if self.elastic is not None and "--elastic" not in words:
+            told += ("--elastic",)
+        if self.metrics_port is not None and not any(word.partition("=")[0] == _METRICS_ADDRESS for word in words):
+            told += (_METRICS_ADDRESS, "0.0.0.0")
         place = words.index("train") + 1
-        return (*words[:place], "--elastic", *words[place:])
+        return (*words[:place], *told, *words[place:])
 
     @property
     def metrics_port(self) -> int | None:
