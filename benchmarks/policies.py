@@ -416,6 +416,10 @@ COMPARISONS_HEADER = [
     "| the paper shows | model | compressor | floats sent, first to second | first against second | here |",
     "|---|---|---|---|---|---|",
 ]
+# Of the CSV that is in docs; whoever makes it anew changes this.
+MEASURED = """**Measured at commit `41c590e` of 2026-11-21**, which is before gradients were compressed in buckets and
+by the kernels in C. Sums and random choices have differed in their last bits since then, and steps take less time, so
+the same command gives other figures today."""
 INTRODUCTION = f"""# What the policies do to accuracy and traffic
 
 Made by `horovodrun -np {RANKS} python benchmarks/policies.py`, which trains the reference models of `hvdcomp train`
@@ -425,6 +429,8 @@ compressor. Floats are counted as in the Accordion paper: numbers of any width t
 training, with those that go dense (biases, norm layers). Bytes are what these and their indices take. "share" is of the
 floats of `low`; in the table of batch sizes, of those of `small`. Every run's figures are in the CSV file beside this
 page.
+
+{MEASURED}
 
 The trainings are small. Samples, epochs, learning rates and levels were chosen, from 23 combinations, such that `low`
 is near dense training and `high` below it, by results on the same test data, with seeds that count here. In the

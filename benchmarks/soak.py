@@ -169,6 +169,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
     from torch.nn.functional import mse_loss
 
     import hvdcomp
+    from hvdcomp.policies import Policy, parse_policy
 
     hvd.init()
     torch.set_num_threads(1)
@@ -178,12 +179,13 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
     calibration, log = folder / "calibration.json", folder / f"log-{hvd.rank()}" / "decisions.jsonl"
     if hvd.rank() == 0:  # nobody else reads it
         write_calibration(calibration, spec, model)
+    chosen = parse_policy(policy.format(calibration=calibration)) if policy else None
     compression = hvdcomp.Compression.from_spec(
         spec,
-        policy=policy and policy.format(calibration=calibration),
+        policy=chosen,
         named_parameters=model.named_parameters(),
         steps_per_epoch=STEPS_PER_EPOCH,
-        decision_log=log,
+        decision_log=log if isinstance(chosen, Policy) else None,
         decision_log_bytes=LOG_BYTES,
         decision_log_files=LOG_FILES,
         overlap=False if "without overlap" in case else "auto",

@@ -8,10 +8,10 @@ gradient arrives.
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hvdcomp.bindings import frameworks as _frameworks
 from hvdcomp.bindings.elastic import track as track
 from hvdcomp.bindings.metrics import write_metrics as write_metrics
 from hvdcomp.bindings.prometheus import serve_metrics as serve_metrics
@@ -82,5 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`hvdcomp.ddp` and `hvdcomp.fsdp`, which need PyTorch."""
-    return _frameworks.public_module(name)
+    """The modules that need PyTorch, when they are asked for."""
+    if name in ("dcp", "ddp", "fsdp"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

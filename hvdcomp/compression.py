@@ -9,9 +9,11 @@ from typing import Any
 
 from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, log_files
 from hvdcomp.bindings import frameworks
+from hvdcomp.bindings.decisions import check_files
 from hvdcomp.bindings.follows_ranks import FollowsRanks
-from hvdcomp.bindings.metrics import metrics_of
+from hvdcomp.bindings.metrics import metrics_of, shown
 from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.state_check import checked
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
 from hvdcomp.compressors.choice import Plan
@@ -39,8 +41,7 @@ class Compression(FollowsRanks):
             State is kept by these names. Default: those of Horovod's optimizer.
         variables: TensorFlow: all that are trained, `model.trainable_variables`, or a function that returns them. State
             is kept by their names. Default: those of the first step.
-        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. It is needed with
-            `hvd.DistributedGradientTape` only.
+        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate; needed with tapes only.
         memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
             unbiased ones and casts. `NoMemory()` turns error feedback off.
         policy: when, and how hard, to compress, such as `Accordion(low=4, high=1)`; with it rank 0 decides for all. Or
@@ -49,9 +50,8 @@ class Compression(FollowsRanks):
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
-        overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`, or
-            `"auto"`: where that is possible, and the parameters are on the CPU), or all together at its end (`False`).
-            It changes no more than last bits of sums.
+        overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`), or at
+            its end (`False`); `"auto"`: early, if possible and on the CPU. It changes no more than last bits of sums.
         bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
             Default: what the calibration of the policy `Auto` finds best, or else 25 MiB.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
@@ -65,8 +65,9 @@ class Compression(FollowsRanks):
         ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). With one rank of Horovod it is empty.
 
     Raises:
-        ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or if the
-            second are those of Keras 3, with which Horovod does not work.
+        ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or for
+            variables of Keras 3, with which Horovod does not work; for an optimizer or a scaler that is none. On rank
+            0, if a file of the policy cannot be used.
         SpecError: for a compressor, a memory, an overlap or a number that is none, or if the first two would let
             residuals grow without end (error feedback of unbiased methods of high variance).
     """
@@ -97,9 +98,10 @@ class Compression(FollowsRanks):
             compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes
         )
         self.ledger = Ledger()
-        self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files)
+        self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files, policy)
+        check_files(policy, self.decision_log, process_set)
         self._framework, self._parameters = frameworks.of_arguments(
-            {"named_parameters": named_parameters, "variables": variables}, optimizer
+            {"named_parameters": named_parameters, "variables": variables}, optimizer, grad_scaler
         )
         for framework in frameworks.named_or_all(self._framework).values():
             framework.prepare(type(self))
@@ -137,6 +139,8 @@ class Compression(FollowsRanks):
             **options,
         )
 
+    __repr__ = shown
+
     @property
     def level(self) -> Level | None:
         """The level in force from the next step on; None for a compressor without one."""
@@ -165,9 +169,8 @@ class Compression(FollowsRanks):
         return metrics_of(self.ledger, self.plan)
 
     def set_level(self, level: Level) -> None:
-        """Sets the level (ratio, rank) of all compressed tensors from the next step on.
-
-        To be called on every rank between the same two steps.
+        """Sets the level (ratio, rank) of all compressed tensors from the next step on; to be called on every rank
+        between the same two steps.
 
         Raises:
             SpecError: if the compressor has no level, or not this one, if residuals would grow without end at it, or
@@ -201,7 +204,7 @@ class Compression(FollowsRanks):
         """All that later steps need of earlier ones, for a checkpoint between two steps.
 
         It holds the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not: to
-        lose nothing, save it on every rank, each to a file of its own. `torch.save` can write it.
+        lose nothing, save it on every rank, with `torch.save` to a file of its own, or through `hvdcomp.dcp`.
         """
         return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 
@@ -216,16 +219,14 @@ class Compression(FollowsRanks):
                 have errors at once instead of in the first step.
 
         Raises:
-            ConfigurationError: if the state is of another model, compressor or policy, or if a step was made already.
+            ConfigurationError: if the state is damaged, or of another model, compressor or policy; or after a step.
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("load_state_dict has to be called before the first step")
-        self._restored = dict(state) or None
-        if self._restored is None:
-            return
-        if self._binding is not None:
-            self._binding.load_state_dict(self._restored)
-        elif not self._bind(optimizer) and changes_batch_size(self.settings.policy):
+        self._restored = restored = checked(state)
+        if restored and self._binding is not None:
+            self._binding.load_state_dict(restored)
+        elif restored and not self._bind(optimizer) and changes_batch_size(self.settings.policy):
             raise ConfigurationError(
                 f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
@@ -269,8 +270,9 @@ class Compression(FollowsRanks):
         if self._binding is not None:
             raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
-        if self._restored is not None:
-            binding.load_state_dict(self._restored)
+        restored, self._restored = self._restored, None  # once: if it is refused, there is none any more
+        if restored is not None:
+            binding.load_state_dict(restored)
         if self._level is not None:
             binding.engine.set_level(self._level)
         self._binding = binding

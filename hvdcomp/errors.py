@@ -6,11 +6,13 @@ from __future__ import annotations
 class SpecError(ValueError):
     """A compressor, memory or spec string with a wrong name or value."""
 
+    ag_pass_through = True  # while TensorFlow traces a step, it stays this error instead of becoming one of AutoGraph's
+
 
 class ConfigurationError(RuntimeError):
     """A use of Horovod, or of a model, that compression cannot serve correctly."""
 
-    ag_pass_through = True  # while TensorFlow traces a step, it stays this error instead of becoming one of AutoGraph's
+    ag_pass_through = True
 
 
 class UnevenNodesError(ConfigurationError):
@@ -19,3 +21,5 @@ class UnevenNodesError(ConfigurationError):
 
 class RankMismatchError(RuntimeError):
     """The ranks were configured differently; raised on every rank in the same step."""
+
+    ag_pass_through = True

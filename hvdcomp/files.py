@@ -1,4 +1,5 @@
-"""Files that stay whole on a disk that fills up: replaced by renaming, or added to by whole lines.
+"""Files that stay whole on a disk that fills up: replaced by renaming, or added to by whole lines; and what a file of
+JSON holds.
 
 What goes wrong is raised as it first was: closing a file raises nothing after that.
 """
@@ -8,19 +9,27 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _PART = ".part"
 
+DEEPEST_JSON = 100
+"""How deep lists and objects may be nested in a file of JSON: far deeper than hvdcomp nests them, and not so deep that
+what looks through them would run out of stack."""
+
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
     """Writes files, each of which is afterwards there whole, or is what it was before.
 
-    All are written under other names before the first is renamed, so that on a full disk none is replaced.
+    All are written under other names before the first is renamed, so that on a full disk none is replaced. Nobody can
+    know these names before, and none is written to that is there already: in a folder that others may write to, a link
+    of theirs would lead elsewhere.
 
     Args:
         contents: by place. A link is followed; what is no file, such as a pipe or /dev/stdout, is written to.
@@ -35,8 +44,10 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
             if place.exists() and not place.is_file():
                 write_file(place, content)
             else:
-                parts[place] = place.with_name(place.name + _PART)
-                write_file(parts[place], content)
+                part = place.with_name(f"{place.name}.{secrets.token_hex(8)}{_PART}")
+                with part.open("xb", buffering=0) as file:  # which follows no link
+                    parts[place] = part
+                    _write_all(file, content)
         for place, part in parts.items():
             part.replace(place)
     except BaseException:
@@ -67,6 +78,26 @@ def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _is_formula(cell: Any) -> bool:
     return isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """What a text of JSON holds. Every file of JSON is read through this: it may come from anywhere.
+
+    Args:
+        options: of `json.loads`.
+
+    Raises:
+        ValueError: if it is no JSON, or lists and objects are nested more than `DEEPEST_JSON` deep.
+    """
+    with contextlib.suppress(RecursionError):
+        found = json.loads(text, **options)
+        inside = [found]
+        for _ in range(DEEPEST_JSON + 1):
+            inside = [one for one in inside if isinstance(one, list | dict)]
+            if not inside:
+                return found
+            inside = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+    raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep")
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +12,10 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.contraction import require_bounded_residuals, require_bounded_turns
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.routing import require_matches
 from hvdcomp.errors import SpecError
 from hvdcomp.policies import LevelSchedule, Policy
+from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
 # The hardest level is asked for with a factor and a tensor beyond all that is in use.
@@ -34,12 +38,13 @@ class Settings:
     bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises SpecError for an overlap that cannot be."""
+        """Raises SpecError for an overlap or a number that cannot be."""
         if self.overlap not in (True, False, "auto"):
             raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
-        given = self.bucket_bytes
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-            raise SpecError(f"bucket_bytes={given!r} is not possible; give a whole number from 1 on, or None")
+        _require_whole("bucket_bytes", self.bucket_bytes, 1, or_none=True)
+        _require_whole("seed", self.seed)
+        _require_whole("min_numel", self.min_numel, 0)
+        _require_whole("min_ndim", self.min_ndim, 0)
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
                 f"overlap=True compresses gradients before all of them are there, and the memory {self.memory} scales "
@@ -52,6 +57,11 @@ class Settings:
         others = self.policy.compressors if isinstance(self.policy, Policy) else ()
         return (self.compressor, *map(parse_compressor, others))
 
+    def require_matches(self, names: Collection[str]) -> None:
+        """`hvdcomp.compressors.routing.require_matches` for all that tensors may get."""
+        for compressor in self.compressors:
+            require_matches(compressor, names)
+
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparing ranks and for messages."""
         return {
@@ -60,6 +70,13 @@ class Settings:
             "memory": "default" if self.memory is None else str(self.memory),
             "policy": "constant" if self.policy is None else str(self.policy),
         }
+
+
+def _require_whole(name: str, given: object, least: int | None = None, or_none: bool = False) -> None:
+    if (given is None and or_none) or is_whole(given, -math.inf if least is None else least):
+        return
+    allowed = "a whole number" + ("" if least is None else f" from {least} on") + (", or None" if or_none else "")
+    raise SpecError(f"{name}={given!r} is not possible; give {allowed}")
 
 
 def check(
@@ -71,8 +88,10 @@ def check(
     """Checks what a `Compression` is made of, and returns the policy as `check_policy` does.
 
     Raises:
-        SpecError: for a compressor, a memory or a policy that is none, or that does not work with the others.
+        SpecError: for a compressor, a memory or a policy that is none, or that does not work with the others; for steps
+            that are no number of steps.
     """
+    _require_whole("steps_per_epoch", steps_per_epoch, 1, or_none=True)
     if not isinstance(compressor, Compressor):
         raise SpecError(
             f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "

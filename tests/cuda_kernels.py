@@ -8,13 +8,14 @@ registers and the bytes of spilled registers that it takes. It fails if any does
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ COMPILED = (
 
 MOST_SPILLED = 64  # bytes a thread
 
-Launch = tuple[Any, tuple[str, ...], tuple[tuple[str, Any], ...]]
+Launch = tuple[Any, tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]
+"""A kernel; for each argument that is no constant, the type that it is compiled for, and what else of its value; and
+the constants."""
 
 
 @contextmanager
@@ -56,8 +59,7 @@ def recorded() -> Iterator[list[Launch]]:
     found: list[Launch] = []
 
     def launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        types = tuple("fp32" if isinstance(one, float) else "i64" for one in arguments)
-        found.append((kernel, types, tuple(sorted(constants.items()))))
+        found.append((kernel, specialized(kernel, arguments), tuple(sorted(constants.items()))))
 
     before = DeviceKernels.launch
     DeviceKernels.launch = launch  # type: ignore[method-assign]
@@ -66,6 +68,37 @@ def recorded() -> Iterator[list[Launch]]:
             yield found
     finally:
         DeviceKernels.launch = before  # type: ignore[method-assign]
+
+
+def specialized(kernel: Any, arguments: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
+    """What a launch with these arguments is compiled for, as Triton's launcher finds it.
+
+    The type of an integer depends on how large it is, if its parameter has none; and unless that is forbidden, whether
+    it is 1, and whether 16 divides it, is known to the compiler. Empty in Triton's interpreter, which compiles nothing.
+    """
+    from hvdcomp.kernels.cuda.device import numbers_of
+    from hvdcomp.kernels.cuda.language import INTERPRETED
+
+    if INTERPRETED:
+        return ()
+    bind, constants = _binder(kernel)
+    _, found, _ = bind(*numbers_of(arguments), **constants)
+    return tuple(one for one in found if one[0] != "constexpr")
+
+
+@functools.cache
+def _binder(kernel: Any) -> tuple[Any, dict[str, None]]:
+    """What finds the types of a launch's arguments, and constants to give it, on which they do not depend."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from hvdcomp.kernels.cuda.device import for_all_numbers
+
+    launched = for_all_numbers(kernel.fn)
+    backend = make_backend(GPUTarget("cuda", 80, 32))
+    bind = create_function_from_signature(launched.signature, launched.params, backend)
+    return bind, {one.name: None for one in launched.params if one.is_constexpr}
 
 
 def watch(engine: Engine, sources: bool = False) -> None:
@@ -151,12 +184,21 @@ def code_for(launch: Launch, capability: int) -> bytes:
 def _compiled(launch: Launch, capability: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from triton.compiler.compiler import make_backend
 
-    kernel, types, constants = launch
+    kernel, arguments, constants = launch
+    target = GPUTarget("cuda", capability, 32)
     names = [name for name in kernel.arg_names if name not in dict(constants)]
-    signature = dict(zip(names, types, strict=True)) | {name: "constexpr" for name, _ in constants}
-    source = ASTSource(kernel, signature, dict(constants))
-    return compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    signature = {name: type_ for name, (type_, _) in zip(names, arguments, strict=True)}
+    signature |= {name: "constexpr" for name, _ in constants}
+    parse = make_backend(target).parse_attr
+    known = {
+        (kernel.arg_names.index(name),): parse(of_value)
+        for name, (_, of_value) in zip(names, arguments, strict=True)
+        if isinstance(of_value, str)
+    }
+    source = ASTSource(kernel, signature, dict(constants), known)
+    return compile(source, target=target, options={"enable_fp_fusion": False})
 
 
 def resources(assembly: str, capability: int) -> tuple[int, int]:

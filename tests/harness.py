@@ -155,11 +155,16 @@ def random_states_untouched(backend: str) -> Iterator[None]:
 
 
 class Kept(NamedTuple):
-    """One passage of one tensor through error feedback, in copies."""
+    """One passage of one tensor through error feedback, in copies.
+
+    Attributes:
+        left: x, and what the results of 16 bits lack of the mean: sent + after.
+    """
 
     gradient: Array
     before: Array
     x: Array
+    left: Array
     sent: Array | SparseVector
     after: Array
 
@@ -178,8 +183,9 @@ class SpyFeedback(ErrorFeedback):
 
     def update(self, xp: Any, x: Array, sent: Array | SparseVector, state: tuple[Array, ...]) -> Any:
         kept = SparseVector(*map(copy, sent)) if isinstance(sent, SparseVector) else copy(sent)
+        left = copy(x)
         result = super().update(xp, x, sent, state)
-        self.log.append(Kept(*self.seen[-1], kept, copy(result[0])))
+        self.log.append(Kept(*self.seen[-1], left, kept, copy(result[0])))
         return result
 
 

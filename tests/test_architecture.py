@@ -19,7 +19,7 @@ TOOLS = {
 CORE = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in TOOLS)
 
 FRAMEWORKS = re.compile(r"(?<![a-z])(torch|pytorch|tensorflow|tf|keras)(?![a-z])", re.IGNORECASE)
-OF_FRAMEWORKS = {"arrays", "communicators", "kernels", "torch", "tensorflow"}
+OF_FRAMEWORKS = {"arrays", "communicators", "dcp.py", "ddp.py", "fsdp.py", "kernels", "torch", "tensorflow"}
 TABLE = PACKAGE / "bindings" / "frameworks.py"
 
 LINES, ATTRIBUTES = 250, 15

@@ -24,6 +24,10 @@ COUNTS = {
     "resnet101": (314, 44_549_160),
     "vgg16": (32, 138_357_544),
     "bert-base": (199, 109_482_240),
+    "bert-large": (391, 335_141_888),
+    "roberta-base": (199, 124_645_632),
+    "gpt2": (148, 124_439_808),
+    "vit-l-16": (296, 304_326_632),
     "gravac-lstm": (11, 66_034_000),
     "resnet20": (59, 269_722),
     "small-tensors": (200, 819_200),
@@ -64,6 +68,17 @@ def test_memory_of_decoding_does_not_grow_with_the_ranks_beyond_the_payload() ->
 
 
 @pytest.mark.parametrize(
+    ("method", "expected"), [("none", 0.0), ("int8", 0.0), ("dgc:ratio=0.01", 16.0), ("powersgd:rank=4", 8.67)]
+)
+def test_what_is_kept_is_counted(method: str, expected: float) -> None:
+    """Residuals, the momentum's velocities, and factors: each twice, for steps that may come to nothing."""
+    one = measure(Request(method, "resnet20", "numpy", repeats=1))
+    if one.native_kernels is None:
+        pytest.skip("needs hvdcomp's kernels")
+    assert one.kept_bytes == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(
     "framework", [pytest.param(one, marks=[pytest.mark.thorough] * (one == "tensorflow")) for one in FRAMEWORKS]
 )
 def test_a_method_is_measured_in_each_framework(framework: str) -> None:
@@ -75,6 +90,9 @@ def test_a_method_is_measured_in_each_framework(framework: str) -> None:
         assert 0 < spread.low <= spread.median <= spread.high
     assert one.compression_factor is not None
     assert one.compression_factor > 40
+    assert one.kept_bytes is not None
+    # In buckets, a step fills one place and reads the other; without kernels a residual is one array.
+    assert 8 <= one.kept_bytes < 8.01 or (one.native_kernels is None and one.kept_bytes < 4.01)
     assert (one.operations is None) == (framework != "torch")
     assert one.operations is None or one.operations > 0
     assert one.kernel_launches is None

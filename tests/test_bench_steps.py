@@ -296,12 +296,15 @@ _WORKER_OPTIONS = ["--model", "mlp", "--batch-size", "4"]
 def test_the_ranks_of_ddp_measure_what_is_compared(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "x.json"
-    words = [*_WORKER_OPTIONS, "--compressor", "topk:ratio=0.01", "--seconds", "1", "--output", str(file)]
-    done = run_ranks(2, "torchrun", ["-m", "hvdcomp.bench.compare_worker", *words], timeout=300)
+    words = [*_WORKER_OPTIONS, "--compressor", "topk:ratio=0.01", "--seconds", "1", "--attempts", "2"]
+    done = run_ranks(2, "torchrun", ["-m", "hvdcomp.bench.compare_worker", *words, "--output", str(file)], timeout=300)
     assert done.returncode == 0, done.stdout
     run = {**json.loads(file.read_text()), "hosts": 1, "ranks_per_host": 2, "rate": "none", "model": "mlp"}
     assert run["calibration"]["machine"]["backend"] == "ddp"
     assert run["early_bytes"] == 1_000_000
+    again = "calibrating again (2 of 2)" in done.stdout
+    assert len(run["repeated"]) in ((0, 2) if again else (0,))
+    assert run["repeated"][-1:] in ([], [run["calibration"]])
     rows = compare(run)
     assert [row.method for row in rows] == ["none", "ddp.fp16", "topk:ratio=0.01"]
     assert rows[0].bytes_per_step == 2 * rows[1].bytes_per_step > 25 * rows[2].bytes_per_step

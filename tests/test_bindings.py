@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,52 @@ def test_kernels_that_only_one_rank_has_are_told_to_all_ranks(monkeypatch: pytes
     assert "HVDCOMP_KERNELS=off" in first
 
 
-def test_a_log_that_rank_0_cannot_write_is_told_to_all(tmp_path: Path) -> None:
-    options = {"policy": "accordion:low=0.5,high=0.1,steps=2", "decision_log": tmp_path / "missing" / "file"}
+LOGGED = {"policy": "accordion:low=0.5,high=0.1,steps=2"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_log_that_rank_0_cannot_write_is_told_to_all(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")  # so that nothing is said before the first step
+    options = {**LOGGED, "decision_log": tmp_path / "missing" / "file"}
     (tmp_path / "missing").write_text("a file where a folder should be")
-    first, second = messages(options, options)
-    assert first == second
-    assert "error of the decision log" in first
+    said = messages(*[options] * ranks)
+    assert len(set(said)) == 1
+    assert f"{options['decision_log']} cannot be written: Not a directory; name another file" in said[0]
+    assert "the same model and arguments on every rank" not in said[0]
+    assert ("some ranks cannot take part. rank 0: the decision log" in said[0]) == (ranks == 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({**LOGGED, "decision_log": "/proc/nowhere/log"}, "the decision log /proc/nowhere/log cannot be written"),
+        ({"policy": "auto:calibration=nope.json"}, "calibration='nope.json' cannot be used: nope.json cannot be read"),
+        ({"policy": "auto:calibration=nope"}, "'nope' is neither a file nor a preset; the presets are: v100"),
+    ],
+)
+def test_a_file_that_rank_0_cannot_use_is_named_when_the_object_is_made(
+    options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(words)):
+        hvdcomp.Compression.from_spec("topk:ratio=0.1", **options)
+    for variable in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK"):
+        with monkeypatch.context() as launched:
+            launched.setenv(variable, "1")
+            hvdcomp.Compression.from_spec("topk:ratio=0.1", **options)  # rank 0 alone uses the file
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"spec": '{"v*": "topk:ratio=0.1", "*": "none"}'},
+        {"policy": 'auto:calibration=none.json,compressors=({"v*": "topk:ratio=0.1", "*": "none"}|natural)'},
+    ],
+)
+def test_a_pattern_that_matches_no_tensor_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(hvdcomp.SpecError, match=r"of 1 tensors none has a name that matches 'v\*' \(nearest are 'w'\)"):
+        run_ranks(2, lambda communicator: bound(communicator, **options))
 
 
 def test_a_training_that_does_not_follow_the_batch_is_refused_on_every_rank() -> None:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import select
+import signal
+import subprocess
+import sys
 import tarfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -273,6 +279,67 @@ def test_a_failed_build_names_the_first_error_and_leaves_the_cache_as_it_was(
     assert str(log) in str(failure.value)
     assert "expected a declaration" in log.read_text()
     assert {path.name for path in small_source.iterdir()} == {source.ARCHIVE, log.name}
+
+
+# A build whose pip starts a compiler that never ends.
+_ENDLESS = """
+import sys
+from pathlib import Path
+from click.testing import CliRunner
+from hvdcomp.commands import build_horovod
+from hvdcomp.horovod_build import wheel
+from hvdcomp.horovod_build.plan import make_plan
+from tests.test_build_horovod import CPU, changed
+
+def build(*_):
+    plan, report = make_plan(changed(torch=None, tensorflow=None), CPU, {}), lambda _: print("begun", flush=True)
+    wheel._run_pip_wheel(folder, folder, plan, 1, folder / "failed.log", report)
+
+folder = Path(sys.argv[1])
+build_horovod.find_environment = build
+build_horovod.command(["--force"])
+"""
+_PIP = """
+import os, subprocess
+from pathlib import Path
+Path(__file__).with_name("session").write_text(str(os.getsid(0)))
+with open(Path(__file__).with_name("compiler"), "w") as pipe:
+    print("[  1%] compiling", flush=True)
+    subprocess.run(["sh", "-c", "sleep 1000; true"], stdout=pipe)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("by_make", [False, True])
+def test_compilers_end_with_what_has_started_them(by_make: bool, number: signal.Signals, tmp_path: Path) -> None:
+    """A pipe is open as long as the compiler is there."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    os.mkfifo(tmp_path / "pip" / "compiler")
+    pipe = os.open(tmp_path / "pip" / "compiler", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "pip" / "__main__.py").write_text(_PIP)
+    program = tmp_path / "program.py"
+    program.write_text(_ENDLESS)
+    words = [sys.executable, str(program), str(tmp_path)]
+    (tmp_path / "Makefile").write_text(f"all:\n\t@{' '.join(words)}\n")
+    environment = {name: value for name, value in os.environ.items() if name != "MAKELEVEL"}
+    environment["PYTHONPATH"] = f"{tmp_path}:{Path(__file__).parent.parent}"
+    started = subprocess.Popen(
+        ["make", "--no-print-directory", "-C", str(tmp_path)] if by_make else words,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+    )  # fmt: skip
+    assert started.stdout is not None
+    try:
+        assert started.stdout.readline() == "begun\n"
+        (os.killpg if number == signal.SIGINT else os.kill)(started.pid, number)  # Ctrl-C reaches all of a terminal
+        started.communicate(timeout=30)
+        assert select.select([pipe], [], [], 30)[0], "the compiler goes on"
+    finally:
+        os.close(pipe)
+        for session in (started.pid, int((tmp_path / "pip" / "session").read_text())):
+            with suppress(ProcessLookupError):
+                os.killpg(session, signal.SIGKILL)
+    assert started.returncode != 0
 
 
 def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:

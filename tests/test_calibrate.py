@@ -20,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.bench.fit import (
-    NOISY,
     extra_per_byte,
     fit_collective,
     halves,
@@ -37,6 +36,7 @@ from hvdcomp.errors import ConfigurationError, SpecError, UnevenNodesError
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel import (
     ALGORITHMS,
+    NOISY,
     Collective,
     CollectiveCost,
     Compute,
@@ -131,7 +131,7 @@ def test_a_size_whose_passes_differ_is_measured_again() -> None:
         def _sample(self, kind: str, size: int, among: Group) -> tuple[list[float], float]:
             return [next(left[kind, size])] * 3, 1e-6
 
-    found = Scripted(Mock(), Mock(), 1.0, 1.0, lambda what: None).by_size(("float32", "fused"), [4096, 16384])
+    found = Scripted(Mock(), Mock(), Mock(), 1.0, 1.0, lambda what: None).by_size(("float32", "fused"), [4096, 16384])
     assert found == {"float32": {4096: 1e-3, 16384: 1e-2}, "fused": {4096: 2e-3, 16384: 2e-2}}
     assert not any(list(each) for each in left.values())
 
@@ -431,8 +431,95 @@ def test_buckets_of_the_library_hold_no_less_than_what_is_sent_by_itself(own_buc
 # The command.
 
 
+OWN = """
+import torch
+
+def small(batch_size):
+    model = torch.nn.Linear(64, 32)
+    batch = torch.randn(batch_size, 64)
+    return model, lambda: model(batch).square().mean()
+"""
+
+
 def alone(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([_COMMAND, "calibrate", *options], capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_cuda_device_all_ranks_are_told_so() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("here is a CUDA device")
+    from hvdcomp.train.environment import use_device
+
+    assert use_device("auto", 1) == use_device("cpu", 0) == torch.device("cpu")
+    with pytest.raises(SetupError, match=r"--device cuda: PyTorch .* finds no CUDA device on .*, or give --device cpu"):
+        use_device("cuda", 0)
+
+
+def test_each_rank_of_a_host_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that can be seen without one."""
+    torch = pytest.importorskip("torch")
+    from hvdcomp.train.environment import use_device
+
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
+    assert use_device("auto", 6) == torch.device("cuda", 2)
+    assert use_device("cuda", 1) == torch.device("cuda", 1)
+    assert use_device("cpu", 3) == torch.device("cpu")
+    assert chosen == [2, 1]
+
+
+@pytest.mark.parametrize("model", ["mlp", "lstm", "own_model:small"])
+def test_model_and_batch_are_on_the_device_that_is_measured(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's "meta" stands for a CUDA device: what is elsewhere, or forgotten on the host, does not go with it."""
+    torch = pytest.importorskip("torch")
+    from hvdcomp.bench.workload import build
+
+    (tmp_path / "own_model.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_model", raising=False)
+    meta = torch.device("meta")
+    try:
+        there = build(model, 2, 0, 0, meta)
+        assert there.device == there.loss().device == meta
+        assert {one.device for one in there.model.parameters()} == {meta}
+        here = build(model, 2, 0, 0)
+        assert here.device == here.loss().device == torch.device("cpu")
+        assert [one.shape for one in here.tensors()] == [one.shape for one in there.tensors()]
+        if model == "own_model:small":
+            on_host = OWN.replace("64, 32)", '64, 32, device="cpu")').replace("size, 64)", 'size, 64, device="cpu")')
+            (tmp_path / "host_model.py").write_text(on_host)
+            with pytest.raises(SetupError, match="host_model:small is on cpu, and meta is to be measured; make it"):
+                build("host_model:small", 2, 0, 0, meta)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_collectives_without_payload_are_where_the_payload_is() -> None:
+    torch = pytest.importorskip("torch")
+    from hvdcomp.bench.no_payload import NoPayload
+
+    sent: list[Any] = []
+
+    class Noted(Tiny):
+        def _start(self, array: Any, *_: str) -> None:
+            sent.append((array.device.type, array.numel() * array.element_size()))
+
+        start_allreduce = start_allgather = start_alltoall = start_reducescatter = start_broadcast = _start
+
+    communicator = NoPayload("own", Noted(0, 4, []))  # type: ignore[arg-type]
+    there = torch.zeros(64, device="meta")
+    communicator.start_allreduce(there, "sum", "a")
+    communicator.start_allgather(there, "b")
+    communicator.start_alltoall(there, "c")
+    communicator.start_reducescatter(there, "sum", "d")
+    communicator.start_broadcast(there, "e")
+    assert sent == [("meta", size) for size in (8, 8, 32, 32, 8)]
 
 
 def test_one_rank_is_told_how_to_start() -> None:
@@ -472,18 +559,8 @@ def test_what_rank_0_cannot_do_stops_all_ranks_before_measuring() -> None:
     arguments = [_COMMAND, "calibrate", "--output", "no-such-folder/calibration.json"]
     done = run_ranks(2, "gloo", arguments, timeout=90)
     assert done.returncode != 0
-    assert "on rank 0: --output no-such-folder/calibration.json cannot be written" in done.stdout
+    assert done.stdout.count("Error: --output no-such-folder/calibration.json cannot be written") == 1
     assert "calibrate.py" not in done.stdout  # no traceback of ours
-
-
-OWN = """
-import torch
-
-def small(batch_size):
-    model = torch.nn.Linear(64, 32)
-    batch = torch.randn(batch_size, 64)
-    return model, lambda: model(batch).square().mean()
-"""
 
 
 def beside(folder: Path) -> dict[str, str]:
@@ -564,7 +641,7 @@ def test_what_rank_0_of_torch_distributed_cannot_do_stops_all_ranks() -> None:
     arguments = ["-m", "hvdcomp", "calibrate", "--output", "no-such-folder/calibration.json"]
     done = run_ranks(2, "torchrun", arguments, timeout=90)
     assert done.returncode != 0
-    assert done.stdout.count("on rank 0: --output no-such-folder/calibration.json cannot be written") == 1
+    assert done.stdout.count("Error: --output no-such-folder/calibration.json cannot be written") == 1
     assert "calibrate.py" not in done.stdout  # no traceback of ours
 
 

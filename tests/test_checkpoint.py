@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hvdcomp import ConfigurationError, ErrorFeedback
-from hvdcomp.bindings.checkpoint import FORMAT, restore, state_of
+from hvdcomp.bindings.checkpoint import restore, state_of
+from hvdcomp.bindings.state_check import FORMAT
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor

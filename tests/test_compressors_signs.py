@@ -266,7 +266,7 @@ def test_spec_strings(spec: str, compressor: Compressor) -> None:
 
 
 def test_wrong_values_are_refused() -> None:
-    with pytest.raises(SpecError, match=r'zeros=columns is not allowed; it must be "rows".*or "elements"'):
+    with pytest.raises(SpecError, match=r'zeros=.columns. is not allowed; it must be "rows".*or "elements"'):
         SignSGD(zeros="columns")
     with pytest.raises(SpecError, match="per_row=3 is not allowed"):
         OneBit(per_row=3)  # type: ignore[arg-type]

@@ -182,6 +182,16 @@ def test_a_last_line_cut_short_is_left_out_and_then_replaced(tmp_path: Path, cut
     assert path.read_bytes().startswith(whole if cut == 1 else whole[: whole.index(b"\n") + 1])
 
 
+def test_a_last_line_nested_without_end_is_left_out_and_then_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path, START)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":"decision","state":' + b"[" * 100_000)
+    assert [type(record) for record in read_decisions(path)] == [Start]
+    written(tmp_path, {**START, "step": 45})
+    assert [type(record) for record in read_decisions(path)] == [Start, Start]
+    assert path.read_bytes().startswith(whole)
+
+
 def test_a_first_line_cut_short_is_replaced(tmp_path: Path) -> None:
     path = written(tmp_path, START)
     whole = path.read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,7 @@ INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (DOCKER / "Dockerfil
 ARGUMENTS = dict(reversed(re.findall(r'^ARG (\w+)(?:="?(.*?)"?)?$', INSTRUCTIONS, re.M)))
 BESIDE = [line for line in (DOCKER / "requirements.in").read_text().splitlines() if not line.startswith("#")]
 LOCKS = {path.stem.removeprefix("requirements-"): path for path in DOCKER.glob("requirements-*.lock")}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GPU = dict(line.split("=", 1) for line in (DOCKER / "gpu.args").read_text().splitlines())
 
 
@@ -60,8 +62,42 @@ def test_no_image_is_built_that_was_not_looked_at() -> None:
 
 def test_the_image_has_what_nccl_needs_for_infiniband() -> None:
     """In the stage that runs; what only the others have is thrown away."""
+    assert {"libibverbs1", "ibverbs-providers"} <= set(_system().split())
+
+
+def _system() -> str:
+    """The stage that everything in the image is added to."""
     (system,) = re.findall(r"^FROM \S+ AS system\n(.*?)^FROM ", INSTRUCTIONS, re.M | re.S)
-    assert {"libibverbs1", "ibverbs-providers"} <= set(system.split())
+    return str(system)
+
+
+def test_the_base_is_brought_up_to_date_and_keeps_no_setuid_programs() -> None:
+    install = next(line for line in _system().splitlines() if "apt-get install" in line)
+    steps = [step.strip() for step in install.removeprefix("RUN ").split("&&")]
+    upgrade = steps.index("DEBIAN_FRONTEND=noninteractive apt-get upgrade --yes")
+    assert steps[upgrade - 1] == "apt-get update"
+    assert "apt-get install" in steps[upgrade + 1]
+    # What apt-get has installed before has them again.
+    assert steps[-1] == "find / -xdev -type f -perm /6000 -exec chmod a-s {} +"
+
+
+def test_the_health_check_imports_no_framework(tmp_path: Path) -> None:
+    """Nor does a process that it starts. It runs every few minutes beside a training."""
+    (check,) = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", INSTRUCTIONS, re.M)
+    program, *arguments = json.loads(check)
+    assert program == "hvdcomp"
+    for framework in ("torch", "tensorflow", "horovod"):
+        (tmp_path / f"{framework}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({framework!r})")
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    subprocess.run([sys.executable, "-m", "hvdcomp", *arguments], env=variables, capture_output=True, check=True)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_labels_say_which_hvdcomp_is_in_the_image() -> None:
+    last = INSTRUCTIONS.partition(" AS image\n")[2]
+    for name in ("VERSION", "REVISION"):
+        assert f"\nARG {name}=unknown\n" in last
+        assert f'org.opencontainers.image.{name.lower()}="${{{name}}}"' in last
 
 
 def test_bases_are_pinned() -> None:
@@ -104,12 +140,23 @@ def _asked(*extras: str) -> list[Requirement]:
 
 
 def test_the_default_frameworks_and_pytorch_alone_are_locked() -> None:
-    """A lock file is found by the names of frameworks, as FRAMEWORKS has them."""
-    assert 'set -- ${FRAMEWORKS} && lock="requirements-$(IFS=-; echo "$*").lock"' in INSTRUCTIONS
-    assert set(LOCKS) == {ARGUMENTS["FRAMEWORKS"].replace(" ", "-"), "torch", "build"}
+    """A lock file is found by the names of frameworks, as FRAMEWORKS has them; that of PyTorch's wheel by its build."""
+    locks = 'for lock in "requirements-$(IFS=-; echo "$*").lock" "requirements-pytorch-${TORCH_BUILD}.lock"; do '
+    assert f"set -- ${{FRAMEWORKS}} && {locks}" in INSTRUCTIONS
+    pytorch = f"pytorch-{ARGUMENTS['TORCH_BUILD']}"
+    assert set(LOCKS) == {ARGUMENTS["FRAMEWORKS"].replace(" ", "-"), "torch", "build", pytorch}
 
 
-@pytest.mark.parametrize("name", sorted(LOCKS))
+def test_the_pytorch_of_the_default_image_is_locked() -> None:
+    """Its wheels for CPU are not PyPI's: the lock has nothing else in it."""
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    build = ARGUMENTS["TORCH_BUILD"]
+    locked = _locked(f"pytorch-{build}")
+    assert [(name, version) for name, (version, _) in locked.items()] == [("torch", f"{pinned[1]}+{build}")]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in LOCKS if not name.startswith("pytorch-")))
 def test_a_lock_file_is_of_what_is_asked_for(name: str) -> None:
     """Run docker/lock after a change of constraints.txt, pyproject.toml or docker/requirements.in."""
     locked = _locked(name)
@@ -134,7 +181,7 @@ def test_a_lock_file_is_of_what_is_asked_for(name: str) -> None:
 
 def test_what_is_locked_is_installed_by_its_hashes() -> None:
     assert INSTRUCTIONS.count("pip install --require-hashes --no-deps --requirement ") == 2
-    assert 'pip install --require-hashes --no-deps --requirement "${lock}"' in INSTRUCTIONS
+    assert 'pip install --require-hashes --no-deps --requirement "${lock}" || exit 1;' in INSTRUCTIONS
     assert "pip install --require-hashes --no-deps --requirement requirements-build.lock" in INSTRUCTIONS
 
 
@@ -186,7 +233,7 @@ class Builders:
         self.folder = folder
         self.environment = {"PATH": str(folder / "bin")}
         (folder / "bin").mkdir()
-        for program in ("sh", "dirname", "cat"):
+        for program in ("sh", "dirname", "cat", "sed"):
             (folder / "bin" / program).symlink_to(str(shutil.which(program)))
 
     def add(self, name: str, *, works: bool = True) -> None:
@@ -213,6 +260,7 @@ def test_the_script_builds_for_cpu(builders: Builders) -> None:
     done = builders.run("cpu", "--build-arg", "FRAMEWORKS=torch tensorflow-cpu", "--pull")
     assert done.returncode == 0, done.stderr
     expected = ["docker", "build", "--file", f"{DOCKER}/Dockerfile", "--target", "image", "--tag", "hvdcomp:cpu"]
+    expected += ["--build-arg", f"VERSION={PROJECT['version']}"]
     assert builders.called() == [*expected, "--build-arg", "FRAMEWORKS=torch tensorflow-cpu", "--pull", f"{DOCKER}/.."]
 
 
@@ -221,7 +269,7 @@ def test_the_script_builds_for_gpu(builders: Builders) -> None:
     done = builders.run("gpu", "--build-arg", "TORCH_BUILD=cu128")
     assert done.returncode == 0, done.stderr
     words = builders.called()
-    given = [words[index + 1] for index, word in enumerate(words) if word == "--build-arg"]
+    _, *given = [words[index + 1] for index, word in enumerate(words) if word == "--build-arg"]
     assert sorted(given[:-1]) == sorted(f"{name}={value}" for name, value in GPU.items())
     assert given[-1] == "TORCH_BUILD=cu128"  # the last one wins
     assert "hvdcomp:gpu" in words
@@ -233,7 +281,17 @@ def test_the_script_tells_where_pip_finds_packages(builders: Builders) -> None:
     assert builders.run("cpu").returncode == 0
     words = builders.called()
     assert words[words.index("--secret") + 1] == "id=pip.conf,src=a file"
-    assert words[words.index("--build-arg") + 1] == "PIP_EXTRA_INDEX_URL=https://index.example.org"
+    assert words[words.index("PIP_EXTRA_INDEX_URL=https://index.example.org") - 1] == "--build-arg"
+
+
+@pytest.mark.parametrize(("says", "given"), [("a0" * 20, f"REVISION={'a0' * 20}"), ("", None)])
+def test_the_script_tells_the_commit_where_git_knows_it(builders: Builders, says: str, given: str | None) -> None:
+    builders.add("docker")
+    git = builders.folder / "bin" / "git"
+    git.write_text(f'#!/bin/sh\n[ "$1 $2 $3" = "-C {DOCKER} describe" ] && [ -n "{says}" ] && echo {says}\n')
+    git.chmod(0o755)
+    assert builders.run("cpu").returncode == 0
+    assert [word for word in builders.called() if word.startswith("REVISION=")] == ([given] if given else [])
 
 
 @pytest.mark.parametrize("builder", ["podman", "buildah"])
@@ -243,7 +301,9 @@ def test_the_script_takes_the_builder_that_works(builders: Builders, builder: st
     assert builders.run("cpu").returncode == 0
     words = builders.called()
     assert words[:2] == [builder, "build"]
-    assert words[-5:] == ["--layers", "--force-rm", "--format", "docker", f"{DOCKER}/.."]
+    added = words[words.index("hvdcomp:cpu") + 1 :]
+    assert added[:4] == ["--layers", "--force-rm", "--format", "docker"]
+    assert added[-1] == f"{DOCKER}/.."
 
 
 def test_the_script_takes_the_builder_that_is_named(builders: Builders) -> None:

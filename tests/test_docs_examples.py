@@ -1,4 +1,5 @@
-"""The pages "... of your own": the Python of each page runs from top to bottom, as one program."""
+"""The pages "... of your own": the Python of each page runs from top to bottom, as one program. And README's, block by
+block: what trains runs on real ranks (`case_the_readme_trains`), the rest here."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.readme import blocks, run
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("your-own-*.md"))
@@ -33,3 +36,15 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses and spec strings look types up there
     monkeypatch.chdir(tmp_path)
     exec(compile(source, str(DOCS / name), "exec"), vars(module))
+
+
+def test_the_code_of_the_readme_runs() -> None:
+    torch = pytest.importorskip("torch")
+    import hvdcomp
+
+    own = [block for block in blocks() if "import " in block or "hvd." in block]
+    assert len(own) == 3, "the cases that train: Horovod, DistributedDataParallel, TensorFlow"
+    rest = [block for block in blocks() if block not in own]
+    assert len(rest) == 2
+    for block in rest:
+        run(block, hvdcomp=hvdcomp, model=torch.nn.Linear(64, 64), loader=range(10))

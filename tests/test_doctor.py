@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import sys
@@ -11,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.commands import doctor
-from hvdcomp.doctor import checks
+from hvdcomp.doctor import checks, gather
 from hvdcomp.doctor.checks import find_problems, runs_on
 from hvdcomp.doctor.facts import DeviceKernels, Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
 from hvdcomp.doctor.gather import ask_python
-from hvdcomp.horovod_build.environment import CudaToolkit, Mpi
+from hvdcomp.horovod_build.environment import CudaToolkit, Mpi, installed_version
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", inside=True)
 OPEN_MPI_5 = dataclasses.replace(OPEN_MPI, version="5.0.6")
@@ -30,7 +31,7 @@ HEALTHY = Facts(
     bindings={"torch": BUILT, "tensorflow": BUILT},
     mpi=OPEN_MPI,
     mpi4py_library="Open MPI v4.1.8, package: Open MPI",
-    variables={"OPAL_PREFIX": "/env"},
+    variables={"OPAL_PREFIX": "/env", "HOROVOD_ENABLE_ASYNC_COMPLETION": "1"},
     interfaces=("lo", "eth0", "eth1"),
     kernels=Kernels("avx2", threads=2),
     device_kernels=DeviceKernels("3.7.1", compiler="/usr/bin/gcc"),
@@ -220,21 +221,21 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (changed(kernels=Kernels(error="HVDCOMP_KERNELS='x' is unknown")), "'x' is unknown", "unset", True),
         (
-            changed(**ON_V100, device_kernels=DeviceKernels("3.4.0", why_not="Triton 3.4.0 is installed, and 3.7")),
+            changed(**ON_V100, device_kernels=DeviceKernels("3.4.0", "3.4.0 is installed", "Install PyTorch 2.13")),
             "no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other",
-            "Install PyTorch 2.13 or later for CUDA",
+            "Install PyTorch 2.13",
             False,
         ),
         (
-            changed(**ON_V100, device_kernels=DeviceKernels("3.7.1", why_not="HVDCOMP_KERNELS=off is set")),
-            "HVDCOMP_KERNELS=off",
-            "Unset HVDCOMP_KERNELS",
+            changed(**ON_V100, device_kernels=DeviceKernels("3.7.1", error="it took 120 seconds")),
+            "it took 120 seconds",
+            "cuda.why_not()",
             False,
         ),
         (
-            changed(**ON_V100, device_kernels=DeviceKernels("3.7.1")),
-            "Triton 3.7.1 finds no C compiler",
-            "export CC=",
+            changed(**ON_V100, variables={"OPAL_PREFIX": "/env"}),
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set",
+            "export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
             False,
         ),
         (changed(packages={**HEALTHY.packages, "setuptools": "82.0.0"}), "setuptools 82", "setuptools<81", False),
@@ -259,6 +260,7 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
         changed(variables={"OPAL_PREFIX": "/env", "MASTER_ADDR": "first", "MASTER_PORT": "1"}),  # a batch script's
         changed(toolkit=TOOLKIT),  # torch is for CPU
         changed(**ON_V100),
+        changed(**ON_V100, device_kernels=DeviceKernels("3.7.1")),  # whose loader lies compiled: it needs no compiler
         changed(device_kernels=DeviceKernels(why_not="No module named 'triton'")),  # without a GPU nobody misses it
         changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", "12.4")),
         changed(bindings={"torch": BUILT, "tensorflow": dataclasses.replace(BUILT, keras_callbacks=True)}),
@@ -336,6 +338,26 @@ def test_a_probe_answers_fails_and_never_hangs() -> None:
     assert ask_python("raise ImportError('no such library')", 30) == {"error": "ImportError: no such library"}
     assert ask_python("import os; os._exit(3)", 30) == {"error": "the process ended with status 3"}
     assert ask_python("import time; time.sleep(60)", 1) == {"error": "no answer within 1 s"}
+
+
+@pytest.mark.parametrize(
+    ("legacy", "package"), [("1", "tf_keras"), pytest.param("0", "keras", marks=pytest.mark.thorough)]
+)
+def test_the_keras_of_tensorflow_is_known_by_its_version(
+    monkeypatch: pytest.MonkeyPatch, legacy: str, package: str
+) -> None:
+    for name in ("tensorflow", "tf_keras"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", legacy)
+    found = {"keras": installed_version(package)}
+    assert ask_python(gather._TENSORFLOW, 120) == found
+
+
+def test_a_tensorflow_that_cannot_be_imported_is_shown_with_the_reason() -> None:
+    broken = TensorFlow("2.21.0", error="ImportError: Keras cannot be imported")
+    rows = dict(doctor.describe(changed(tensorflow=broken)))
+    assert rows["TensorFlow"] == "2.21.0 (ImportError: Keras cannot be imported)"
 
 
 BROKEN = changed(bindings={"torch": HorovodBinding(error="undefined symbol: _ZN3c10")})

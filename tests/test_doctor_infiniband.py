@@ -13,7 +13,7 @@ from hvdcomp.commands import doctor
 from hvdcomp.doctor.checks import find_problems
 from hvdcomp.doctor.facts import Facts, InfiniBand
 from hvdcomp.doctor.gather import find_infiniband
-from tests.test_doctor import ON_V100, V100, changed
+from tests.test_doctor import HEALTHY, ON_V100, V100, changed
 
 CARD = InfiniBand(("mlx5_0",), usable=1)
 
@@ -45,8 +45,8 @@ def test_what_keeps_nccl_from_a_card_is_named_with_its_remedy(found: InfiniBand,
         changed(**ON_V100, infiniband=CARD),
         changed(**ON_V100, infiniband=InfiniBand(("mlx5_0",), usable=1, locked_memory=2**36)),
         changed(infiniband=InfiniBand(("mlx5_0",))),  # no GPU
-        changed(**ON_V100, infiniband=InfiniBand(("mlx5_0",)), variables={"OPAL_PREFIX": "/", "NCCL_IB_DISABLE": "1"}),
-        changed(**ON_V100, infiniband=InfiniBand(("mlx5_0",)), variables={"OPAL_PREFIX": "/", "NCCL_NET": "Socket"}),
+        changed(**ON_V100, infiniband=InfiniBand(("mlx5_0",)), variables={**HEALTHY.variables, "NCCL_IB_DISABLE": "1"}),
+        changed(**ON_V100, infiniband=InfiniBand(("mlx5_0",)), variables={**HEALTHY.variables, "NCCL_NET": "Socket"}),
     ],
 )
 def test_nothing_is_said_where_nothing_is_wrong_or_infiniband_is_not_wanted(facts: Facts) -> None:

@@ -2,12 +2,16 @@
 
 import pickle
 import warnings
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdcomp.bindings import checkpoint, elastic
+from hvdcomp.bindings.packed import pack, unpack
+from hvdcomp.bindings.training import Training
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
@@ -41,7 +45,7 @@ def meeting(
         was = now[communicator.rank]
         state = fresh if was is None else before[was]
         like = np.zeros(0, np.float32)
-        agreed = elastic.meet(communicator, like, state, was is not None, pickle.dumps, pickle.loads)
+        agreed = elastic.meet(communicator, like, state, was is not None, pack, unpack)
         checkpoint.restore(agreed, engine, None, lambda array, name: np.array(array))
         return engine
 
@@ -126,3 +130,30 @@ def test_track_refuses_what_is_no_state():
         hvdcomp.track({"step": 0}, compression)
     with pytest.raises(hvdcomp.ConfigurationError, match=r"hvdcomp.track was given 3 as compression"):
         hvdcomp.track(object(), 3)
+
+
+class _Harm:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_what_travels_between_ranks_runs_no_code(tmp_path: Path) -> None:
+    with pytest.raises(zipfile.BadZipFile):
+        Training.unpack(None, pickle.dumps(_Harm(tmp_path / "harm")))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8", "bool"])
+def test_what_travels_between_ranks_comes_as_it_was(dtype: str) -> None:
+    arrays = [np.arange(6).reshape(2, 3).T.astype(dtype), np.zeros((0, 4), dtype), np.array(1, dtype)]
+    state = {"arrays": arrays, "by factor": {0.1: [1, None], 2.0: {"a": float("inf")}}, "number": np.float64(0.1)}
+    made = Training.unpack(None, Training.pack(None, state))  # type: ignore[arg-type]
+    for one, other in zip(made.pop("arrays"), arrays, strict=True):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+        assert one.flags.writeable
+    assert made == {"by factor": {0.1: [1, None], 2.0: {"a": float("inf")}}, "number": 0.1}

@@ -102,15 +102,15 @@ def test_finite_gradients_that_half_precision_cannot_hold(backend: str) -> None:
         np.testing.assert_allclose(as_numpy(run.engine.states["w"].memory[0]), 0, atol=1e-3)
 
 
-@pytest.mark.parametrize("spec", ["topk:ratio=0.3", "randomk:ratio=0.3", "powersgd:rank=1"])
+@pytest.mark.parametrize("spec", ["topk:ratio=0.3", "randomk:ratio=0.3"])
 @every_backend
 def test_a_sum_with_the_residual_that_overflows_is_not_kept(backend: str, spec: str) -> None:
-    """Half-precision gradients near the largest number: gradient and residual are finite, but not their sum."""
-    g = np.full((4, 4), 40000.0) * np.sign(np.random.default_rng(0).normal(size=(4, 4)))
+    """Gradients near the largest number: gradient and residual are finite, but not their sum."""
+    g = np.full((4, 4), 2e38) * np.sign(np.random.default_rng(0).normal(size=(4, 4)))
     factors = [1, 1, 0]
     (run,) = run_engines(
-        1, infos({"w": (4, 4)}, "float16"), parse_compressor(spec),
-        lambda r, s: {"w": make(backend, g * factors[s], "float16")}, 3, memory=ErrorFeedback,
+        1, infos({"w": (4, 4)}), parse_compressor(spec),
+        lambda r, s: {"w": make(backend, g * factors[s])}, 3, memory=ErrorFeedback,
         before=lambda engine, step: engine.set_plan({"w": parse_compressor(spec)}),
     )  # fmt: skip
     assert np.isfinite(as_numpy(run.results[0]["w"])).all()

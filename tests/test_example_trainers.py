@@ -1,4 +1,4 @@
-"""`examples/accelerate_ddp.py` and `examples/lightning_ddp.py`, in an environment with these libraries."""
+"""The examples for accelerate, PyTorch Lightning and Transformers, in an environment with these libraries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(python: Path, example: str, folder: Path, epochs: int) -> list[dict[st
     return ends
 
 
-@pytest.mark.parametrize("example", ["accelerate_ddp.py", "lightning_ddp.py"])
+@pytest.mark.parametrize("example", ["accelerate_ddp.py", "lightning_ddp.py", "transformers_ddp.py"])
 def test_it_compresses_and_goes_on_bit_for_bit(python: Path, example: str, tmp_path: Path) -> None:
     whole = train(python, example, tmp_path / "whole", epochs=3)
     (first, _) = train(python, example, tmp_path / "stopped", epochs=2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdcomp.files import RecordFile, csv_of, replace_files, replace_text
+from hvdcomp.files import DEEPEST_JSON, RecordFile, csv_of, parse_json, replace_files, replace_text
 
 
 def test_files_are_replaced_together(tmp_path: Path) -> None:
@@ -29,6 +29,24 @@ def test_a_link_is_followed_and_what_is_no_file_is_written_to(tmp_path: Path) ->
     with pytest.raises(OSError, match="No space left"):
         replace_text(Path("/dev/full"), "text")
     assert not Path("/dev/full").is_file()
+
+
+def test_what_others_have_put_beside_a_file_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what a link leads to that stands where the file is written first, if its name was guessed."""
+    (tmp_path / "theirs").write_text("precious")
+    for name in ("summary.json.part", "summary.json.guessed.part"):
+        (tmp_path / name).symlink_to("theirs")
+    replace_text(tmp_path / "summary.json", "new")
+    assert (tmp_path / "summary.json").read_text() == "new"
+    monkeypatch.setattr("hvdcomp.files.secrets.token_hex", lambda _: "guessed")
+    with pytest.raises(FileExistsError, match=r"summary\.json\.guessed\.part"):
+        replace_text(tmp_path / "summary.json", "newer")
+    assert (tmp_path / "theirs").read_text() == "precious"
+    names = ["summary.json", "summary.json.guessed.part", "summary.json.part", "theirs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert (tmp_path / "summary.json").stat().st_mode == (tmp_path / "theirs").stat().st_mode
 
 
 _FULL = """
@@ -74,3 +92,23 @@ def test_a_text_that_looks_like_a_formula_stays_text_in_a_table() -> None:
     made = list(csv.DictReader(io.StringIO(csv_of(rows).decode(), newline="")))
     assert [row["name"] for row in made] == [*(f"'{text}" for text in texts[:6]), *texts[6:]]
     assert {row["number"] for row in made} == {"-1.5"}
+
+
+@pytest.mark.parametrize("depth", [DEEPEST_JSON + 1, 300, 900, 100_000])
+@pytest.mark.parametrize("brackets", ["[]", '{"a": }'])
+def test_json_nested_too_deep_is_refused_as_what_is_no_json(depth: int, brackets: str) -> None:
+    """However deep: what a parser still takes, those that look through it afterwards do not."""
+    opened, closed = brackets[:-1], brackets[-1]
+    with pytest.raises(ValueError, match=f"lists and objects are nested more than {DEEPEST_JSON} deep"):
+        parse_json(opened * (depth - 1) + "[]" + closed * (depth - 1))
+    with pytest.raises(ValueError, match=r"nested more than|Expecting"):
+        parse_json(b"[" * depth)
+
+
+def test_json_nested_as_deep_as_allowed_is_read() -> None:
+    found, depth = parse_json("[" * DEEPEST_JSON + "]" * DEEPEST_JSON), 1
+    while found:
+        (found,), depth = found, depth + 1
+    assert depth == DEEPEST_JSON
+    assert parse_json('{"a": ' * DEEPEST_JSON + "1" + "}" * DEEPEST_JSON)
+    assert parse_json("1") == 1

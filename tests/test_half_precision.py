@@ -24,11 +24,10 @@ def numbers(size: int) -> torch.Tensor:
 @needs_kernels
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("size", [0, 1, 511, 70_001, 3_000_001])
-@pytest.mark.parametrize("divisor", [1, 2, 3, 7])
-def test_the_kernels_give_the_bits_of_torch(size: int, divisor: int) -> None:
+def test_the_kernels_give_the_bits_of_torch(size: int) -> None:
     x = numbers(size)
-    expected = (x / divisor).to(torch.float16)
-    halves = half_precision.divided(x.clone(), divisor, torch.float16)
+    expected = x.to(torch.float16)
+    halves = half_precision.narrow(x, torch.float16)
     assert halves.dtype == torch.float16
     assert torch.equal(torch.nan_to_num(halves, nan=1.0), torch.nan_to_num(expected, nan=1.0))
     assert torch.equal(halves.isnan(), expected.isnan())
@@ -40,7 +39,7 @@ def test_the_kernels_give_the_bits_of_torch(size: int, divisor: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_what_has_no_kernel_is_cast_by_torch(dtype: torch.dtype) -> None:
     x = numbers(1000).nan_to_num(0.5, 2.0, -2.0).to(dtype)
-    expected = (x / 3).to(torch.float16)
-    halves = half_precision.divided(x.clone(), 3, torch.float16)
+    expected = x.to(torch.float16)
+    halves = half_precision.narrow(x, torch.float16)
     assert torch.equal(halves, expected)
     assert torch.equal(half_precision.widen(halves, x), expected.to(dtype))

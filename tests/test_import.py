@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import resource
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import hvdcomp
 from tests.package_index import fresh_environment, pip_with_index, source_of_package
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +63,16 @@ except hvdcomp.ConfigurationError as error:
     print(error)
 """
     assert "hvdcomp.Compression was given a numpy.ndarray" in run(*hidden(code))
+
+
+@pytest.mark.parametrize("name", ["dcp", "ddp", "fsdp"])
+def test_what_needs_pytorch_is_a_module_like_any_other(name: str) -> None:
+    pytest.importorskip("torch")
+    module = importlib.import_module(f"hvdcomp.{name}")
+    assert getattr(hvdcomp, name) is module
+    assert all(hasattr(module, offered) for offered in module.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'horse'"):
+        hvdcomp.horse  # noqa: B018
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])

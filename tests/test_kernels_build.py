@@ -247,6 +247,22 @@ def test_without_a_working_compiler_the_reason_is_kept(
     assert "python -m hvdcomp.kernels.build" in kernels.way_out()
 
 
+def test_a_slow_compiler_is_given_as_long_as_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "slow-cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = -dumpmachine ] && exec sleep 60\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    for given, named in (
+        ("0.01", "slow-cc took more than 0.01 seconds for one file; set HVDCOMP_KERNELS_BUILD_SECONDS to more"),
+        ("0", "HVDCOMP_KERNELS_BUILD_SECONDS='0' is no number of seconds above 0; give one, or unset it"),
+        ("long", "HVDCOMP_KERNELS_BUILD_SECONDS='long' is no number of seconds above 0"),
+    ):
+        monkeypatch.setenv("HVDCOMP_KERNELS_BUILD_SECONDS", given)
+        with pytest.raises(build.CompilationError, match=re.escape(named)):
+            build.build(tmp_path)
+    assert build.SECONDS >= 1800  # of one file, on a machine that is emulated or very busy
+
+
 def test_no_compiler_at_all_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_PROGRAM = """
+_WITHOUT_DEVICE = """
 import sys
 import torch
 from hvdcomp.kernels.cuda.language import triton
@@ -27,11 +27,14 @@ class Driver:
     get_current_stream = staticmethod(lambda device: 0)
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 70, 32))
 
+triton.runtime.driver.set_active(Driver())
+"""
+
+_PROGRAM = """
 def note(key, repr, **rest):  # what it is called with before each compilation; that it answers takes the place of one
     compiled.add((repr, str(key)))
     return True
 
-triton.runtime.driver.set_active(Driver())
 triton.knobs.runtime.jit_cache_hook = note
 
 def step(communicator):
@@ -69,7 +72,53 @@ def _run(program: str, *arguments: str, **variables: str) -> str:
 
 
 def test_what_is_compiled_does_not_depend_on_the_tensors() -> None:
-    _run(_PROGRAM, "fp16", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01")
+    _run(_WITHOUT_DEVICE + _PROGRAM, "fp16", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01")
+
+
+_TYPES = """
+from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.compressors.protocol import Context
+from hvdcomp.kernels.cuda.device import DeviceKernels
+from tests.cuda_kernels import specialized
+
+def note(compile, **rest):
+    kinds = list(compile["signature"].values())
+    values = {index: value for (index,), value in compile["configs"][0].items()}
+    compiled.append(tuple((kind, values.get(place)) for place, kind in enumerate(kinds) if kind != "constexpr"))
+    return True
+
+def launch(self, kernel, programs, *arguments, **constants):
+    recorded.append(specialized(kernel, arguments))
+    launched(self, kernel, programs, *arguments, **constants)
+
+triton.knobs.runtime.jit_cache_hook = note
+launched, DeviceKernels.launch = DeviceKernels.launch, launch
+numbers = torch.zeros(77)
+for spec, name, *first in (
+    ("none", "dense_decode"),
+    ("bf16", "bfloat16_decode"),
+    ("efsignsgd", "two_values_decode", 1),
+    ("signsgd", "votes_decode"),
+    ("int8", "multiples_decode", 128),
+    ("natural", "natural_decode"),
+    ("topk:ratio=0.1", "sparse_decode"),
+):
+    recorded, compiled = [], []
+    with cuda.serving_host():
+        bucket = Bucket([TensorInfo("one", (77,))], [parse_compressor(spec)], NoMemory(), torch.device("cpu"))
+        bucket.begin(Context("", 0, 0, 0, 1))
+        for row in (1, 16, 2**31 - 1, 2**31):
+            rest = () if name == "dense_decode" else (3, row, False) if name == "sparse_decode" else (3, row)
+            bucket.call(name, *first, numbers, *rest)
+    assert len(compiled) == 4 and recorded == compiled, (spec, recorded, compiled)
+    assert len(set(compiled)) == 1, (spec, compiled)
+"""
+
+
+def test_a_launch_is_recorded_with_the_types_that_triton_compiles_it_for() -> None:
+    """And however far apart payloads are, they are the same."""
+    _run(_WITHOUT_DEVICE + _TYPES)
 
 
 _AHEAD = """
@@ -94,3 +143,7 @@ def test_what_is_compiled_ahead_is_found_by_the_steps_of_a_training(tmp_path: Pa
     where = {"TRITON_CACHE_DIR": str(tmp_path)}
     assert _run(_AHEAD, TRITON_STORE_BINARY_ONLY="1", **where) == "False\n"
     assert _run(_AHEAD, **where) == "True\n"
+    # And by users whose home is not that of who compiled it, or cannot be written.
+    nobody = {"HOME": "/dev/null", "TRITON_HOME": "/dev/null"}
+    assert _run(_AHEAD, HVDCOMP_TRITON_CACHE=str(tmp_path), **nobody) == "True\n"
+    assert _run(_AHEAD, HVDCOMP_TRITON_CACHE=str(tmp_path / "none"), **nobody) == "False\n"

@@ -91,7 +91,7 @@ def test_flags_win_and_mappings_are_joined(tmp_path: Path) -> None:
         ("hours = 3", 'hours = "3"', "batch.hours: '3' must be a number"),
         ("exclusive = true", "exclusive = 1", "batch.exclusive: 1 must be true or false"),
         ('partition = "gpu"', "partition = 1", "batch.partition: 1 must be text in quotes"),
-        ('partition = "gpu"', "", "partition: it is not set: write it in the table [batch]"),
+        ('partition = "gpu"', "", "partition: not set: give the flag, or write partition in the table [batch] of"),
         ('mode = "slow"', 'mode = "sloww"', "batch.mode: 'sloww' is not one of fast, slow"),
         ('["x", "y"]', '"x y"', "batch.modules: 'x y' must be a list"),
         ('["x", "y"]', '["x", 1]', "batch.modules[1]: 1 must be text"),
@@ -124,6 +124,26 @@ def test_unknown_flags_and_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'[job]\nname = "\xe9"\n')
     with pytest.raises(ConfigurationError, match="not UTF-8"):
         read_settings(tmp_path / "latin.toml", "batch", Settings, {})
+
+
+def test_all_that_is_missing_is_said_at_once() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        read_settings(None, "batch", Settings, {"ranks": 2})
+    assert str(raised.value) == (
+        "name, command, partition: not set: give the flags, or write name, command in the table [job] and partition in "
+        "the table [batch] of a settings file"
+    )
+
+
+def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
+    def twice(given: Mapping[str, Any]) -> int | None:
+        return 2 * given["nodes"] if "nodes" in given else None
+
+    flags = {"name": "run", "command": ("x",), "partition": "gpu"}
+    assert read_settings(None, "batch", Settings, {**flags, "nodes": 3}, twice).job.ranks == 6
+    assert read_settings(None, "batch", Settings, {**flags, "nodes": 3, "ranks": 1}, twice).job.ranks == 1
+    with pytest.raises(ConfigurationError, match="ranks: not set"):
+        read_settings(None, "batch", Settings, flags, twice)
 
 
 @pytest.mark.parametrize(

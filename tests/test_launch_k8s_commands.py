@@ -69,6 +69,18 @@ def test_an_answer_that_does_not_come_leaves_it_open_whether_the_job_exists(
     assert "may have been created all the same: see `hvdcomp launch k8s status mnist`" in result.stderr
 
 
+def test_a_connection_that_is_refused_has_created_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a tunnel to the cluster is down: nothing was asked of it."""
+    gone = KubernetesApi()
+    gone.server.server_close()
+    monkeypatch.setenv("KUBECONFIG", str(gone.write_kubeconfig(tmp_path / "kubeconfig")))
+    result = invoke(*SUBMIT, *PROGRAM)
+    assert result.exit_code == 125
+    assert "MPIJob team/mnist cannot be created: no answer from http://127.0.0.1" in result.stderr
+    assert "Connection refused" in result.stderr
+    assert "may have been created" not in result.stderr
+
+
 def test_a_missing_client_says_what_to_install(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     result = invoke(*SUBMIT, *PROGRAM)
@@ -79,7 +91,11 @@ def test_a_missing_client_says_what_to_install(api: KubernetesApi, monkeypatch: 
 
 def test_nothing_is_sent_by_a_dry_run_or_for_settings_that_are_wrong(api: KubernetesApi) -> None:
     assert invoke(*SUBMIT, "--dry-run", *PROGRAM).exit_code == 0
-    assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 125
+    assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 2
+    nothing = invoke("launch", "k8s")
+    assert nothing.exit_code == 2
+    missing = "name (--name), command (-- PROGRAM), ranks (--ranks), image (--image): not set"
+    assert missing in nothing.stderr
     assert not api.requests
 
 

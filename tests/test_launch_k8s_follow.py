@@ -4,6 +4,7 @@ through dropped connections and a server in trouble."""
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 from collections.abc import Iterator
@@ -133,6 +134,37 @@ def test_events_that_may_not_be_read_are_done_without(api: KubernetesApi) -> Non
     assert result.exit_code == 0
     assert "events" not in result.stderr
     assert invoke("launch", "k8s", "status", "mnist").exit_code == 0
+
+
+def test_what_several_workers_lack_is_said_once(api: KubernetesApi) -> None:
+    """In a large job the reason is the same for all of them, and long."""
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(4)})
+    full = {"type": "PodScheduled", "status": "False", "message": "0/4 nodes are available: 4 Insufficient gpu."}
+    for index in range(3):
+        api.put_pod("mnist", "worker", f"mnist-worker-{index}", phase="Pending", conditions=[full])
+    pulling = container(waiting={"reason": "ImagePullBackOff"})
+    api.put_pod("mnist", "worker", "mnist-worker-3", phase="Pending", containerStatuses=[pulling])
+    assert json.loads(invoke("launch", "k8s", "status", "mnist", "--json").stdout)["detail"] == (
+        f"0 of 4 workers ready; mnist-worker-0 and 2 more cannot be placed: {full['message']}; "
+        "mnist-worker-3: ImagePullBackOff"
+    )
+
+
+@pytest.mark.parametrize(
+    ("retries", "code", "said"),
+    [
+        (0, 3, f"stopped: {LAUNCHER} ended with exit code 3\n"),
+        (2, 3, f"stopped: {LAUNCHER} ended with exit code 3; it starts again while retries are left\n"),
+        (2, 0, "stopped\n"),
+    ],
+)
+def test_a_launcher_that_has_ended_is_not_starting(api: KubernetesApi, retries: int, code: int, said: str) -> None:
+    """The operator says only a while later whether the job has ended."""
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": {**spec(2), "runPolicy": {"backoffLimit": retries}}})
+    started(api)
+    ended = [container(terminated={"exitCode": code})]
+    api.put_pod("mnist", "launcher", LAUNCHER, phase="Failed" if code else "Succeeded", containerStatuses=ended)
+    assert f"MPIJob team/mnist: {said}" in invoke("launch", "k8s", "status", "mnist").stdout
 
 
 def test_what_a_running_job_lacks_is_said(api: KubernetesApi) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import pytest
@@ -389,6 +389,12 @@ def test_prometheus_is_told_where_rank_0_is_scraped() -> None:
     own = {"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"}
     assert launcher["metadata"]["annotations"] == own
     assert worker["metadata"]["annotations"] == {**own, "prometheus.io/port": "9400"}
+    assert launched.program == ("hvdcomp", "train", "--metrics-address", "0.0.0.0", *launched.job.command[2:])
+    for command in (
+        ("hvdcomp", "train", "--metrics-port", "9400", "--metrics-address=127.0.0.1"),
+        ("python3", "train.py", "--metrics-port", "9400"),
+    ):
+        assert KubernetesSettings(Job("a", command, 4), "hvdcomp").program == command
     assert "prometheus" not in json.dumps([JOBS["small"], JOBS["torch"], JOBS["all"]])
 
 
@@ -407,3 +413,20 @@ def test_a_dry_run_prints_the_job_and_needs_no_cluster(monkeypatch: pytest.Monke
     for_torch = CliRunner().invoke(main, ["launch", "k8s", *words, "--backend", "torch", "--dry-run", *program])
     job = replace(job, backend="torch")
     assert yaml.safe_load(for_torch.stdout) == render(KubernetesSettings(job, "hvdcomp:cpu", slots_per_worker=2))
+
+
+def test_horovod_on_gpus_does_not_wait_for_them_in_each_round() -> None:
+    """And the job's own environment wins."""
+
+    def said(backend: Literal["horovod", "torch"], gpus: str | None, **own: str) -> str | None:
+        job = Job("a", ("python3", "train.py"), 2, own, backend=backend)
+        rendered = render(KubernetesSettings(job, "hvdcomp", gpu_resource=gpus))
+        launcher = only_container(pods(rendered)["Launcher"])
+        found = environment(launcher).get("HOROVOD_ENABLE_ASYNC_COMPLETION")
+        assert ("HOROVOD_ENABLE_ASYNC_COMPLETION" in launcher["args"]) == (found is not None)
+        return found
+
+    assert said("horovod", "nvidia.com/gpu") == "1"
+    assert said("horovod", "nvidia.com/gpu", HOROVOD_ENABLE_ASYNC_COMPLETION="0") == "0"
+    assert said("torch", "nvidia.com/gpu") is None
+    assert said("horovod", None) is None

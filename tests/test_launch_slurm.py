@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -16,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdcomp.cli import main
+from hvdcomp.commands.launch_slurm import slurm
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import Job
 from hvdcomp.launch.slurm.client import SlurmJobState, _parse_job
@@ -141,6 +143,34 @@ def test_what_is_not_said_of_nodes_follows_from_the_ranks(given: dict[str, Any],
     assert (options["nodes"], options["ntasks-per-node"], options["ntasks"]) == (nodes, tasks, str(given["ranks"]))
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks", "nodes", "tasks"),
+    [
+        ("--nodes 4 --gpus-per-node 8", "32", "4", "8"),
+        ("--gpus-per-node 8", "8", "1", "8"),
+        ("--nodes 2 --tasks-per-node 4 --gpus-per-node 8", "8", "2", "4"),
+        ("--nodes 2 --tasks-per-node 4", "8", "2", "4"),
+        ("--ranks 2 --nodes 2 --gpus-per-node 8", "2", "2", "1"),
+    ],
+)
+def test_ranks_that_are_not_given_follow_from_the_nodes(flags: str, ranks: str, nodes: str, tasks: str) -> None:
+    printed = _launch("--name", "a", *flags.split(), "--dry-run", "--", "true")
+    assert printed.exit_code == 0, printed.output
+    options = _options(printed.output)
+    assert (options["ntasks"], options["nodes"], options["ntasks-per-node"]) == (ranks, nodes, tasks)
+
+
+def test_each_key_of_the_settings_file_is_a_flag_of_its_name() -> None:
+    flags = {name for option in slurm.params for name in option.opts}
+    keys = [one.name for one in dataclasses.fields(SlurmJob) if one.name != "job"]
+    assert [key for key in keys if f"--{key.replace('_', '-')}" not in flags] == []
+    job = ("--name", "a", "--ranks", "1", "--container", "enroot", "--image", "x")
+    twice = ("--mounts", "/a", "--mount", "/b:/c", "--modules", "x", "--module", "y")
+    printed = _launch(*job, *twice, "--dry-run", "--", "true").output
+    assert 'container-mounts="$PWD:$PWD",/a:/a,/b:/c ' in printed
+    assert "\nmodule load x\nmodule load y\n" in printed
+
+
 def test_resources_beside_gpus_are_asked_for() -> None:
     assert _options(batch_script(_job(gres=("nic:1", "shard:big:2K"))))["gres"] == "nic:1,shard:big:2K"
     assert "gres" not in _options(batch_script(_job()))
@@ -181,14 +211,18 @@ def test_settings_come_from_the_file_and_flags_win(tmp_path: Path) -> None:
     {
         "there is no setting 'tasks'": ["--settings", "job.toml", "--", "true"],
         "nowhere.toml cannot be read": ["--settings", "nowhere.toml"],
-        "command (-- PROGRAM): it is not set": ["--name", "a", "--ranks", "1"],
-        "name (--name): it is not set": ["--ranks", "1", "--", "true"],
+        "command (-- PROGRAM): not set: give the flag": ["--name", "a", "--ranks", "1"],
+        "name (--name), command (-- PROGRAM), ranks (--ranks): not set: give the flags, or write name, command, ": [],
+        "ranks (--ranks): not set": ["--name", "a", "--nodes", "4", "--", "true"],
+        "nodes (--nodes): 0 is too few": ["--name", "a", "--nodes", "0", "--gpus-per-node", "8", "--", "true"],
+        "gpus_per_node (--gpus-per-node): -8 is below 0": ["--name", "a", "--gpus-per-node", "-8", "--", "true"],
+        "name (--name): not set": ["--ranks", "1", "--", "true"],
         "name (--name): 'A B' is not a name for a job": ["--name", "A B", "--ranks", "1", "--", "true"],
         "tasks_per_node (--tasks-per-node): 0 is too few": [
             *("--name", "a", "--ranks", "1", "--tasks-per-node", "0"),
             *("--", "true"),
         ],
-        "mounts (--mount): it needs a container": ["--name", "a", "--ranks", "1", "--mount", "/a", "--", "true"],
+        "mounts (--mounts): it needs a container": ["--name", "a", "--ranks", "1", "--mount", "/a", "--", "true"],
         "'A' is not of the form NAME=VALUE": ["--env", "A"],
         "environment (--env): 'A-B' is not the name of a variable": [
             *("--name", "a", "--ranks", "1", "--env", "A-B=1"),
@@ -206,7 +240,7 @@ def test_wrong_settings_are_said_before_anything_is_submitted(
     monkeypatch.setenv("PATH", str(tmp_path))  # no sbatch
     Path("job.toml").write_text("[slurm]\ntasks = 2\n")
     done = _launch(*arguments)
-    assert done.exit_code in (2, 125)
+    assert done.exit_code == 2
     assert message in done.output
 
 
@@ -302,6 +336,25 @@ def test_a_container_gets_its_image_and_the_program_its_words(launcher: Any, tmp
     assert not (tmp_path / "injected").exists()
 
 
+@pytest.mark.parametrize("plugin", [True, False])
+def test_enroot_without_the_plugin_pyxis_says_so(plugin: bool, tmp_path: Path) -> None:
+    """As srun lists its own options, and those of plugins at the end."""
+    listed = "Options provided by plugins:\n      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH"
+    srun = tmp_path / "srun"
+    own = "      --container              Path to OCI container bundle"
+    helps = f'[ "$1" = --help ] && {{ echo "{own}"; {f"""echo "{listed}";""" if plugin else ""} exit; }}'
+    srun.write_text(f"#!/bin/sh\n{helps}\n{_LAUNCHER}")
+    srun.chmod(0o755)
+    script = batch_script(_job(command=("touch", "ran"), container="enroot", image="x.sqsh"))
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash"], input=script, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (0 if plugin else 1), done.stderr
+    assert ("job 7: srun has no --container-image here: enroot needs the plugin pyxis" in done.stdout) is not plugin
+    assert (tmp_path / "ran").exists() is plugin
+
+
 _TORCH_RANK = """
 import json, os, sys
 names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
@@ -370,3 +423,20 @@ JobId=7 JobName=mnist
         7, "mnist", "FAILED", "NonZeroExitCode", "node[1-2]", 2, 213, 0, Path("/home/me/my runs/mnist-7.log")
     )
     assert _parse_job(7, shown) == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "lines"),
+    [
+        ({"gpus_per_node": 2}, ["export HOROVOD_ENABLE_ASYNC_COMPLETION=1"]),
+        (
+            {"gpus_per_node": 2, "environment": {"HOROVOD_ENABLE_ASYNC_COMPLETION": "0"}},
+            ["export HOROVOD_ENABLE_ASYNC_COMPLETION=0"],
+        ),
+        ({"gpus_per_node": 2, "backend": "torch"}, []),
+        ({}, []),
+    ],
+)
+def test_horovod_on_gpus_does_not_wait_for_them_in_each_round(job: dict[str, Any], lines: list[str]) -> None:
+    script = batch_script(_job(ranks=2, **job)).splitlines()
+    assert [line for line in script if "ASYNC_COMPLETION" in line] == lines

@@ -106,6 +106,14 @@ def test_a_job_has_nothing_of_another_one_that_it_is_submitted_in(
     assert [name for name in names if name.startswith(("SLURM_", "SBATCH_"))] == ["SLURM_CONF"]
 
 
+def test_what_is_asked_of_slurm_is_said_also_where_nobody_gave_it(folder: Path) -> None:
+    """As the time limit, after which the job ends."""
+    _sbatch(folder, "echo 7")
+    done = _launch("--detach", "--name", "a", "--nodes", "4", "--gpus-per-node", "8", *_PROGRAM)
+    asked = "--ranks 32, --nodes 4, --tasks-per-node 8, --gpus-per-node 8, --cpus-per-task 1, --time 01:00:00"
+    assert (done.stdout, done.stderr) == ("7\n", f"job 7: submitted as a ({asked}); its output goes to a-7.log\n")
+
+
 @pytest.mark.parametrize(
     "reason",
     [

@@ -196,3 +196,19 @@ def test_a_quiet_command_speaks_only_if_it_fails(tmp_path: Path) -> None:
     assert failed.stderr.splitlines()[:2] == ["one", "two"]
     assert "ended with status 3" in failed.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_quiet_command_shows_where_it_is_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    script = f"echo Collecting numpy; echo Collecting torch; echo $$ >{tmp_path}/pipe; exec sleep 1000"
+    words = [str(ROOT / "scripts" / "quietly"), "sh", "-c", script]
+    environment = {**os.environ, "QUIETLY_SECONDS": "0.2"}
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as quiet:
+        command = int((tmp_path / "pipe").read_text())
+        assert quiet.stderr is not None
+        assert quiet.stderr.readline() == "  Collecting torch\n"
+        quiet.terminate()
+        assert "Collecting numpy\n" in quiet.communicate(timeout=30)[1], "all of the output, as it failed"
+    assert quiet.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(command, 0)

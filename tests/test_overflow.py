@@ -11,6 +11,7 @@ from hvdcomp import ErrorFeedback, NoMemory
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.low_rank import orthogonalize
+from hvdcomp.compressors.memory import without
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.engine import Engine
@@ -123,7 +124,7 @@ def test_a_sum_over_the_ranks_that_overflows_does_not_count(backend: str, spec: 
 
 
 @every_backend
-def test_a_residual_that_overflows_on_one_rank_loses_that_element(backend: str) -> None:
+def test_what_is_sent_of_one_rank_may_be_more_than_half_precision_holds(backend: str) -> None:
     """65000 is rounded up to 65536, infinite in half precision; the mean over four ranks is not."""
 
     def gradients(rank: int, step: int) -> dict[str, Any]:
@@ -136,15 +137,26 @@ def test_a_residual_that_overflows_on_one_rank_loses_that_element(backend: str) 
     values = as_numpy(runs[0].results[0]["w"])
     assert values[0] == 16384
     kept = as_numpy(runs[1].engine.states["w"].memory[0])
-    assert kept[0] == 0
-    assert kept[1] == 3 - 4 * values[1]  # the other element is accounted for
+    assert kept[0] == float(np.float16(65000)) - 65536
+    assert kept[1] == 3 - 4 * values[1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@every_backend
+def test_residuals_that_a_growing_loss_scale_would_make_infinite(backend: str, dtype: str) -> None:
+    """In single precision, in which what half precision does not hold is kept."""
+    values = np.array([60000.0, 40000.0, 1.0]) * (2.0**112 if dtype == "float32" else 1)
+    run = one_rank("topk:ratio=0.3", [make(backend, values, dtype)], dtype=dtype)
+    run.engine.scale_residuals(2.0)
+    assert as_numpy(run.engine.states["w"].memory[0]).tolist() == [0, 0 if dtype == "float32" else 80000, 2 * values[2]]
 
 
 @every_backend
-def test_residuals_that_a_growing_loss_scale_would_make_infinite(backend: str) -> None:
-    run = one_rank("topk:ratio=0.3", [make(backend, [60000.0, 40000.0, 1.0], "float16")], dtype="float16")
-    run.engine.scale_residuals(2.0)
-    assert as_numpy(run.engine.states["w"].memory[0]).tolist() == [0, 0, 2]
+def test_a_residual_that_overflows_loses_that_element(backend: str) -> None:
+    x = np.full(4, 3e38)
+    sent = make(backend, -x)
+    kept = without(arrays_for(sent), make(backend, x), sent)
+    assert as_numpy(kept).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("spec", ["mstopk:ratio=0.01", "redsync:ratio=0.01", "sidco:ratio=0.01", "dgc:ratio=0.01"])

@@ -221,6 +221,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(CalibrationError, match="cannot be read"):
         load(broken)
+    broken.write_text("[" * 100_000)
+    with pytest.raises(CalibrationError, match=r"broken\.json is not JSON: .* nested more than"):
+        load(broken)
+    data = as_json(MEASURED)
+    data["machine"]["gpu"] = json.loads("[" * 400 + "]" * 400)
+    broken.write_text(json.dumps(data))
+    with pytest.raises(CalibrationError, match=r"broken\.json is not JSON: .* nested more than"):
+        load(broken)
     broken.write_text("[1]")
     with pytest.raises(CalibrationError, match=r"must be a JSON object, not \[1\]"):
         load(broken)

@@ -174,7 +174,7 @@ def test_norms_of_other_tensors_are_refused(norms: dict[str, float]) -> None:
     [
         ({"low": 0.1, "high": 0.99}, "low=0.1,high=0.99"),
         ({"low": 2, "high": 2}, "low=2,high=2"),
-        ({"low": "a", "high": 2}, "low=a"),
+        ({"low": "a", "high": 2}, "low='a'"),
         ({"low": 2, "high": math.nan}, "high=nan"),
         ({"low": 2, "high": 1, "eta": 0}, "eta=0"),
         ({"low": 2, "high": 1, "eta": math.nan}, "eta=nan"),
@@ -182,7 +182,7 @@ def test_norms_of_other_tensors_are_refused(norms: dict[str, float]) -> None:
         ({"low": 2, "high": 1, "interval": 2.5}, "interval=2.5"),
         ({"low": 2, "high": 1, "steps": -1}, "steps=-1"),
         ({"low": 2, "high": 1, "steps": 5, "interval": 5}, "not both"),
-        ({"low": 2, "high": 1, "statistic": "global"}, "statistic=global .* local or aggregated"),
+        ({"low": 2, "high": 1, "statistic": "global"}, "statistic='global' .* local or aggregated"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, words: str) -> None:

@@ -95,7 +95,7 @@ def test_ratios_of_other_tensors_are_refused() -> None:
         ({"start": 4, "fall": 0.5, "floor": 4}, "start=4"),
         ({"start": 4, "fall": 0.5, "interval": 0}, "interval=0"),
         ({"start": 4, "fall": 0.5, "interval": 3, "steps": 3}, "not both"),
-        ({"start": 4, "fall": 0.5, "statistic": "mine"}, "statistic=mine"),
+        ({"start": 4, "fall": 0.5, "statistic": "mine"}, "statistic='mine'"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, words: str) -> None:

@@ -376,7 +376,7 @@ def test_candidates_that_cannot_be(told: Candidates, words: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"calibration": ""}, "calibration= .* a calibration file"),
+        ({"calibration": ""}, "calibration='' .* a calibration file"),
         ({"window": 2}, "window=2 .* at least 3"),
         ({"every": 4}, "every=4 .* at least 5"),
         ({"batch": -1}, "batch=-1 .* at least 0"),

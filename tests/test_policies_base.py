@@ -236,7 +236,7 @@ def test_constant() -> None:
     policy.check(None, PowerSGD(rank=2))
     with pytest.raises(SpecError, match="ratio=4"):
         policy.check(None, TopK(ratio=0.1))
-    with pytest.raises(SpecError, match="level=high"):
+    with pytest.raises(SpecError, match="level='high'"):
         Constant(level="high")  # type: ignore[arg-type]
 
 

@@ -364,7 +364,7 @@ def test_the_gain() -> None:
         ({"epsilon": 0}, "epsilon=0"),
         ({"epsilon": 1.5}, r"epsilon=1\.5"),
         ({"omega": -0.1}, r"omega=-0\.1"),
-        ({"scaling": "linear"}, "scaling=linear .* exponential or geometric"),
+        ({"scaling": "linear"}, "scaling='linear' .* exponential or geometric"),
         ({"window": 0}, "window=0"),
         ({"window": 2.5}, r"window=2\.5"),
         ({"smoothing": 0}, "smoothing=0"),

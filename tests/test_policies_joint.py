@@ -176,7 +176,7 @@ def test_a_state_of_one_of_its_parts_is_refused() -> None:
     ("settings", "words"),
     [
         ({"low": 0.1, "high": 0.5}, r"low=0\.1,high=0\.5"),
-        ({"high": "x"}, "high=x"),
+        ({"high": "x"}, "high='x'"),
         ({"batch_low": 0}, "batch_low=0"),
         ({"batch_high": 64}, "batch_low=64,batch_high=64 .* batch_high must be a multiple of batch_low"),
         ({"batch_high": 100}, "batch_low=64,batch_high=100"),

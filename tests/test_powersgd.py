@@ -292,7 +292,7 @@ def test_only_what_gets_smaller_is_compressed() -> None:
 
 def test_wrong_settings() -> None:
     for rank in (0, -1, 1.5, True, "2"):
-        with pytest.raises(SpecError, match=rf"powersgd: rank={rank} is not allowed; .* whole number of at least 1"):
+        with pytest.raises(SpecError, match=rf"powersgd: rank={rank!r} is not allowed; .* whole number of at least 1"):
             PowerSGD(rank)  # type: ignore[arg-type]
     for min_rate in (0, -1.0, float("nan")):
         with pytest.raises(SpecError, match=r"min_rate=.* is not allowed; it must be positive"):

@@ -168,6 +168,9 @@ def test_a_port_that_cannot_be_had_is_named_with_the_way_out(monkeypatch: pytest
         with pytest.raises(hvdcomp.ConfigurationError, match=said):
             hvdcomp.serve_metrics(compression, server.port, "127.0.0.1")
     hvdcomp.serve_metrics(compression, server.port, "127.0.0.1").close()
+    for address, listens in (({}, "127.0.0.1"), ({"address": "0.0.0.0"}, "0.0.0.0")):
+        with hvdcomp.serve_metrics(compression, 0, **address) as server:
+            assert server._server.server_address[0] == listens
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(hvdcomp.ConfigurationError, match=r"pip install 'hvdcomp\[metrics\]'"):
         hvdcomp.serve_metrics(compression, 0)

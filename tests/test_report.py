@@ -19,6 +19,7 @@ pytest.importorskip("jinja2")
 
 from hvdcomp.cli import main
 from hvdcomp.report.curves import draw_section, smooth
+from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import RunError, find_runs
 from hvdcomp.report.table import cells, make_sections
 
@@ -93,7 +94,7 @@ def test_table_of_finished_runs(tmp_path):
     assert topk["speed_vs_baseline"] == 2.0
     assert topk["bytes_sent_per_step"] == 80_000
     assert cells(topk)[:2] == ["topk", "topk:ratio=0.01"]
-    assert cells(topk)[4:] == ["10.0", "80.0 kB", "50.0x", "2.00x", "NO", "1.50 / 6.00 / 0.50"]
+    assert cells(topk)[4:] == ["80.0 kB", "50.0x", "10.0", "2.00x", "NO", "1.50 / 6.00 / 0.50"]
     accuracy = json.loads((tmp_path / "topk/summary.json").read_text())["accuracy"]
     assert cells(topk)[3] == f"{100 * accuracy:.2f}"
 
@@ -115,9 +116,40 @@ def test_seeds_are_grouped_with_mean_and_spread(tmp_path):
     assert mean["quality"] == pytest.approx(0.91)
     assert cells(mean)[0] == "mean of 3 runs"
     assert cells(mean)[3] == "91.00 (90.00-92.00)"
-    assert cells(mean)[5] == "4.0 MB"
+    assert cells(mean)[4] == "4.0 MB"
     assert [row["ms_per_step"] for row in seeds] == [10.0, 11.0, 15.0]
     assert alone["ms_per_step"] == 30.0
+
+
+def sentences(*folders: Path) -> list[str]:
+    (section,) = make_sections(find_runs(folders)[0])
+    return headline(section)
+
+
+def test_the_headline_says_who_won(tmp_path):
+    write_run(tmp_path / "dense", accuracy=0.98)
+    assert sentences(tmp_path) == []  # nothing to compare
+    write_run(tmp_path / "fp16", "fp16", factor=2, accuracy=0.985)
+    write_run(tmp_path / "topk", "topk:ratio=0.01", factor=50, accuracy=0.9701)
+    write_run(tmp_path / "less", "topk:ratio=0.001", factor=400, accuracy=0.9699)  # more than a point below
+    write_run(tmp_path / "diverged", "signsgd", factor=900, status="diverged", accuracy=None)
+    (tmp_path / "diverged" / "epochs.jsonl").write_text("")
+    assert sentences(tmp_path) == [
+        "topk:ratio=0.01 sent 50.0 times fewer bytes than dense training, and ended at 97.01% accuracy; dense training "
+        "ended at 98.00% accuracy.",
+        "topk:ratio=0.001 sent fewest, 400.0 times fewer, but ended at 96.99% accuracy.",
+        "fp16 ended best, at 98.50% accuracy, with 2.0 times fewer bytes.",
+    ]
+
+
+def test_a_headline_where_nothing_is_as_good_as_dense(tmp_path):
+    common = {"metric": "perplexity", "model": "lstm", "data": "text"}
+    write_run(tmp_path / "dense", perplexity=5.0, **common)
+    write_run(tmp_path / "topk", "topk:ratio=0.01", factor=50, perplexity=5.51, **common)
+    assert sentences(tmp_path) == [
+        "No method with fewer bytes ended within 10% of dense training (a perplexity of 5.00).",
+        "topk:ratio=0.01 sent fewest, 50.0 times fewer, but ended at a perplexity of 5.51.",
+    ]
 
 
 def test_unfinished_run_with_truncated_last_line(tmp_path):
@@ -292,6 +324,7 @@ def test_json_and_csv_say_what_the_table_says(tmp_path):
     result = report(tmp_path / "runs", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     expected = read_table(tmp_path / "runs")
+    sections = make_sections(find_runs([tmp_path / "runs"])[0])
     assert json.loads((tmp_path / "out/report.json").read_text())["rows"] == expected
     with (tmp_path / "out/report.csv").open(newline="") as file:
         written = list(csv.DictReader(file))
@@ -303,13 +336,21 @@ def test_json_and_csv_say_what_the_table_says(tmp_path):
                 assert part in result.output
                 assert part in page
     figures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
-    expected_figures = ["accuracy", "loss", "time"]
-    assert {name[2:-4] for name in figures} == {*expected_figures, "perplexity"}
-    assert len(figures) == 9  # three sections of three: classification, language model, not yet known
+    curves = {f"{what}-{against}" for what in ("accuracy", "perplexity", "loss") for against in ("bytes", "steps")}
+    assert {name[2:-4] for name in figures} == {*curves, "time"}
+    assert len(figures) == 15  # three sections of five: classification, language model, not yet known
     for name in figures:
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / "out" / name).with_suffix(".svg").stat().st_size > 1000
-    assert page.count("data:image/svg+xml;base64,") == 9
+    assert page.count("data:image/svg+xml;base64,") == 15
+    # The headline comes before the table. On a narrow screen a row is a card, without the line of headings above.
+    (sentence,) = headline(sections[0])
+    assert sentence in " ".join(result.output.split())
+    assert 0 < page.index(sentence) < page.index("<table")
+    shown = re.findall(r'<td data-heading="([^"]+)"[^>]*>([^<]*)<', page)
+    named = [(heading, text.partition(" (")[0]) for one in sections for row in one.rows for heading, text in
+             zip(one.headings[2:], cells(row)[2:], strict=True)]  # fmt: skip
+    assert shown == named
 
 
 def test_hostile_strings_are_harmless(tmp_path):
@@ -370,7 +411,7 @@ def test_one_rank_sends_nothing(tmp_path):
         result = report(run, "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     (row,) = read_table(run)
-    assert cells(row)[5:7] == ["0 bytes", "-"]
+    assert cells(row)[4:6] == ["0 bytes", "-"]
 
 
 def test_bytes_within_a_node_are_told_apart(tmp_path):
@@ -378,8 +419,8 @@ def test_bytes_within_a_node_are_told_apart(tmp_path):
     sent = {"bytes_sent_per_step": 5_020_000, "bytes_in_node_per_step": 5e6}
     write_run(tmp_path / "two", "two_level(topk:ratio=0.01)", factor=200, **sent)
     flat, two = read_table(tmp_path)
-    assert cells(flat)[5:7] == ["80.0 kB", "50.0x"]
-    assert cells(two)[5:7] == ["5.0 MB (5.0 MB in the node)", "200x"]
+    assert cells(flat)[4:6] == ["80.0 kB", "50.0x"]
+    assert cells(two)[4:6] == ["5.0 MB (5.0 MB in the node)", "200x"]
 
 
 def test_without_a_summary_bytes_within_a_node_do_not_count_either(tmp_path):
@@ -400,9 +441,11 @@ def test_only_a_diverging_loss_is_cut_off(tmp_path):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (section,) = make_sections(find_runs([run])[0])
     figures = {name: figure for name, _, figure in draw_section(section)}
-    assert figures["loss"].axes[0].get_ylim() == (0, 6.0)
-    assert "cut off" in figures["loss"].axes[0].get_ylabel()
-    assert figures["accuracy"].axes[0].get_ylim()[1] > 90
+    assert next(iter(figures)) == "loss-bytes", "what each byte bought comes first"
+    for against in ("bytes", "steps"):
+        assert figures[f"loss-{against}"].axes[0].get_ylim() == (0, 6.0)
+        assert "cut off" in figures[f"loss-{against}"].axes[0].get_ylabel()
+        assert figures[f"accuracy-{against}"].axes[0].get_ylim()[1] > 90
 
 
 def test_smoothing_is_a_running_mean_that_leaves_gaps():

@@ -13,6 +13,7 @@ pytest.importorskip("jinja2")
 
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
+from hvdcomp.report.curves import draw_section
 from hvdcomp.report.page import as_text
 from hvdcomp.report.runs import find_runs
 from hvdcomp.report.table import cells, make_sections
@@ -22,10 +23,10 @@ from tests.test_report import report, write_run
 MS = {"compute": 60.0, "none": 120.0, "hvd.fp16": 80.0, "topk:ratio=0.01": 40.0}
 
 
-def write_turns(file: Path, model: str = "mlp@digits", **changes: Any) -> Path:
+def write_turns(file: Path, model: str = "mlp@digits", backward_s: float = 0.05, **changes: Any) -> Path:
     """Steps of write_run's model: 4 MB, between four ranks of one machine, repeatable within 10 percent."""
     encode = {"topk:ratio=0.01": EncodeTime(0.02)}
-    compute = Compute(0.05, 0.01, encode=encode, ready=((1.0, 1.0),), batch_size=32)
+    compute = Compute(backward_s, 0.01, encode=encode, ready=((1.0, 1.0),), batch_size=32)
     facts = ModelFacts((TensorInfo("w", (1000, 1000)),), compute, 1e9)
     cost = CollectiveCost("ring", 0.0, 1e9, transfer=((1e4, 1.0), (1e6, 2.0)))  # how the machine itself is slow
     calibration = Calibration("made up", Network(cost, cost), {model: facts}, {"ranks": "4"}, noise=0.1)
@@ -60,7 +61,7 @@ def test_steps_in_turns_count_and_predictions_stand_beside_them(tmp_path: Path) 
     assert rows["dense"]["predicted_ms_100mbit"] == pytest.approx(60 + 480)
     gathered = 10_000 * (4 + 2)  # values, and indices of two bytes
     assert rows["topk"]["predicted_ms_100mbit"] == pytest.approx(60 + 20 + 3 * gathered / 1.25e4, rel=0.01)
-    shown = {name: dict(zip(section.headings, cells(row, True), strict=True)) for name, row in rows.items()}
+    shown = {name: dict(zip(section.headings, cells(row, True, True), strict=True)) for name, row in rows.items()}
     (predicted,) = [heading for heading in section.headings if heading.startswith("Predicted")]
     assert [shown[name]["ms per step"] for name in ("dense", "topk", "tensorflow")] == ["120", "40.0", "25.0*"]
     assert [shown[name][predicted] for name in ("dense", "tensorflow")] == ["540 / 108", "-"]
@@ -84,7 +85,10 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
     for text in (" ".join(result.output.split()), " ".join(page.split())):
         assert "The 4 ranks of a run share one machine" in text
         assert "Predicted, not measured: a step of 4 such ranks with a link of 100 Mb/s or 1 Gb/s" in text
-        assert "differed by 10%" in text
+        assert "Predictions may be wrong by 10%; smaller differences mean nothing" in text
+        assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) is predicted to take" in text
+        assert "times as fast as dense training." in text
+        assert "Measured here, it is 3.00 times as fast." in text
         assert "540 / 108" in text
         assert "25.0*" in text
     heading = next(line for line in result.output.splitlines() if "Predicted" in line)
@@ -95,6 +99,59 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
     assert "share one machine" not in report(tmp_path / "apart", "--output", tmp_path / "out2").output
 
 
+def test_predictions_from_noise_are_withheld(tmp_path: Path) -> None:
+    """The allreduce may be wrong by 21 ms: little in a dense step of 540 ms, much in shorter ones."""
+    write_runs(tmp_path / "runs")
+    noisy = {
+        "network, allreduce of 64 bytes": {"seconds": 0.001, "spread": 21.3},
+        "network, allgather of 4 KiB": {"seconds": 0.001, "spread": 0.2},
+    }
+    noise = load_turns(write_turns(tmp_path / "turns.json", noisy=noisy))
+    assert list(noise.predicted_ms["none"]) == ["100mbit"]
+    assert noise.predicted_ms["topk:ratio=0.01"] == {}
+    assert noise.noise == 0.1
+    assert noise.doubt == pytest.approx(0.0213 / (0.08 + 3 * 6e4 / 1.25e8), rel=0.01)
+    (section,) = make_sections(find_runs([tmp_path / "runs"])[0], turns=noise)
+    dense, _, topk = (cells(row, section.in_turns, section.predicted) for row in section.rows)
+    place = next(place for place, heading in enumerate(section.headings) if heading.startswith("Predicted"))
+    assert (dense[place], topk[place]) == ("540 / -", "- / -")
+    note = section.notes()[-1]
+    assert "that differed by more than 15% when they were repeated: 2. " in note
+    assert "What counts most is network, allreduce of 64 bytes: 2130%." in note
+    assert "A dash is in place of those that may be wrong by more than 15%" in note
+    assert "time" in [name for name, _, _ in draw_section(section)]
+
+
+def test_without_a_prediction_that_can_be_trusted_there_is_no_column(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs")
+    noisy = {"cnn@digits, passes": {"seconds": 1.0, "spread": 2.0}}
+    turns = write_turns(tmp_path / "turns.json", noisy=noisy)
+    result = report(tmp_path / "runs", "--turns", turns, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out" / "report.html").read_text()
+    for text in (" ".join(result.output.split()), " ".join(page.split())):
+        assert "Predicted" not in text
+        assert "For a link of 100 Mb/s nothing is predicted: this machine was too busy" in text
+        assert "No step is predicted for links of 100 Mb/s or 1 Gb/s" in text
+        assert "What counts most is cnn@digits, passes: 200%." in text
+        assert "smaller differences mean nothing" not in text
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert {row["predicted_ms_1gbit"] for row in rows} == {None}
+    assert [row["turns_ms"] for row in rows] == [120.0, None, 40.0]
+
+
+def test_calibrations_that_were_repeated_are_compared_by_what_they_predict(tmp_path: Path) -> None:
+    """What is noisy in each does not matter where they predict the same; where they do not, nothing is predicted."""
+    files = [write_turns(tmp_path / f"{number}.json", backward_s=s) for number, s in enumerate((0.05, 0.06, 0.12))]
+    repeated = [json.loads(file.read_bytes())["calibration"] for file in files]
+    noisy = {"mlp@digits, passes": {"seconds": 1.0, "spread": 2.0}}
+    found = load_turns(write_turns(tmp_path / "turns.json", noisy=noisy, repeated=repeated))
+    assert found.calibrations == 3
+    assert found.predicted_ms["none"] == {"100mbit": pytest.approx(70 + 480)}
+    assert found.predicted_ms["topk:ratio=0.01"] == {}
+    assert found.noise == pytest.approx(70 / 550)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -102,6 +159,8 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
         ({"model": "cnn@digits"}, "none of the runs is"),
         ({"steps": {}}, "none of the runs is"),
         ({"calibration": {}}, "holds no steps measured in turns"),
+        ({"noisy": {"passes": {"seconds": 1.0}}}, "holds no steps measured in turns"),
+        ({"noisy": {"passes": {"seconds": 1.0, "spread": float("nan")}}}, "holds no steps measured in turns"),
         ({"steps": {"none": {"median_ms": None}}}, "holds no steps measured in turns"),
         ({"steps": {"none": {"median_ms": -1}}}, "a time that cannot be"),
     ],

@@ -31,6 +31,7 @@ from hvdcomp import (
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.compressors.routing import require_matches
 from tests.harness import BACKENDS, as_numpy, assert_same_on_all_ranks, bits, infos, make, run_engines
 
 EXAMPLE = ByName({"embed.*": TopK(0.001), "*.bias": NoCompression(), "*": PowerSGD(4)})
@@ -99,6 +100,50 @@ def test_routers_nest_and_a_compressor_still_decides_for_itself() -> None:
     assert routed(router, "conv1", (64, 8, 3, 3)) == PowerSGD(8)
     assert routed(router, "conv1", (200, 1, 1)) == NoCompression()  # PowerSGD would send more than it is
     assert routed(router, "fc", (64, 64)) == ATOMO(2)
+
+
+NAMES = ("embed.weight", "blocks.0.attn.weight", "blocks.0.attn.bias", "head.weight")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "topk:ratio=0.1",
+        '{"embed.*": "none", "blocks.?.attn.*": "topk:ratio=0.1", "*": "none"}',
+        '{"*": "none"}',
+        '{"embed*": "none", "blocks*": "none", "head*": "none", "*": "topk:ratio=0.1"}',  # nothing is left for "*"
+        '{"blocks.*": "none", "*.attn.bias": "topk:ratio=0.1", "*": "none"}',  # earlier rules take all of a pattern's
+        '{"numel<100000": "none", "*": {"head.*": "topk:ratio=0.1", "*": "none"}}',  # or conditions do
+        '{"ndim<2": "none", "embed.*": "topk:ratio=0.1", "*": "none"}',
+        'two_level({"blocks.*": "topk:ratio=0.1", "*": "none"})',
+    ],
+)
+def test_patterns_that_match_some_name_are_right(spec: str) -> None:
+    require_matches(parse_compressor(spec), NAMES)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        '{"transformer.blocks.*": "topk:ratio=0.1", "*": "none"}',
+        '{"*": {"numel<10": "none", "transformer.blocks.*": "topk:ratio=0.1", "*": "none"}}',
+        '{"ndim<2": "none", "transformer.blocks.*": "topk:ratio=0.1", "*": "none"}',
+        'two_level({"embed.*": "none", "transformer.blocks.*": "topk:ratio=0.1", "*": "none"})',
+    ],
+)
+def test_a_pattern_that_matches_no_name_is_refused_with_the_nearest(spec: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        require_matches(parse_compressor(spec), NAMES)
+    message = str(caught.value)
+    nearest = "'transformer.blocks.*' (nearest are 'blocks.0.attn.bias', 'blocks.0.attn.weight', "
+    assert message.startswith(f"of 4 tensors none has a name that matches {nearest}")
+    assert "embed.*" not in message
+
+
+def test_of_many_wrong_patterns_some_are_told() -> None:
+    rules = {f"layer{number}.*": NoCompression() for number in range(40)}
+    with pytest.raises(SpecError, match=r"'layer2\.\*' \(nearest are [^)]*\) and 37 more\. A pattern is"):
+        require_matches(ByName({**rules, "*": TopK(0.1)}), NAMES)
 
 
 # Descriptions ------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_a_name_with_a_colon_prints_with_a_comma() -> None:
         ("adaqs", ["'adaqs' does not set start, fall; write 'adaqs:start=64,fall=0.2', for example"]),
         ("gravac:lag=2", ["gravac: lag=2 is not allowed; it must be 0 or 1"]),
         ("auto", ["'auto' does not set calibration; write 'auto:calibration=calibration.json', for example"]),
-        ("auto:calibration=", ["auto: calibration= is not allowed; it must be a calibration file"]),
+        ("auto:calibration=", ["auto: calibration='' is not allowed; it must be a calibration file"]),
         (
             "auto:calibration=c.json,compressors=qsgd:bits=4,exchange=scatter",
             ["compressors=qsgd:bits=4 in", "expected a list in parentheses", "such as (one|two)"],

@@ -15,6 +15,7 @@ tf_keras = pytest.importorskip("tf_keras", reason="needs tf_keras")
 import hvdcomp  # noqa: E402
 from hvdcomp.errors import ConfigurationError  # noqa: E402
 from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped  # noqa: E402
+from tests.test_state_check import state_of_training  # noqa: E402
 
 
 def compression(variables: Any, **options: Any) -> hvdcomp.Compression:
@@ -78,7 +79,7 @@ def test_variables_may_come_later() -> None:
 
 
 def test_a_state_that_would_need_variables_too_early_says_so() -> None:
-    state = {"shared": {}, "own": {}}
+    state = state_of_training("numpy")
     optimizer = tf_keras.optimizers.SGD(0.1)
     with pytest.raises(ConfigurationError, match=r"variables=model\.trainable_variables"):
         compression(None, optimizer=optimizer).load_state_dict(state, optimizer=optimizer)

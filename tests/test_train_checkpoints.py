@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from hvdcomp.launch.promise import EXIT_SAVED
+from hvdcomp.train.checkpoints import Checkpoints
+from hvdcomp.train.options import TrainingOptions
+from hvdcomp.train.ranks import Ranks
 from tests.decision_lines import whole_lines
 from tests.launch import run_ranks
 from tests.test_train_data import _write_cifar10
@@ -396,3 +399,28 @@ def test_tensorflow_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     (stopped_at,) = _summary(tmp_path / "b")["resumed_at"]
     assert 14 <= stopped_at <= 17
     _check_same_run(tmp_path / "a", tmp_path / "b", [stopped_at])
+
+
+class _Alone(Ranks):
+    """One rank that needs no library."""
+
+    backend, rank, size = "horovod", 0, 1
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        return value
+
+
+def test_a_start_removes_only_what_a_killed_run_left_in_the_folder(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    for place in ("theirs", "c/step-00000035.part/deep", "c/step-mine.part", "c/step-7", "c/step-7.part"):
+        (tmp_path / place / "kept").mkdir(parents=True)
+    folder = tmp_path / "c"
+    for name in ("step-00000042.part", "step-10.part"):
+        (folder / name).symlink_to(theirs)
+    (folder / "step-00000049.part").write_text("a file")
+    assert Checkpoints(TrainingOptions(checkpoint_folder=folder), {}, _Alone()).find() is None
+    assert _held(folder) == ["step-10.part", "step-7", "step-7.part", "step-mine.part"]
+    assert _held(theirs) == ["kept"]

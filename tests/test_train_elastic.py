@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,18 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     assert steps == list(range(1, summary["steps"] + 1))
     for then, now in (("2 ranks", "3 ranks"), ("3 ranks", "2 ranks"), ("2 ranks", "1 rank")):
         assert f"checkpoint of {then}, this run has {now}: what was left to be sent is kept" in done.stdout
+
+
+@pytest.mark.alone
+def test_elastic_ranks_that_lack_a_folder_end_and_say_so(tmp_path: Path) -> None:
+    """Horovod waits for all of them to end."""
+    hosts, command = tmp_path / "hosts", Path(sys.executable).parent / "hvdcomp"
+    hosts.write_text("#!/bin/sh\necho localhost:2\n")
+    hosts.chmod(0o755)
+    done = run_ranks(2, "gloo", [str(command), "train", "--elastic"], {"COLUMNS": "200"}, timeout=100, hosts=hosts)
+    assert done.returncode != 0
+    assert done.stdout.count("Error: --elastic needs --checkpoint-folder, from where the run goes on") == 1, done.stdout
+    assert done.stdout.count("exit with status code 2") == 2, done.stdout
 
 
 def test_what_elastic_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from hvdcomp.cli import main
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.launch.promise import EXPECTED_SIZE, LAUNCHERS
-from hvdcomp.train import environment
+from hvdcomp.train import beforehand, environment
 from hvdcomp.train.checkpoints import _MAY_CHANGE
 from hvdcomp.train.options import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, SetupError, TrainingOptions
 from hvdcomp.train.outputs import check_output, strict
@@ -71,6 +77,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"sequence_length": 0}, "--sequence-length 0"),
         ({"metrics_port": 0}, "--metrics-port 0: from 1 to 65535"),
         ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
+        ({"metrics_address": ""}, "--metrics-address '': an address of rank 0's host"),
         ({"tensorboard": True}, "--tensorboard writes below --output"),
     ],
 )
@@ -138,3 +145,85 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
         "momentum", "nesterov", "output", "policy", "samples", "seed", "sequence_length", "text_size", "text_unit",
         "warm_up", "weight_decay",
     }  # fmt: skip
+
+
+_REFUSED = """
+import json, sys
+from click.testing import CliRunner
+from hvdcomp.cli import main
+
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 2, done.output
+    print(done.output.splitlines()[-1])
+for name in ("torch", "tensorflow", "horovod"):
+    assert name not in sys.modules, name
+"""
+
+
+def test_what_is_wrong_is_said_before_a_framework_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").touch()
+    missing = str(tmp_path / "missing" / "file.json")
+    refused = {
+        "unknown compressor 'zip'": ["train", "--compression", "zip"],
+        "unknown memory 'diary'": ["train", "--memory", "diary"],
+        "'accordion' does not set low, high": ["train", "--compression", "topk:ratio=0.1", "--policy", "accordion"],
+        "cannot be used: nope.json cannot be read": ["train", "--policy", "auto:calibration=nope.json"],
+        "overlap=True compresses gradients before all of them are there": [
+            *("train", "--compression", "topk:ratio=0.01", "--overlap", "on", "--memory", "momentum_correction:clip=1"),
+        ],
+        "--output": ["train", "--output", str(tmp_path)],
+        "--elastic needs --checkpoint-folder": ["train", "--elastic"],
+        "--model lstm cannot learn --data digits": ["train", "--model", "lstm"],
+        "--backend ddp is for PyTorch": ["train", "--framework", "tensorflow", "--backend", "ddp"],
+        "unknown compressor 'zap'": ["calibrate", "--compressor", "zap"],
+        f"--output {missing} cannot be written": ["calibrate", "--output", missing],
+    }
+    mine = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    words = [sys.executable, "-c", _REFUSED, json.dumps(list(refused.values()))]
+    done = subprocess.run(words, capture_output=True, text=True, env=mine, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert all(message in line for message, line in zip(refused, said, strict=True)), said
+
+
+@pytest.mark.parametrize(
+    ("variables", "early"),
+    [
+        ({}, True),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, True),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0", "HOROVOD_ELASTIC": "1"}, False),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, False),
+    ],
+)
+def test_a_file_is_refused_early_where_the_launcher_then_ends_all_ranks(
+    variables: dict[str, str], early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*LAUNCHERS, "HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "steps.jsonl").touch()
+    for options, words in (
+        (TrainingOptions(output=tmp_path), "holds a run already"),
+        (TrainingOptions(policy="auto:calibration=nope.json"), "nope.json cannot be read"),
+    ):
+        with pytest.raises((SetupError, ConfigurationError), match=words) if early else nullcontext():
+            beforehand.check(options)
+    beforehand.check(TrainingOptions(output=tmp_path, checkpoint_folder=tmp_path))  # the checkpoint says more
+    with pytest.raises(SpecError, match="unknown compressor"):
+        beforehand.check(TrainingOptions(compression="zip"))
+
+
+def test_rank_0_speaks_first_and_another_if_nothing_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(beforehand.time, "sleep", waited.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        done = CliRunner().invoke(main, ["train", "--compression", "zip"])
+        assert (done.exit_code, "unknown compressor 'zip'" in done.output, len(waited)) == (2, True, int(rank))
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    done = CliRunner().invoke(main, ["train", "--compression", "zip"])
+    assert (done.exit_code, done.output, len(waited)) == (2, "", 1)

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from hvdcomp.adaptation.log_lines import Parts, Shorthand
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.files import RecordFile, put_aside, put_aside_before
+from hvdcomp.files import RecordFile, parse_json, put_aside, put_aside_before
+from hvdcomp.policies import Policy
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
@@ -223,15 +224,25 @@ class LogFiles(NamedTuple):
     files: int
 
 
-def log_files(path: str | Path | None, file_bytes: int, files: int) -> LogFiles | None:
+def log_files(path: str | Path | None, file_bytes: int, files: int, policy: object) -> LogFiles | None:
     """What a user asked for; None for no log.
 
+    Args:
+        policy: whose decisions are to be logged.
+
     Raises:
-        SpecError: if these cannot be the limits of a log, by the names that `hvdcomp.Compression` gives them.
+        SpecError: if these cannot be the limits of a log, by the names that `hvdcomp.Compression` gives them; or if
+            nothing decides.
     """
     for name, given, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
         if not is_whole(given, least):
             raise SpecError(f"{name}={given!r} is not possible; give a whole number from {least} on")
+    if path is not None and not isinstance(policy, Policy):
+        schedule = "" if policy is None else f" ({policy} is a schedule, which decides nothing)"
+        raise SpecError(
+            f"decision_log={str(path)!r} is for the decisions of a policy, and there is none{schedule}; give a policy, "
+            "such as hvdcomp.Accordion(low=0.1, high=0.01), or leave decision_log out"
+        )
     return None if path is None else LogFiles(Path(path), file_bytes, files)
 
 
@@ -353,7 +364,7 @@ def _mend(path: Path) -> None:
 def _is_whole(line: bytes) -> bool:
     """Whether a line without its end is all there."""
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return False
     return True
@@ -361,7 +372,7 @@ def _is_whole(line: bytes) -> bool:
 
 def _fields_of(line: bytes) -> dict[str, Any]:
     """Raises ValueError if the line is not one of a decision log."""
-    data = json.loads(line, parse_constant=_no_constant)
+    data = parse_json(line, parse_constant=_no_constant)
     if not isinstance(data, dict) or data.get("kind") not in ("start", "decision"):
         raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
     return data

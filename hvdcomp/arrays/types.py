@@ -6,8 +6,10 @@ from typing import Any
 
 Array = Any  # a NumPy array or torch.Tensor; the array functions of `hvdcomp.arrays` tell them apart
 
-_FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, **_FLOATING}
+FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+"""The same of the element types that gradients may have."""
+
+DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, **FLOATING}
 """The size of one element, in bytes, of each element type that may be sent, by its common name."""
 
 
@@ -21,12 +23,16 @@ def number_of_elements(shape: tuple[int, ...]) -> int:
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element of a floating-point type."""
-    return _FLOATING[dtype]
+    return FLOATING[dtype]
+
+
+LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
+"""The largest number of each element type that holds less than its wide one."""
 
 
 def wide_dtype(dtype: str) -> str:
     """The element type in which values of a floating-point type are computed with: their own, but float32 at least."""
-    return dtype if _FLOATING[dtype] > 2 else "float32"
+    return dtype if FLOATING[dtype] > 2 else "float32"
 
 
 def allreduce_dtype(dtype: str) -> str:

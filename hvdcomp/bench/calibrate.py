@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from hvdcomp.bench.carrier import Carrier
-from hvdcomp.bench.fit import NOISY, Reading
+from hvdcomp.bench.fit import Reading
 from hvdcomp.bench.levels import find_levels
+from hvdcomp.bench.marks import HOST
 from hvdcomp.bench.probe_model import probe_model
 from hvdcomp.bench.probe_network import IN_LEVELS, Kind, probe_network
 from hvdcomp.bench.workload import build
@@ -22,6 +23,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.perfmodel.calibration import Calibration
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
+from hvdcomp.perfmodel.noise import NOISY
 from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
 
 NETWORK_SHARE = 0.3  # of the time of a calibration
@@ -45,6 +47,7 @@ def calibrate(
     batch_size: int,
     seed: int,
     seconds: float,
+    device: torch.device = HOST,
     show: Show = lambda _: None,
     beside: Callable[[], None] = lambda: None,
 ) -> Calibrated:
@@ -58,6 +61,7 @@ def calibrate(
         batch_size: of one rank.
         seed: of weights and data.
         seconds: about how long to measure.
+        device: that trains, and where what is sent lies.
         show: called with what comes next.
         beside: called on every rank after each round of the kinds of steps: what is compared with the calibration is
             measured there, as machines are not equally fast all the time. What it takes is not among the seconds.
@@ -69,8 +73,9 @@ def calibrate(
     levels = find_levels(carrier.communicator())
     for one in compressors:
         levels.check(one)
-    largest = _largest(models, compressors, carrier.ranks.size, levels.ranks_per_node, batch_size, seed)
-    network = probe_network(largest, carrier, levels, NETWORK_SHARE * seconds, lambda what: show(f"network: {what}"))
+    largest = _largest(models, compressors, carrier.ranks.size, levels.ranks_per_node, batch_size, seed, device)
+    show_network: Show = lambda what: show(f"network: {what}")  # noqa: E731
+    network = probe_network(largest, carrier, levels, device, NETWORK_SHARE * seconds, show_network)
     readings = {f"network, {what}": one for what, one in network.readings.items()}
     facts = {}
     for model in models:
@@ -80,6 +85,7 @@ def calibrate(
             network.network,
             carrier,
             levels,
+            device=device,
             batch_size=batch_size,
             seed=seed,
             seconds=(1 - NETWORK_SHARE) * seconds / len(models),
@@ -94,7 +100,7 @@ def calibrate(
         name=name,
         network=network.network,
         models=facts,
-        machine=machine_facts(carrier),
+        machine=machine_facts(carrier, device),
         noise=float(np.median([one.spread for one in readings.values()])),
         noise_note=noise_note(noisy),
         network_source=f"hvdcomp calibrate, {carrier.ranks.size} ranks of {carrier.network}",
@@ -111,9 +117,10 @@ def noise_note(noisy: dict[str, Reading]) -> str:
     return f"{said}. Too noisy to trust, as repeated medians differ by more than {NOISY:.0%}: {which}"
 
 
-def machine_facts(carrier: Carrier) -> dict[str, str]:
+def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
     """What the numbers depend on, in words."""
     return {
+        **({"accelerator": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         "host": platform.node(),
         "processor": platform.machine(),
         "cores": str(os.cpu_count()),
@@ -133,6 +140,7 @@ def _largest(
     ranks_per_node: int | None,
     batch_size: int,
     seed: int,
+    device: torch.device = HOST,
 ) -> dict[Kind, int]:
     """By kind of collective, and among whom, the bytes of the largest in a step of any model, of one rank; every way to
     exchange counts, because `advise` shows them all."""
@@ -142,7 +150,7 @@ def _largest(
         found |= dict.fromkeys(IN_LEVELS, 0.0)
         ways += [both for one in ways if (both := in_two_levels(one)) is not None]
     for model in models:
-        tensors = build(model, batch_size, seed, rank=0).tensors()
+        tensors = build(model, batch_size, seed, rank=0, device=device).tensors()
         for compressor in ways:
             for collectives in exchange_of(compressor, tensors, ranks, ranks_per_node).rounds:
                 for one in collectives:

@@ -98,10 +98,12 @@ class _OneNumber:
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._number = dist.all_reduce(torch.full((1,), 1), async_op=True)
+        on_host = buffer.device.type == "cpu"
+        there: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=None if on_host else [buffer.device])
         if bucket.is_last():
-            return self._number.get_future().then(lambda _: buffer)
-        there: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        there.set_result(buffer)
+            self._number.get_future().add_done_callback(lambda _: there.set_result(buffer))
+        else:
+            there.set_result(buffer)
         return there
 
 

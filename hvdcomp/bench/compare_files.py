@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.bench.compare import SCATTER, TWO_LEVELS, Choice, Gain, Row, choices, errors, gains
-from hvdcomp.bench.fit import NOISY
 from hvdcomp.bench.places import place_of
 from hvdcomp.files import csv_of, replace_files
-from hvdcomp.perfmodel import STOCK_SPECS
+from hvdcomp.perfmodel import NOISY, STOCK_SPECS
 from hvdcomp.perfmodel.rates import parse_rate
 
 

@@ -5,7 +5,8 @@ The steps that are compared with the prediction take turns with those that the c
 equally fast from one minute to the next, and what is compared should be of the same minutes.
 
 Rank 0 writes lines that begin with "PROGRESS " (not with --quiet), and one JSON file with the calibration and the
-measured steps.
+measured steps. Where the calibration was too noisy to predict from, and was made again until there were no attempts
+left, all of them are in the file: how far their predictions differ says more than the noise of what each rests on.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hvdcomp.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.bench.compare import ratio
 from hvdcomp.bench.trainings import COMPUTE, OVERLAPS, Training, Turns, trainings_of
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import as_json, save
+from hvdcomp.perfmodel import NOISY, as_json, save, uncertain_shares
 from hvdcomp.train.backends import reach
 from hvdcomp.train.options import BACKENDS
 from hvdcomp.train.ranks import Ranks
@@ -46,6 +47,7 @@ _LONGEST = 3  # times the seconds of a calibration, after which these turns end 
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="auto: what the launcher is for.")
 @click.option("--overlap", type=click.Choice(list(OVERLAPS)), default="on", help="How compressors are measured.")
 @click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
+@click.option("--attempts", type=click.IntRange(1), default=1, help="Calibrate again where it was too noisy to trust.")
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after them.")
 @click.option("--quiet", is_flag=True, help="No lines of progress.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
@@ -57,6 +59,7 @@ def main(
     backend: str,
     overlap: str,
     seconds: float,
+    attempts: int,
     with_auto: bool,
     quiet: bool,
     output: Path,
@@ -75,18 +78,29 @@ def main(
             print(f"{PROGRESS}{what}", flush=True)
 
     others = trainings_of(carrier, model, (*carrier.stock, *specs), OVERLAPS[overlap], batch_size, seed)
-    turns = Turns(carrier, others, lambda what: show(f"measuring, {what}"))
-    made = calibrate(
-        carrier,
-        [model],
-        [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
-        name=output.stem,
-        batch_size=batch_size,
-        seed=seed,
-        seconds=seconds,
-        show=lambda what: show(f"calibrating, {what}"),
-        beside=turns.round,
-    )
+    repeated: list[dict[str, Any]] = []
+    for attempt in range(1, attempts + 1):
+        turns = Turns(carrier, others, lambda what: show(f"measuring, {what}"))
+        made = calibrate(
+            carrier,
+            [model],
+            [parse_compressor(spec) for spec in dict.fromkeys(("fp16", *specs))],
+            name=output.stem,
+            batch_size=batch_size,
+            seed=seed,
+            seconds=seconds,
+            show=lambda what: show(f"calibrating, {what}"),
+            beside=turns.round,
+        )
+        noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
+        shares = uncertain_shares(noisy, min(_medians(others).values()) / 1e3)
+        # On rank 0's word: the ranks' times differ.
+        again = ranks.broadcast(max([made.calibration.noise, *shares.values()]) > NOISY, "again")
+        repeated = [*repeated, as_json(made.calibration)] if again else []
+        if not again or attempt == attempts:
+            break
+        if ranks.rank == 0:
+            print(f"Too noisy to predict from: calibrating again ({attempt + 1} of {attempts})", flush=True)
     steps = {training.times.name: training.times.as_json() for training in others}
     if specs and with_auto:
         file = output.with_name(f"{output.stem}.calibration.json")
@@ -97,11 +111,11 @@ def main(
         found = _measure_auto(carrier, auto, others, seconds, lambda what: show(f"auto, {what}"))
         steps[AUTO] = {**found, "compressors": given}
     if ranks.rank == 0:
-        noisy = {what: {"seconds": one.seconds, "spread": one.spread} for what, one in made.noisy.items()}
         calibration = as_json(made.calibration)
         result = {
             "calibration": calibration,
             "noisy": noisy,
+            "repeated": repeated,
             "steps": steps,
             "alone": COMPUTE,
             "auto": AUTO,

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost
-
-NOISY = 0.15
-"""Above this relative difference between repeated medians a measurement is called too noisy to trust."""
+from hvdcomp.perfmodel.noise import NOISY
 
 _SMALL = 1 << 16  # bytes over a link below which latency, not bandwidth, makes the time
 

@@ -31,30 +31,35 @@ class NoPayload(Communicator):
         return part if part.world_size == 1 else (_Node if group == "node" else NoPayload)(self._method, part)
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Any:
-        handle = self._ranks.start_allreduce(torch.zeros(2), "sum", f"{self._method}.{name}")
+        handle = self._ranks.start_allreduce(_zeros(8, array, torch.float32), "sum", f"{self._method}.{name}")
         return handle, self._answers.start_allreduce(array, op, name)
 
     def start_allgather(self, array: torch.Tensor, name: str) -> Any:
-        handle = self._ranks.start_allgather(torch.zeros(8, dtype=torch.uint8), f"{self._method}.{name}")
+        handle = self._ranks.start_allgather(_zeros(8, array), f"{self._method}.{name}")
         return handle, self._answers.start_allgather(array, name)
 
     def start_alltoall(self, array: torch.Tensor, name: str) -> Any:
-        there = torch.zeros(8 * self.world_size, dtype=torch.uint8)
+        there = _zeros(8 * self.world_size, array)
         handle = self._ranks.start_alltoall(there, f"{self._method}.{name}")
         return handle, self._answers.start_alltoall(array, name)
 
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
-        there = torch.zeros(2 * self.world_size)
+        there = _zeros(8 * self.world_size, array, torch.float32)
         handle = self._ranks.start_reducescatter(there, "sum", f"{self._method}.{name}")
         return handle, self._answers.start_reducescatter(array, op, name)
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> Any:
-        handle = self._ranks.start_broadcast(torch.zeros(8, dtype=torch.uint8), f"{self._method}.{name}")
+        handle = self._ranks.start_broadcast(_zeros(8, array), f"{self._method}.{name}")
         return handle, self._answers.start_broadcast(array, name)
 
     def wait(self, handle: Any) -> torch.Tensor:
         self._ranks.wait(handle[0])
         return handle[1]
+
+
+def _zeros(size: int, like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """So many bytes, where the payload is."""
+    return torch.zeros(size // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 class _Node(NoPayload):

@@ -1,4 +1,4 @@
-"""What a training step of one model takes here, measured by all ranks at once. PyTorch, on the CPU.
+"""What a training step of one model takes here, measured by all ranks at once. PyTorch.
 
 The model is trained in several ways that take turns: alone; as the library that carries gradients does it by itself,
 overlapped with the backward pass, with dense gradients and each cast; with a stand-in that sends one number and no
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from hvdcomp.bench.carrier import Carrier, alone
 from hvdcomp.bench.fit import Reading, halves
@@ -55,6 +56,7 @@ def probe_model(
     carrier: Carrier,
     levels: Levels,
     *,
+    device: torch.device,
     batch_size: int,
     seed: int,
     seconds: float,
@@ -71,6 +73,7 @@ def probe_model(
         network: what collectives cost here.
         carrier: of the gradients.
         levels: of the ranks.
+        device: that trains.
         batch_size: of one rank.
         seed: of weights and data.
         seconds: about how long to take; a minimum of steps is made in any case.
@@ -79,7 +82,7 @@ def probe_model(
     """
     show("building")
     ranks = carrier.ranks.size
-    ways, plain, trial = _ways(model, specs, carrier, levels, batch_size, seed)
+    ways, plain, trial = _ways(model, specs, carrier, levels, device, batch_size, seed)
     tensors = plain.tensors()
     times = take_turns(ways, carrier, seconds, show, beside)
     show("when gradients are ready")
@@ -164,10 +167,16 @@ def time_beside(
 
 
 def _ways(
-    model: str, specs: Sequence[Compressor], carrier: Carrier, levels: Levels, batch_size: int, seed: int
+    model: str,
+    specs: Sequence[Compressor],
+    carrier: Carrier,
+    levels: Levels,
+    device: torch.device,
+    batch_size: int,
+    seed: int,
 ) -> tuple[dict[str, Training], Workload, OverlapTrial | None]:
     def fresh() -> Workload:
-        return build(model, batch_size, seed, carrier.ranks.rank)
+        return build(model, batch_size, seed, carrier.ranks.rank, device)
 
     plain, dense, numbers = fresh(), fresh(), fresh()
     one_number = carrier.with_one_number(numbers, "numbers")

@@ -1,5 +1,4 @@
-"""What collectives cost here, measured through the library that carries gradients, by all ranks at once. PyTorch, on
-the CPU.
+"""What collectives cost here, measured through the library that carries gradients, by all ranks at once. PyTorch.
 
 Where there are two levels, the groups of each exchange at the same time, and share links as they do in training.
 
@@ -20,6 +19,7 @@ import torch
 from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import Reading, extra_per_byte, fit_collective, reading
 from hvdcomp.bench.levels import Levels
+from hvdcomp.bench.marks import wait_for
 from hvdcomp.communicators import Communicator
 from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Network, reduction_of_scatter
 from hvdcomp.perfmodel.network import Levels as LevelCosts
@@ -62,7 +62,7 @@ class NetworkProbe:
 
 
 def probe_network(
-    largest: Mapping[Kind, int], carrier: Carrier, levels: Levels, seconds: float, show: Show
+    largest: Mapping[Kind, int], carrier: Carrier, levels: Levels, device: torch.device, seconds: float, show: Show
 ) -> NetworkProbe:
     """Measures each kind of collective by size, the adding up of float16, and the fusion of several tensors.
 
@@ -73,6 +73,7 @@ def probe_network(
             that matters: each kind among all ranks, and `IN_LEVELS` where there are two levels.
         carrier: of the gradients.
         levels: of the ranks.
+        device: where what is sent lies.
         seconds: about how long to take.
         show: called with what comes next.
     """
@@ -81,7 +82,7 @@ def probe_network(
     alike = ("float32", "float16", *(["fused"] if fuses else []))
     number = sum(map(len, sizes.values())) + len(alike) * _COMPARED
     longest = min(_LONGEST_S, max(_SHORTEST_S, seconds / (len(sizes) + len(alike)) / _RUNS))
-    measuring = _Measuring(carrier, levels, seconds / number, longest, show)
+    measuring = _Measuring(carrier, levels, device, seconds / number, longest, show)
     costs: dict[Kind, CollectiveCost] = {}
     for (kind, among), wanted in sizes.items():
         times = measuring.by_size((kind,), wanted, among)[kind]
@@ -130,13 +131,17 @@ class _Measuring:
     Args:
         carrier: whose collectives they are.
         levels: of the ranks.
+        device: where what is sent lies.
         seconds: for each kind and size, in the mean.
         longest: seconds of a collective; sizes that would take longer are left out, but for the first few.
         show: called with what comes next.
     """
 
-    def __init__(self, carrier: Carrier, levels: Levels, seconds: float, longest: float, show: Show) -> None:
+    def __init__(
+        self, carrier: Carrier, levels: Levels, device: torch.device, seconds: float, longest: float, show: Show
+    ) -> None:
         self._carrier = carrier
+        self._device = device
         self._longest = longest
         self._per_size = seconds / _SMALL_SHARE / _PASSES
         self._ranks = levels.ranks
@@ -181,9 +186,9 @@ class _Measuring:
         """Seconds of several collectives, each the mean of all ranks, and of one before them."""
         carry_out = self._collective(self._ranks.part(among), kind, size)
         carry_out()  # Horovod negotiates a new name
-        first = self._agreed([_timed(carry_out)])[0]
+        first = self._agreed([self._timed(carry_out)])[0]
         count = int(min(_MOST, max(_FEWEST, self._per_size / max(first, 1e-6))))
-        return self._agreed([_timed(carry_out) for _ in range(count)]), first
+        return self._agreed([self._timed(carry_out) for _ in range(count)]), first
 
     def _collective(self, ranks: Communicator, kind: str, size: int) -> Callable[[], Any]:
         """A function that carries out one collective under a name of its own; all are means, as gradients are.
@@ -198,16 +203,23 @@ class _Measuring:
         if kind == "fused":
             fused_allreduce = self._carrier.fused_allreduce
             assert fused_allreduce is not None
-            parts = [torch.zeros(size // 4 // _FUSED_PARTS) for _ in range(_FUSED_PARTS)]
+            parts = [torch.zeros(size // 4 // _FUSED_PARTS, device=self._device) for _ in range(_FUSED_PARTS)]
             return lambda: fused_allreduce(parts, name)
         if kind in ("allgather", "alltoall"):
-            sent = torch.zeros(handed, dtype=torch.uint8)
+            sent = torch.zeros(handed, dtype=torch.uint8, device=self._device)
             start = getattr(ranks, f"start_{kind}")
             return lambda: ranks.wait(start(sent, name))
         dtype, width = (torch.float16, 2) if kind == "float16" else (torch.float32, 4)
-        reduced = torch.zeros(handed // width, dtype=dtype)
+        reduced = torch.zeros(handed // width, dtype=dtype, device=self._device)
         start = ranks.start_reducescatter if kind == "reducescatter" else ranks.start_allreduce
         return lambda: ranks.wait(start(reduced, "mean", name))
+
+    def _timed(self, carry_out: Callable[[], Any]) -> float:
+        wait_for(self._device)
+        begin = time.perf_counter()
+        carry_out()
+        wait_for(self._device)
+        return time.perf_counter() - begin
 
     def _agreed(self, seconds: list[float]) -> list[float]:
         """The means of all ranks: the same on each, so that all decide alike."""
@@ -219,12 +231,6 @@ def _handed(kind: str, size: int, ranks: int) -> int:
     float32."""
     rows = 4 * ranks if kind in ("alltoall", "reducescatter") else 1
     return max(1, size // rows) * rows
-
-
-def _timed(carry_out: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    carry_out()
-    return time.perf_counter() - begin
 
 
 def _in_words(size: int) -> str:

@@ -1,9 +1,8 @@
-"""Steps of several trainings that take turns, and the times of their parts. PyTorch, on the CPU."""
+"""Steps of several trainings that take turns, and the times of their parts. PyTorch."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from hvdcomp.bench.carrier import Carrier, Distributed, Ready
+from hvdcomp.bench.marks import mark, seconds_between
 from hvdcomp.bench.workload import Workload, in_turn, turn_of
 from hvdcomp.train.ranks import Ranks
 
@@ -40,36 +40,41 @@ class Training:
         self._after = after
         self._skips = getattr(distributed.optimizer, "skip_synchronize", None)
 
-    def step(self) -> list[float]:
-        """Makes a step; returns the seconds of its four parts."""
-        optimizer = self._distributed.optimizer
-        marks = [time.perf_counter()]
+    def step(self) -> list[Any]:
+        """Makes a step; returns the marks before and after its four parts. It does not wait for a device."""
+        optimizer, device = self._distributed.optimizer, self.workload.device
+        marks = [mark(device)]
         optimizer.zero_grad()
         loss = self._distributed.loss()
-        marks.append(time.perf_counter())
-        computed = _when_computed(loss)
+        marks.append(mark(device))
+        computed = _when_computed(loss, device)
         loss.backward()
         marks += computed
         self._distributed.exchange()
         self._after()
-        marks.append(time.perf_counter())
+        marks.append(mark(device))
         if self._skips is None:
             optimizer.step()
         else:
             with self._skips():
                 optimizer.step()
-        marks.append(time.perf_counter())
-        return [end - start for start, end in pairwise(marks)]
+        marks.append(mark(device))
+        return marks
 
 
-def _when_computed(loss: torch.Tensor) -> list[float]:
-    """A list that gets the moment at which the backward pass has computed its last gradient.
+def parts_of(marks: Sequence[Any]) -> list[float]:
+    """Seconds of the four parts of a step."""
+    return [seconds_between(start, end) for start, end in pairwise(marks)]
+
+
+def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
+    """A list that gets the mark at which the backward pass has computed its last gradient.
 
     PyTorch calls what was asked for first, and DistributedDataParallel, which then waits for its exchange, asks later.
     """
-    moments: list[float] = []
+    moments: list[Any] = []
     engine: Any = torch.autograd.Variable._execution_engine
-    loss.register_hook(lambda _: engine.queue_callback(lambda: moments.append(time.perf_counter())))
+    loss.register_hook(lambda _: engine.queue_callback(lambda: moments.append(mark(device))))
     return moments
 
 
@@ -84,7 +89,7 @@ def take_turns(
         for _ in range(carrier.warm_up):
             training.step()
         ranks.barrier()
-        step_s[name] = sum(training.step())
+        step_s[name] = sum(parts_of(training.step()))
     step_s = ranks.broadcast(step_s, "turn")
     round_s = sum(one * sum(turn_of(one)) for one in step_s.values())
     rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / round_s)))
@@ -97,7 +102,7 @@ def take_turns(
             # None between the steps: ranks that share a core would wait in it for what they take from each other.
             for _ in range(settling):
                 ways[name].step()
-            samples[name] += [ways[name].step() for _ in range(block)]
+            samples[name] += map(parts_of, [ways[name].step() for _ in range(block)])
         beside()
     return {name: everywhere(np.array(taken), ranks) for name, taken in samples.items()}
 
@@ -120,18 +125,19 @@ def mean(times: np.ndarray, part: int) -> list[float]:
 def ready_moments(training: Training, ranks: Ranks) -> Ready:
     """When which share of the gradients is there, of the ranks' mean; see `Compute.ready`."""
     parameters = {name: one for name, one in training.workload.model.named_parameters() if one.requires_grad}
-    moments: dict[str, list[float]] = {name: [] for name in parameters}
+    moments: dict[str, list[Any]] = {name: [] for name in parameters}
+    device = training.workload.device
     handles = [
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: moments[name].append(time.perf_counter()))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: moments[name].append(mark(device)))
         for name, parameter in parameters.items()
     ]
     shares = []
     for _ in range(_READY_STEPS):
         ranks.barrier()
-        begin = time.perf_counter()
-        forward, backward, *_ = training.step()
-        last = {name: places[-1] if places else begin + forward + backward for name, places in moments.items()}
-        shares.append([(last[name] - begin - forward) / backward for name in parameters])
+        _, begins, ends, *_ = training.step()
+        last = {name: places[-1] if places else ends for name, places in moments.items()}
+        backward = seconds_between(begins, ends)
+        shares.append([seconds_between(begins, last[name]) / backward for name in parameters])
     for handle in handles:
         handle.remove()
     # The middle of the steps on each rank, then of the ranks.

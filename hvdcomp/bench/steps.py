@@ -16,6 +16,7 @@ from hvdcomp.bench.cluster import Cluster, ClusterError
 from hvdcomp.bench.places import Hosts, Place, place_of
 from hvdcomp.compressors import needs_nodes
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.files import parse_json
 
 _WORKER = "hvdcomp.bench.compare_worker"
 _PROGRESS = "PROGRESS "  # the beginning of its lines of progress
@@ -91,7 +92,7 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
         return []
     anew = "Leave out --resume to begin anew, which replaces the file, or name another folder with --output"
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_text())
         written, runs = found["command"], list(found["runs"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StepsError(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import cross_entropy
 
+from hvdcomp.bench.marks import HOST
 from hvdcomp.bench.models import IMAGES, split_model
 from hvdcomp.compressors import TensorInfo
 from hvdcomp.train.frameworks import build_model
@@ -32,6 +33,11 @@ class Workload:
 
     model: torch.nn.Module
     loss: Callable[[], torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
 
     def tensors(self) -> list[TensorInfo]:
         """The parameters that are trained."""
@@ -59,7 +65,7 @@ def in_turn(trainings: Sequence[T], number: int) -> list[T]:
     return [*trainings[first:], *trainings[:first]]
 
 
-def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
+def build(model: str, batch_size: int, seed: int, rank: int, device: torch.device = HOST) -> Workload:
     """Makes a model, with the same weights on all ranks, and a batch of its own for each.
 
     From then on the process takes numbers that are too small to be normal as zero.
@@ -68,10 +74,12 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
         model: one of `hvdcomp.train.options.MODELS`, for images as CIFAR-10 has them; "model@data" for random images
             of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
-            a batch. It is called several times, and each time has to make a new model.
+            a batch. It is called several times, and each time has to make a new model. What it makes without naming a
+            device is made on `device`.
         batch_size: of one rank.
         seed: of weights and data.
         rank: of this process.
+        device: of model and batch.
 
     Raises:
         SetupError: for a model that is not there, or that is not what it should be.
@@ -81,11 +89,11 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
     if ":" in model:
-        return _own(model, batch_size)
+        return _own(model, batch_size, device)
     name, data = split_model(model)
     text = name in TEXT_MODELS
     channels, size, classes = IMAGES[data or "cifar10"]
-    network = build_model(name, channels=channels, size=size, classes=_TOKENS if text else classes)
+    network = build_model(name, channels=channels, size=size, classes=_TOKENS if text else classes).to(device)
     own = torch.Generator().manual_seed(seed + 1 + rank)
     if text:
         inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
@@ -93,17 +101,19 @@ def build(model: str, batch_size: int, seed: int, rank: int) -> Workload:
     else:
         inputs = torch.randn((batch_size, channels, size, size), generator=own)
         labels = torch.randint(classes, (batch_size,), generator=own)
+    inputs, labels = inputs.to(device), labels.to(device)
     return Workload(network, lambda: cross_entropy(network(inputs).flatten(0, -2), labels))
 
 
-def _own(place: str, batch_size: int) -> Workload:
+def _own(place: str, batch_size: int, device: torch.device) -> Workload:
     module_name, _, function_name = place.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(f"the model {place!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
     contract = f"{place}(batch_size) has to return (torch.nn.Module, function that returns the loss)"
-    made: Any = _called(lambda: function(batch_size), contract)
+    with device:
+        made: Any = _called(lambda: function(batch_size), contract)
     if not isinstance(made, tuple) or len(made) != 2:
         raise SetupError(f"{contract}, not {type(made).__name__}")
     model, loss = made
@@ -111,6 +121,11 @@ def _own(place: str, batch_size: int) -> Workload:
         raise SetupError(f"{contract}, not ({type(model).__name__}, {type(loss).__name__})")
     if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
         raise SetupError(f"the model of {place} has no parameters to train")
+    if elsewhere := {str(one.device) for one in model.parameters() if one.device.type != device.type}:
+        raise SetupError(
+            f"the model of {place} is on {', '.join(sorted(elsewhere))}, and {device} is to be measured; make it "
+            f"without naming a device, or give --device {min(elsewhere).partition(':')[0]}"
+        )
     value = _called(loss, contract)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
         raise SetupError(f"{contract}; its loss is {value!r:.80}, not a scalar tensor with a gradient")

@@ -7,7 +7,7 @@ that all ranks take part at the same levels, `run_engine` runs the engine and te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from hvdcomp.arrays.types import Array
@@ -44,17 +44,14 @@ class Binding(Training):
         tensors: all parameters that may have a gradient.
         communicator: of the ranks that exchange.
         like: an empty array of the framework, where the communicator works.
+        names: of all parameters of the model; by default those of `tensors`.
 
     Attributes:
         presence: what this rank puts in for the step that has begun.
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        tensors: Iterable[TensorInfo],
-        communicator: Ranks,
-        like: Array,
+        self, setup: Setup, tensors: Iterable[TensorInfo], communicator: Ranks, like: Array, names: Collection[str] = ()
     ) -> None:
         self.setup = setup
         self.like = like
@@ -66,6 +63,7 @@ class Binding(Training):
                 "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
                 'leave it at "auto"'
             )
+        setup.compression.settings.require_matches(names or [one.name for one in self._tensors])
         self.meet(communicator)
 
     def meet(self, communicator: Ranks) -> None:
@@ -89,9 +87,9 @@ class Binding(Training):
             overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
         )
         self._waste = WasteWarning(self.engine)
-        self.coordinator, errors = make_coordinator(self)
+        self.coordinator, error = make_coordinator(self)
         self._batch = None if self.coordinator is None else BatchInForce(self, self.coordinator)
-        self._first_steps = FirstSteps(self, errors)
+        self._first_steps = FirstSteps(self, error)
         self.presence = PRESENCE
 
     # A change of the ranks, in an elastic job.
@@ -169,10 +167,7 @@ class Binding(Training):
         size = self.communicator.world_size
         present = total / PRESENCE
         if abs(present - size) > 0.5:
-            raise ConfigurationError(
-                f"only {present:.0f} of {size} ranks took part in this step: hvd.join() "
-                "does not work with gradient compression. Give every rank the same number of batches."
-            )
+            raise ConfigurationError(f"only {present:.0f} of {size} ranks took part in this step: {self.absence}")
         if total != self.presence * size:
             require_same_levels(self.communicator, self.engine.planner.digest, self.like, self._refused)
         self.refuse()

@@ -14,14 +14,13 @@ from typing import Any
 
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.bindings.state_check import FORMAT, parts_of, require_fit
 from hvdcomp.compressors.parsing import parse_memory
-from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.tensor_step import TensorState
 
-FORMAT = 2  # to be raised with every change of what a state holds
 Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
 
 
@@ -80,9 +79,11 @@ def restore(
     With another number of ranks, or with another rank's checkpoint, residuals start at zero, and rank 0 warns.
 
     Raises:
-        ConfigurationError: if it is not of these tensors, or not of this compressor and policy.
+        ConfigurationError: if it is damaged, or not of these tensors, or not of this compressor and policy. Nothing of
+            it was taken over then.
     """
-    shared, own = _checked(state, engine, coordinator)
+    shared, own = parts_of(state)
+    require_fit(shared, own, engine, coordinator)
     engine.step_number = shared["step"]
     engine.set_level(shared["level"])
     for name, warm in shared["warm_starts"].items():
@@ -106,7 +107,8 @@ def restore(
             )
         for name, kept in own["residuals"].items():
             # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
-            arrays = (place(array, name) for array in kept["arrays"])
+            dtype = wide_dtype(engine.tensors[name].dtype)  # earlier versions kept 16 bits of gradients of 16 bits
+            arrays = (_astype(place(array, name), dtype) for array in kept["arrays"])
             engine.states[name].memory = tuple(zeros_like(array) if lost else array for array in arrays)
             engine.states[name].keeper = parse_memory(kept["memory"])
     if coordinator is not None:
@@ -114,45 +116,11 @@ def restore(
     engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
 
 
+def _astype(array: Array, dtype: str) -> Array:
+    return arrays_for(array).astype(array, dtype)
+
+
 def zeros_like(array: Array) -> Array:
     """Zeros in the framework, shape, element type and place of an array."""
     zeros: Array = arrays_for(array).zeros(tuple(array.shape), like=array)
     return zeros
-
-
-def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What is shared, and what is the rank's own.
-
-    Raises:
-        ConfigurationError: if it is no state, or one of another version.
-    """
-    shared, own = state.get("shared"), state.get("own")
-    if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
-        raise ConfigurationError(
-            "this is not a state of hvdcomp.Compression, or one of another version; give what "
-            "compression.state_dict() returned"
-        )
-    return shared, own
-
-
-def _checked(
-    state: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The two parts, if they suit the engine and the policy."""
-    shared, own = parts_of(state)
-    tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
-    theirs = shared["tensors"]
-    if theirs != tensors:
-        wrong = sorted(name for name in {*tensors, *theirs} if theirs.get(name) != tensors.get(name))
-        raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {', '.join(wrong)}")
-    policy = shared["coordinator"] and shared["coordinator"]["policy"]
-    for what, then, now in (
-        ("compressor", shared["compressor"], str(engine.compressor)),
-        ("policy", policy, coordinator and str(coordinator.policy)),
-    ):
-        if then != now:
-            raise ConfigurationError(
-                f"the checkpoint was written with {what} {then or 'constant'}, this run has {now or 'constant'}; "
-                "continue with what the training was started with"
-            )
-    return shared, own

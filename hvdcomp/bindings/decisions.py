@@ -2,41 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
-from hvdcomp.adaptation.decision_log import DecisionLog
+from hvdcomp.adaptation.decision_log import DecisionLog, LogFiles
 from hvdcomp.adaptation.in_step import coordinator_for
 from hvdcomp.bindings.training import Training
+from hvdcomp.communicators import rank_so_far
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import Policy
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.policies.request import Candidates, Statistic
 
 
-def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, str]]:
+def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) -> None:
+    """Looks at the files that rank 0 is going to read and write for a policy. Other ranks need not see them.
+
+    Which rank of a process set this is may not be known yet. The first step then tells what is wrong.
+
+    Raises:
+        ConfigurationError: on rank 0, if the calibration cannot be read, or the decision log not be written.
+    """
+    if not isinstance(policy, Policy) or process_set is not None or rank_so_far() != 0:
+        return
+    if Statistic.CANDIDATES in policy.first_request.ever:
+        from hvdcomp.perfmodel import CalibrationError, load
+
+        source = cast(Any, policy).calibration
+        try:
+            load(source)
+        except CalibrationError as error:
+            raise ConfigurationError(_cannot_use(source, error)) from None
+    if decision_log is not None:
+        DecisionLog(*decision_log)
+
+
+def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None]:
     """The coordinator of the policy, if there is one that rank 0 decides by.
 
     Returns:
-        The coordinator or None, and what went wrong on rank 0. The binding tells that to all ranks with the settings:
+        The coordinator or None, and what went wrong on rank 0. The binding tells that to all ranks in the first step:
         an error raised here would leave them waiting.
     """
     setup, communicator = training.setup, training.communicator
     policy = setup.compression.settings.policy
     if not isinstance(policy, Policy):
-        return None, {}
-    errors: dict[str, str] = {}
+        return None, None
+    error: str | None = None
     log: DecisionLog | None = None
     candidates: Candidates | None = None
     if Statistic.CANDIDATES in policy.first_request.ever:
         training.engine.overlap.from_rank_0 = setup.compression.settings.bucket_bytes is None
     if communicator.rank == 0:
-        candidates = _candidates(policy, training, errors)
         try:
+            candidates = _candidates(policy, training)
             log = None if setup.compression.decision_log is None else DecisionLog(*setup.compression.decision_log)
-        except ConfigurationError as error:
-            errors["error of the decision log"] = str(error)
+        except ConfigurationError as raised:
+            error = str(raised)
 
     def broadcaster() -> Broadcaster:
         if communicator.has_mpi:
@@ -46,11 +69,16 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, dict[str, 
         return CommunicatorBroadcaster(communicator, training.like)
 
     make, steps = coordinator_for(policy), setup.compression.settings.steps_per_epoch
-    return make(policy, training.engine, broadcaster, training.like, steps, log, candidates, communicator.now), errors
+    coordinator = make(policy, training.engine, broadcaster, training.like, steps, log, candidates, communicator.now)
+    return coordinator, error
 
 
-def _candidates(policy: Any, training: Training, errors: dict[str, str]) -> Candidates | None:
-    """What rank 0's policy has to choose from, if it asks for candidates."""
+def _candidates(policy: Any, training: Training) -> Candidates | None:
+    """What rank 0's policy has to choose from, if it asks for candidates.
+
+    Raises:
+        ConfigurationError: if its calibration cannot be used.
+    """
     if Statistic.CANDIDATES not in policy.first_request.ever:
         return None
     from hvdcomp.adaptation.candidates import candidates_of
@@ -61,8 +89,11 @@ def _candidates(policy: Any, training: Training, errors: dict[str, str]) -> Cand
         overlaps = training.overlaps_with_policy
         return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors)
     except CalibrationError as error:
-        errors["error of the calibration"] = str(error)
-        return None
+        raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
+
+
+def _cannot_use(calibration: str, error: ValueError) -> str:
+    return f"the policy's calibration={calibration!r} cannot be used: {error}; `hvdcomp calibrate` makes one"
 
 
 class BatchInForce:

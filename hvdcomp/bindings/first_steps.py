@@ -23,12 +23,12 @@ class FirstSteps:
 
     Args:
         training: of this rank.
-        errors: that this rank met while its binding was made, by name; told to all ranks with the settings.
+        error: that this rank met while its binding was made; told to all ranks in the first step.
     """
 
-    def __init__(self, training: Training, errors: dict[str, str]) -> None:
+    def __init__(self, training: Training, error: str | None) -> None:
         self._training = training
-        self._errors = errors
+        self._error = error
         self._settings_agreed = self._weights_agreed = False
         self._first: int | None = None  # the number of the first step
 
@@ -62,6 +62,8 @@ class FirstSteps:
         facts: dict[str, Any] = {}
         with refused_on_every_rank(training.communicator, training.like):
             if not self._settings_agreed:
+                if self._error is not None:
+                    raise ConfigurationError(self._error)
                 facts |= self._facts()
                 self._refuse_double_momentum()
             if weights_due:
@@ -84,7 +86,6 @@ class FirstSteps:
         return {
             **settings.describe(),
             **training.facts(),
-            **self._errors,
             "level": settings.compressor.level if level is None else level,
             "step": engine.step_number,
             "momentum of the optimizer": self._doubled_momentum(),

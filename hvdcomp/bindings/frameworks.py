@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hvdcomp.bindings.base import Binding
 
 NAMES = ("torch", "tensorflow")
-_PUBLIC = {"ddp": "torch", "fsdp": "torch"}  # modules that `hvdcomp` offers, each in the folder of a framework
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -29,17 +28,22 @@ class Framework(Protocol):
         TITLE: the framework's name in messages.
         ARGUMENT: the argument of `Compression` that takes its parameters.
         EXAMPLE: how a user writes that argument.
+        SCALER: what scales a loss in it, in words.
     """
 
     TITLE: str
     ARGUMENT: str
     EXAMPLE: str
+    SCALER: str
 
     def owns_gradient(self, gradient: Any) -> bool:
         """Whether this is a tensor of the framework."""
 
     def owns_optimizer(self, optimizer: Any) -> bool:
         """Whether this is an optimizer of the framework, or one of Horovod's around it."""
+
+    def owns_scaler(self, scaler: Any) -> bool:
+        """Whether this scales losses in the framework."""
 
     def is_model(self, given: Any) -> bool:
         """Whether a user gave a model where its parameters were asked for."""
@@ -80,17 +84,6 @@ def framework_named(name: str) -> Framework:
     return cast(Framework, import_module(f"hvdcomp.{name}.framework"))
 
 
-def public_module(name: str) -> Any:
-    """What `hvdcomp.NAME` is; imports the framework that it is of.
-
-    Raises:
-        AttributeError: if there is no such module.
-    """
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'hvdcomp' has no attribute {name!r}")
-    return import_module(f"hvdcomp.{_PUBLIC[name]}.{name}")
-
-
 def maker(name: str, gradient: Any = None) -> Callable[[Setup], Binding]:
     """What makes the binding of a framework; the arguments are those of `framework_named` and `make_binding`."""
     return lambda setup: framework_named(name).make_binding(setup, gradient)
@@ -101,12 +94,12 @@ def named_or_all(name: str | None) -> dict[str, Framework]:
     return {one: framework_named(one) for one in (NAMES if name is None else (name,))}
 
 
-def of_arguments(parameters: Mapping[str, Any], optimizer: Any) -> tuple[str | None, Any]:
+def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = None) -> tuple[str | None, Any]:
     """Which framework the arguments of a `Compression` are of, None if they do not tell, and its parameters.
 
     Args:
         parameters: what was given as each framework's `ARGUMENT`; None for nothing.
-        optimizer: that was given, or None.
+        optimizer, scaler: that were given, or None.
 
     Returns:
         The framework's name, and the parameters by name, or the function that was given, or None.
@@ -114,6 +107,7 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any) -> tuple[str | N
     Raises:
         ConfigurationError: if they are of two frameworks, or if they cannot be used.
     """
+    require_optimizer(optimizer, "hvdcomp.Compression")
     every = named_or_all(None)
     given = {argument: value for argument, value in parameters.items() if value is not None}
     if len(given) > 1:
@@ -129,6 +123,7 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any) -> tuple[str | N
             framework.check_optimizer(optimizer)
         if framework.ARGUMENT in given or (owns_optimizer and not given):
             found = name
+    _require_scaler(scaler, found)
     return found, None if found is None or not given else _parameters_of(framework_named(found), *given.values())
 
 
@@ -162,9 +157,39 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
     )
 
 
-def of_optimizer(optimizer: Any) -> str | None:
-    """Which framework an optimizer is of; None if that is not known."""
-    return next((name for name, framework in named_or_all(None).items() if framework.owns_optimizer(optimizer)), None)
+def of_optimizer(optimizer: Any) -> str:
+    """Which framework an optimizer is of.
+
+    Raises:
+        ConfigurationError: if it is no optimizer.
+    """
+    require_optimizer(optimizer, "load_state_dict")
+    return next(name for name, framework in named_or_all(None).items() if framework.owns_optimizer(optimizer))
+
+
+def require_optimizer(given: Any, function: str, name: str | None = None) -> None:
+    """Raises ConfigurationError if a user gave a function something else as an optimizer; None is no optimizer.
+
+    Args:
+        name: of the framework; None for any.
+    """
+    if given is not None and not any(one.owns_optimizer(given) for one in named_or_all(name).values()):
+        kind = type(given)
+        raise ConfigurationError(
+            f"{function} was given a {kind.__module__}.{kind.__qualname__} as optimizer, which is none; give it the "
+            "one that steps with the gradients, or leave it out"
+        )
+
+
+def _require_scaler(given: Any, name: str | None) -> None:
+    """Raises ConfigurationError if a user gave something else as what scales the loss; arguments as of
+    `require_optimizer`."""
+    known = named_or_all(name).values()
+    if given is not None and not any(one.owns_scaler(given) for one in known):
+        raise ConfigurationError(
+            f"grad_scaler={given!r} does not scale a loss; give {' or '.join(one.SCALER for one in known)}, or leave "
+            "it out"
+        )
 
 
 def left_as_written(function: Function) -> Function:

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from hvdcomp.bindings.setup import UsedCompression
+from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.exchange.ledger import Ledger
 
@@ -36,6 +37,23 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
         found["decode_seconds"] = timed.decode_seconds
     found |= {f"mean_{name}": mean for name, mean in mean_levels(plan).items()}
     return {f"hvdcomp/{name}": float(value) for name, value in found.items() if value is not None}
+
+
+def shown(compression: UsedCompression) -> str:
+    """What a compression is, how many tensors it compresses, and what it saved in all steps, as far as that is known.
+
+        <hvdcomp.Compression topk:ratio=0.01, 3 of 8 tensors compressed, factor 41.20>
+    """
+    settings, plan, factor = compression.settings, compression.plan, compression.ledger.totals.compression_factor
+    told = [str(settings.compressor)]
+    if settings.policy is not None:
+        told.append(f"policy {settings.policy}")
+    if plan:
+        compressed = sum(not isinstance(one, NoCompression) for one in plan.values())
+        told.append(f"{compressed} of {len(plan)} tensors compressed")
+    if factor is not None:
+        told.append(f"factor {factor:.2f}")
+    return f"<hvdcomp.Compression {', '.join(told)}>"
 
 
 def mean_levels(plan: Plan) -> dict[str, float]:

@@ -93,18 +93,19 @@ class MetricsServer:
         self.close()
 
 
-def serve_metrics(compression: UsedCompression, port: int, address: str = "0.0.0.0") -> MetricsServer:
+def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0.0.1") -> MetricsServer:
     """Lets Prometheus scrape what a training costs, from `http://HOST:PORT/metrics`. To be called once, on rank 0.
 
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
 
-    Whoever reaches the port may read. Steps do nothing for it, and no device is waited for.
+    Whoever reaches the port may read; by default that is who is on this host. Steps do nothing for it, and no device is
+    waited for.
 
     Args:
         compression: at work in the training, or to be.
         port: to listen on; 0 for any that is free, which is then in `port` of what is returned.
-        address: to listen on, such as "127.0.0.1". Default: all of this host.
+        address: of this host, to listen on; "0.0.0.0" for all that it has, so that other hosts may scrape.
 
     Returns:
         The server. It ends with the process; `close()` ends it before.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
+from hvdcomp.bindings import packed
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.exchange.engine import Engine
@@ -31,12 +31,16 @@ class Training(ABC):
         results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
         overlaps: whether buckets may start before all gradients are there.
         broadcast: what a user writes to give all ranks the weights of rank 0.
+        absence: why a rank may be missing in a step, and what to do.
     """
 
     overlaps_with_policy: ClassVar[bool]
     results_in_place: ClassVar[bool]
     overlaps: bool = False
     broadcast: ClassVar[str]
+    absence: ClassVar[str] = (
+        "hvd.join() does not work with gradient compression. Give every rank the same number of batches."
+    )
     setup: Setup
     communicator: Ranks
     like: Array
@@ -96,11 +100,11 @@ class Training(ABC):
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
         """Bytes that `unpack` on another rank makes the same state of."""
-        return pickle.dumps(state)
+        return packed.pack(state)
 
-    def unpack(self, packed: bytes) -> dict[str, Any]:
+    def unpack(self, message: bytes) -> dict[str, Any]:
         """What `pack` was given, with arrays on the host."""
-        return pickle.loads(packed)
+        return packed.unpack(message)
 
     @abstractmethod
     def copy(self, array: Array) -> Array:

@@ -15,7 +15,8 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, wide_dtype
-from hvdcomp.bindings.checkpoint import parts_of, zeros_like
+from hvdcomp.bindings.checkpoint import zeros_like
+from hvdcomp.bindings.state_check import known_array, parts_of
 from hvdcomp.errors import ConfigurationError
 
 _WAY_OUT = 'or start without what was left to be sent: residuals="drop"'
@@ -181,7 +182,7 @@ class _Sum:
     def begin(self, kept: Mapping[str, Any]) -> _Sum:
         """Makes it a sum of nothing: zeros, of the same memory."""
         self._memory = kept["memory"]
-        self._arrays = [_known(array) for array in kept["arrays"]]
+        self._arrays = [known_array(array) for array in kept["arrays"]]
         self._dtypes = [arrays_for(array).dtype_name(array) for array in self._arrays]
         return self
 
@@ -195,9 +196,8 @@ class _Sum:
                 f"{kept['memory']}, and what they keep cannot be added up: give states of one training, {_WAY_OUT}"
             )
         else:
-            self._arrays = [
-                _wide(total) + _wide(_known(array)) for total, array in zip(self._arrays, kept["arrays"], strict=True)
-            ]
+            arrays = map(known_array, kept["arrays"])
+            self._arrays = [_wide(total) + _wide(one) for total, one in zip(self._arrays, arrays, strict=True)]
         self._count += 1
 
     def times(self, factor: float) -> dict[str, Any]:
@@ -225,15 +225,6 @@ def _facts_of(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
         "loss scale": own.get("loss_scale"),
         "op": own.get("op"),
     }
-
-
-def _known(array: Array) -> Array:
-    """The array as one that array functions know: states of earlier versions hold tensors of other frameworks too."""
-    try:
-        arrays_for(array)
-    except TypeError:
-        return np.array(array)
-    return array
 
 
 def _wide(array: Array) -> Array:

@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
+from click.core import ParameterSource
 from rich.text import Text
 
 from hvdcomp.compressors import BUCKET_BYTES
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import CalibrationError, Setting, load
-from hvdcomp.perfmodel.advice import UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.files import csv_of
+from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
+from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.terminal import make_console, make_table, print_table
 
 _PRESET = "v100-p3.8xlarge"
+_LISTED = 4  # specs in a sentence
+_LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel"}
 
 
 def _axis(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, np.ndarray] | None:
@@ -59,7 +65,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="A compressor; repeat. [default: all that the calibration has encode times for, gathered and scattered]",
+    help="A compressor; repeat. [default: all whose encode times are known or estimated, gathered and scattered]",
 )
 @click.option(
     "--sweep",
@@ -85,8 +91,17 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "TensorFlow. For calibrations that say when gradients are ready.  "
     f"[default: {BUCKET_BYTES}; of DistributedDataParallel, its buckets]",
 )
+@click.option(
+    "--count",
+    is_flag=True,
+    help=f"Instead: in how many set-ups compression pays, as CSV. With {', '.join(map(str, WORLD_SIZES))} ranks and "
+    f"{', '.join(f'{share:g}' for share in BATCHES)} times the batch size, for all models of all presets, or of "
+    "--calibration, and all compressors, or those of --compressor.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.pass_context
 def command(
+    context: click.Context,
     calibration: str,
     model: str | None,
     world_size: int,
@@ -97,13 +112,18 @@ def command(
     growth: float | None,
     output: Path | None,
     bucket_bytes: int | None,
+    count: bool,
     as_json: bool,
 ) -> None:
     """Say whether compression would pay, and which.
 
     Predicts the time of a training step without compression and with each compressor, what limits it, and the
-    bandwidth below which it beats sending gradients as they are. Nothing is measured or run.
+    bandwidth below which it beats sending gradients as they are. Names a compressor if it beats dense gradients and
+    fp16, which are free, by more than the model's error. Nothing is measured or run.
     """
+    if count:
+        _count(context, calibration, compressors)
+        return
     if axis is None and (growth is not None or output is not None):
         raise click.UsageError("--growth and --output belong to --sweep")
     try:
@@ -129,6 +149,20 @@ def command(
         click.echo(f"Wrote {file}", err=as_json)
 
 
+def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
+    """Prints in how many set-ups compression pays."""
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    options = {one.name: one.opts[0] for one in context.command.params}
+    if wrong := [options[name] for name in given if name not in ("count", "calibration", "compressors")]:
+        raise click.UsageError(f"--count goes through set-ups of its own: leave out {', '.join(wrong)}")
+    try:
+        sources = (calibration,) if "calibration" in given else presets()
+        rows = [row for source in sources for row in counts(load(source), compressors or None)]
+    except (CalibrationError, SpecError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(csv_of(rows).decode(), nl=False)
+
+
 def _report(
     adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
 ) -> dict[str, Any]:
@@ -148,19 +182,20 @@ def _report(
         "forward_included": compute.forward_s is not None,
         "methods": {spec: _method(method, dense, linear) for spec, method in advice.methods.items()},
         "winner": advice.winner,
-        "runner_up": advice.runner_up,
-        "lead_percent": None,
+        "free": advice.free,
+        "take": advice.take,
+        "alike": list(advice.alike),
+        "gain_over_free_percent": None,
         "gain_over_dense_percent": None,
-        "within_noise": advice.within_noise,
-        "noise_percent": 100 * adviser.calibration.noise,
+        "error_percent": 100 * advice.error,
+        "to_type": _to_type(advice.take, adviser.calibration.machine.get("backend")),
         "least_compression_factor": advice.least_factor,
         "notes": notes + _notes(adviser, advice),
     }
-    if advice.winner is not None:
-        best = advice.methods[advice.winner].step_s
+    if advice.winner is not None and advice.free is not None:
+        best, free = advice.methods[advice.winner].step_s, advice.methods[advice.free].step_s
+        report["gain_over_free_percent"] = 100 * (free / best - 1)
         report["gain_over_dense_percent"] = 100 * (dense.step_s / best - 1)
-        if advice.runner_up is not None:
-            report["lead_percent"] = 100 * (advice.methods[advice.runner_up].step_s / best - 1)
     if swept is not None:
         report["sweep"] = {
             "axis": swept.axis,
@@ -170,6 +205,24 @@ def _report(
             "least_compression_factor": _rounded(swept.least_factor),
         }
     return report
+
+
+def _to_type(spec: str | None, backend: str | None) -> dict[str, str]:
+    """The line that makes a training send its gradients so, by library; nothing for dense, which needs none.
+
+    Args:
+        backend: the library that was calibrated; None if that is not known.
+    """
+    if spec in (None, UNCOMPRESSED):
+        return {}
+    ours = f"hvdcomp.Compression.from_spec({spec!r})"
+    horovod, ddp = ours, f"hvdcomp.ddp.register(model, {ours}, optimizer)"
+    if spec == "fp16":
+        hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+        horovod = "hvd.Compression.fp16"
+        ddp = f"from {hooks} import fp16_compress_hook; model.register_comm_hook(None, fp16_compress_hook)"
+    lines = {"horovod": f"optimizer = hvd.DistributedOptimizer(optimizer, compression={horovod})", "ddp": ddp}
+    return {name: line for name, line in lines.items() if backend in (None, name)}
 
 
 def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
@@ -217,8 +270,15 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     for spec, method in advice.methods.items():
         if method.encode is not None and method.encode.estimated:
             sources.setdefault(method.encode.source, []).append(spec)
-    notes += [f"The encode time of {', '.join(specs)} is {source}" for source, specs in sources.items()]
+    notes += [f"The encode time of {_listed(specs)} is {source}" for source, specs in sources.items()]
     return notes
+
+
+def _listed(specs: Sequence[str]) -> str:
+    """Some specs, of many the first few."""
+    if len(specs) <= _LISTED:
+        return ", ".join(specs)
+    return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
@@ -253,7 +313,7 @@ def _print(report: dict[str, Any]) -> None:
     for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
         table.add_row(
             Text(spec, "bold" if spec == report["winner"] else ""),
-            *("" if (found := row[f"{part}_ms"]) is None else f"{found:.1f}" for part in times),
+            *(_cell(part, row) for part in times),
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
             "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
             row["limited_by"],
@@ -261,6 +321,13 @@ def _print(report: dict[str, Any]) -> None:
     print_table(console, table, _title(report))
     for line in [*_conclusions(report), *report["notes"]]:
         console.print(line, soft_wrap=True)
+
+
+def _cell(part: str, row: dict[str, Any]) -> str:
+    """Milliseconds of a part of the step; what is estimated has a mark."""
+    if (found := row[f"{part}_ms"]) is None:
+        return ""
+    return f"{'~' if part == 'encode' and row['estimated'] else ''}{found:.1f}"
 
 
 def _ranges(ranges: list[list[float | None]]) -> str:
@@ -277,21 +344,30 @@ def _ranges(ranges: list[list[float | None]]) -> str:
 
 
 def _conclusions(report: dict[str, Any]) -> list[str]:
-    winner = report["winner"]
+    winner, free, take, error = report["winner"], report["free"], report["take"], f"{report['error_percent']:.1f}%"
     if winner is None:
         return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
-    second, lead = report["runner_up"], 1 + report["lead_percent"] / 100
-    lines = [f"Fastest: {winner}"]
-    if winner == UNCOMPRESSED:
-        lines[0] += f", {_as_fast(lead)} {second}: compression does not pay here."
+    over_free, over_dense = (1 + report[f"gain_over_{what}_percent"] / 100 for what in ("free", "dense"))
+    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
+    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
+    lead = f"Its lead over {'dense' if free == UNCOMPRESSED else free}, which is free, is"
+    if set(report["methods"]) <= set(FREE):
+        lines.append("No compressor was looked at: name some with --compressor.")
+    elif winner == UNCOMPRESSED:
+        lines.append("Take it: compression does not pay here.")
+    elif winner == free:
+        lines.append("Take it: it needs no encoding, and no compressor is faster.")
+    elif take == free:
+        lines.append(f"{lead} within the model's error of {error}: take {free}.")
     else:
-        lines[0] += f", {_as_fast(1 + report['gain_over_dense_percent'] / 100)} dense"
-        lines[0] += "." if second == UNCOMPRESSED else f", {_as_fast(lead)} {second}."
-    if report["within_noise"]:
-        lines.append(
-            f"{winner} and {report['runner_up']} are closer than the calibration's uncertainty of "
-            f"{report['noise_percent']:.1f}%: which of the two is faster is open."
-        )
+        lines.append(f"{lead} more than the model's error of {error}: take it, if accuracy allows.")
+        if report["methods"][take]["estimated"]:
+            lines.append("But its encode time is an estimate: measure it before you rely on it (hvdcomp calibrate).")
+    if report["alike"]:
+        lines.append(f"Within the model's error of {error} from {take}: {_listed(report['alike'])}.")
+    lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
+    if take != UNCOMPRESSED:
+        lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
     factor = report["least_compression_factor"]
     ideal = "an ideal compressor (free of cost, during the backward pass)"
     if factor is None:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from hvdcomp.horovod_build import BuildError, log
 from hvdcomp.horovod_build.check import load_extension, run_two_ranks
 from hvdcomp.horovod_build.environment import find_environment
+from hvdcomp.horovod_build.guard import end_with_make
 from hvdcomp.horovod_build.plan import (
     HOROVOD_VERSION,
     Options,
@@ -63,6 +64,7 @@ def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool
     The wheel is kept in the cache folder ($HVDCOMP_CACHE, else ~/.cache/hvdcomp) and used again wherever the
     same versions come together.
     """
+    end_with_make()
     console = make_console()
     try:
         options = Options(gpu, cuda_arch)

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.terminal import make_console, make_table, print_table
-from hvdcomp.train import environment
-from hvdcomp.train.backends import reach
+from hvdcomp.train import beforehand, environment
+from hvdcomp.train.backends import choose, reach
 from hvdcomp.train.options import BACKENDS, MODELS, SetupError
 from hvdcomp.train.ranks import RunRefused
 
@@ -43,6 +43,7 @@ COMPRESSORS = (
     "int8",
     "powersgd:rank=4",
 )
+DEVICES = ("auto", "cpu", "cuda")
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
 _START = (
     "horovodrun -np 2 hvdcomp calibrate --output calibration.json, or "
@@ -82,6 +83,13 @@ _NEEDS = (
     show_default=True,
     help="What carries gradients: Horovod, or DistributedDataParallel; auto: what the launcher is for.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    default="auto",
+    show_default=True,
+    help="Where the model is trained; auto: on CUDA devices if there are any, one for each rank of a host.",
+)
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Of one rank.")
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="About how long.")
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -99,6 +107,7 @@ def command(
     models: tuple[str, ...],
     specs: tuple[str, ...],
     backend: str,
+    device: str,
     output: Path,
     name: str | None,
     **options: Any,
@@ -108,10 +117,19 @@ def command(
     Measures through Horovod or torch.distributed, on all ranks at once: what collectives cost by their size, the passes
     of a model alone and while gradients travel, what encoding and decoding with each compressor takes, and how much of
     the exchange hides behind the backward pass. With several ranks on each of several hosts, collectives within hosts
-    and between them too. PyTorch, on the CPU.
+    and between them too. PyTorch.
     """
     environment.prepare_mpi()
     allow_process_sets()
+    try:
+        choose(backend, "torch")
+        for spec in specs:
+            parse_compressor(spec)
+        if beforehand.uses_files():
+            check_writable(output)
+    except (SetupError, SpecError) as error:
+        beforehand.let_rank_0_speak()
+        raise click.UsageError(str(error), context) from None
     try:
         from hvdcomp.bench.carriers import carrier_on
         from hvdcomp.bench.levels import find_levels
@@ -127,11 +145,12 @@ def command(
         if ranks.size < 2:
             raise SetupError(f"with one rank there is no network to measure; start several: {_START}")
         environment.use_threads(ranks.local_size)
+        there = ranks.together(lambda: environment.use_device(device, ranks.local_rank))
         levels = find_levels(carrier.communicator())
         if levels.ranks_per_node is not None and not _given(context, "specs"):
             specs += TWO_LEVELS
-        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels))
-        ranks.check_same({"options": (models, specs, sorted(options.items()))})
+        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels, there))
+        ranks.check_same({"options": (models, specs, sorted(options.items())), "device": there.type})
     except (RunRefused, SetupError, ConfigurationError) as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
@@ -150,6 +169,7 @@ def command(
             models,
             compressors,
             name=name or output.stem,
+            device=there,
             show=lambda what: progress.update(task, description=what),
             **options,
         )
@@ -172,12 +192,15 @@ def _checked(
     output: Path,
     rank: int,
     levels: Levels,
+    device: Any = "cpu",
 ) -> list[Any]:
     """The compressors, after everything that could fail later was tried.
 
     Raises:
         SetupError, SpecError: say what is wrong.
     """
+    import torch
+
     from hvdcomp.bench.workload import build
     from hvdcomp.perfmodel import exchange_of
 
@@ -185,7 +208,7 @@ def _checked(
     for compressor in compressors.values():
         levels.check(compressor)
     for model in models:
-        tensors = build(model, options["batch_size"], options["seed"], rank).tensors()
+        tensors = build(model, options["batch_size"], options["seed"], rank, torch.device(device)).tensors()
         for compressor in compressors.values():
             exchange_of(compressor, tensors, 2 * (levels.ranks_per_node or 1), levels.ranks_per_node)
     if rank == 0:

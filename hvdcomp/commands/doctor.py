@@ -54,7 +54,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     if facts.tensorflow is None:
         rows.append(("TensorFlow", "not installed"))
     else:
-        rows.append(("TensorFlow", f"{facts.tensorflow.version} (tf.keras is {facts.tensorflow.keras})"))
+        found = facts.tensorflow.error or f"tf.keras is {facts.tensorflow.keras}"
+        rows.append(("TensorFlow", f"{facts.tensorflow.version} ({found})"))
     rows.append(("Horovod", facts.horovod or "not installed"))
     for framework, binding in facts.bindings.items():
         built = [

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import click
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.launch.job import MissingSettingsError
 from hvdcomp.launch.scheduler import SchedulerError
 from hvdcomp.terminal import Group, LazyGroup
 
@@ -18,7 +19,10 @@ _SCHEDULERS = {
 
 
 class NotLaunchedError(click.ClickException):
-    """What stops `hvdcomp launch` itself, with an exit code that a program is not likely to have."""
+    """What stops `hvdcomp launch` itself, with an exit code that a program is not likely to have.
+
+    A wrong command line, or wrong settings, are click.UsageError, with 2.
+    """
 
     exit_code = 125
 
@@ -29,22 +33,32 @@ INTERRUPTED = 130
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around all that is asked of a scheduler: what it refuses stops the command, with its reason."""
+    """Around all that is asked of a scheduler: what it refuses stops the command, with its reason.
+
+    Settings that are wrong are a wrong use of the command, wherever they are set.
+    """
     try:
         yield
     except ConfigurationError as error:
-        raise NotLaunchedError(_with_flag(str(error), click.get_current_context())) from None
+        context = click.get_current_context()
+        raise click.UsageError(_with_flag(error, context), context) from None
     except SchedulerError as error:
         raise NotLaunchedError(str(error)) from None
 
 
-def _with_flag(said: str, context: click.Context) -> str:
+def _with_flag(error: ConfigurationError, context: click.Context) -> str:
     """What is wrong with a setting begins with the setting's name; its flag beside that, if the command has one."""
     flags = {one.name: one.opts[0] for one in context.command.params if isinstance(one, click.Option)}
     if isinstance(context.command, ProgramGroup):
         flags["command"] = "-- PROGRAM"
-    setting, colon, rest = said.partition(":")
-    return f"{setting} ({flags[setting]}){colon}{rest}" if setting in flags else said
+
+    def named(setting: str) -> str:
+        return f"{setting} ({flags[setting]})" if setting in flags else setting
+
+    if isinstance(error, MissingSettingsError):
+        return f"{', '.join(map(named, error.names))}: not set: {error.way_out}"
+    setting, colon, rest = str(error).partition(":")
+    return f"{named(setting)}{colon}{rest}"
 
 
 class ProgramGroup(Group):
@@ -78,7 +92,7 @@ def checked(check: Callable[[str], None]) -> Callable[[click.Context, click.Para
             try:
                 check(value)
             except ConfigurationError as error:
-                raise click.UsageError(_with_flag(str(error), context), context) from None
+                raise click.UsageError(_with_flag(error, context), context) from None
         return value
 
     return callback

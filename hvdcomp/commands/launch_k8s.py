@@ -81,7 +81,7 @@ def k8s(
     """Run PROGRAM as an MPIJob, follow its log, and return its exit status.
 
     The program may be given as `command` in the settings file instead. The state goes to standard error, the log to
-    standard output. Exit status 125: the job could not be submitted or followed.
+    standard output. Exit status 125: the job could not be submitted or followed; 2: wrong settings.
     """
     program = ctx.meta[PROGRAM]
     if ctx.invoked_subcommand is not None:

@@ -69,16 +69,16 @@ def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> C
 
 _SETTINGS = (
     _setting("--name", "Name of the job: small letters, digits, hyphens.", callback=checked(check_name)),
-    _setting("--ranks", "Processes of the job.", int),
+    _setting("--ranks", "Processes of the job; by default one for each task, or each GPU, of its nodes.", int),
     environment_option,
     backend_option,
     _setting("--nodes", "Nodes; by default what --tasks-per-node makes of the ranks, or 1.", int),
     _setting("--tasks-per-node", "Ranks on each node; by default all of them, shared out over the nodes.", int),
-    _setting("--cpus-per-task", "Cores of each rank.", int),
+    _setting("--cpus-per-task", "Cores of each rank. [default: 1]", int),
     _setting("--gpus-per-node", "GPUs of each node; each rank sees all of them, and takes one.", int),
     click.option("--gres", multiple=True, callback=_list, help="Other resource of each node, as nic:1; repeat it."),
     _setting("--memory", "Memory of each node, such as 64G."),
-    _setting("--time", "Time limit, such as 04:00:00."),
+    _setting("--time", "Limit of each start, such as 04:00:00. [default: 01:00:00]"),
     _setting("--warning-seconds", "How long before the limit the ranks are told to save.", int),
     _setting("--requeue/--no-requeue", "Queue a job again that saved and stopped.", bool),
     _setting("--max-requeues", "How often at most.", int),
@@ -89,13 +89,17 @@ _SETTINGS = (
     _setting("--qos", "As for sbatch."),
     _setting("--constraint", "As for sbatch."),
     _setting("--reservation", "As for sbatch."),
-    click.option("--module", "modules", multiple=True, callback=_list, help="Environment module; repeat it."),
+    click.option("--modules", "--module", multiple=True, callback=_list, help="Environment module; repeat it."),
     _setting("--container", "What runs --image.", click.Choice(["none", "apptainer", "enroot"])),
     _setting("--image", "Image of the container."),
-    click.option("--mount", "mounts", multiple=True, callback=_list, help="/outside:/inside; repeat it."),
+    click.option("--mounts", "--mount", multiple=True, callback=_list, help="/outside:/inside; repeat it."),
     _setting("--log-folder", "Folder for the output of the job."),
     click.option("--array", hidden=True, expose_value=False, callback=_refuse_array),
 )
+
+
+_ASKED = ("ranks", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "time")
+"""What is said of each job when it is submitted, as not all of it need be given."""
 
 
 def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,24 +138,26 @@ def slurm(
 
     Submits a batch job, shows its state and its output, and ends with its exit code. A job that saves a
     checkpoint before its time limit is queued again and goes on. Flags win over the settings file. Exit code
-    125: the job could not be submitted or followed.
+    125: the job could not be submitted or followed; 2: wrong settings.
     """
     if context.invoked_subcommand is not None:
-        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if given or context.meta[PROGRAM] is not None:
+        before = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if before or context.meta[PROGRAM] is not None:
             raise click.UsageError(f"{context.invoked_subcommand} takes no program, and its options come after it")
         return
     with refusals():
-        settings = read_settings(path, "slurm", SlurmJob, {**flags, "command": context.meta[PROGRAM]})
+        given = {**flags, "command": context.meta[PROGRAM]}
+        settings = read_settings(path, "slurm", SlurmJob, given, SlurmJob.ranks_of)
         if dry_run:
             click.echo(batch_script(settings), nl=False)
             return
         scheduler = Slurm(poll_seconds)
         job = scheduler.submit(settings)
+        asked = settings.flags(_ASKED)
+        _say(f"job {job.number}: submitted as {settings.job.name} ({asked}); its output goes to {job.log}")
         if detach:
             click.echo(job.number)
             return
-        _say(f"job {job.number}: submitted as {settings.job.name}; its output goes to {job.log}")
         context.exit(_follow(scheduler, job, cancel_on_interrupt))
 
 

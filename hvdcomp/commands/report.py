@@ -8,6 +8,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import RunError, find_runs
 from hvdcomp.report.table import Section, cells, make_sections, policy_line
 from hvdcomp.terminal import make_console, make_table, print_table
@@ -60,7 +61,10 @@ def command(
     for note in notes:
         click.echo(f"note: {note}", err=True)
     for section in sections:
-        print_table(console, _terminal_table(section, wide=console.width >= 100), section.title)
+        console.print(Text(section.title, "bold"), soft_wrap=True)
+        for sentence in headline(section):
+            console.print(Text(sentence))
+        print_table(console, _terminal_table(section, wide=console.width >= 100))
         for note in section.notes():
             console.print(Text(note))
     try:
@@ -88,7 +92,7 @@ def _terminal_table(section: Section, wide: bool) -> Table:
     numbers = [heading if " / " in heading else heading.replace(" ", "\n") for heading in shown]
     table = make_table("Run", *numbers, numbers=numbers)
     for row in section.rows:
-        every = cells(row, section.in_turns)
+        every = cells(row, section.in_turns, section.predicted)
         name, spec, *texts = (every[place] for place in places)
         first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")
         if row["kind"] != "seed" and row["spec"] is not None:

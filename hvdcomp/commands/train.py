@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from hvdcomp.launch.promise import EXIT_SAVED
-from hvdcomp.train import environment
+from hvdcomp.train import beforehand, environment
+from hvdcomp.train.backends import choose, reach
 from hvdcomp.train.options import (
     BACKENDS,
     DATA,
@@ -175,6 +176,11 @@ _START = (
     shown=False,
 )
 @_option(
+    "--metrics-address",
+    "Where rank 0 listens on that port: 0.0.0.0 lets other hosts scrape.",
+    metavar="ADDRESS",
+)
+@_option(
     "--checkpoint-folder",
     "Folder, shared by all hosts, for checkpoints: go on from the newest. SIGUSR1 and SIGTERM then save and stop.",
     type=click.Path(path_type=Path),
@@ -224,12 +230,16 @@ def command(context: click.Context, **options: Any) -> None:
     if chosen.simulate_ranks is not None:
         context.exit(_simulate(context, chosen))
     try:
-        from hvdcomp.train.backends import choose, reach
+        backend = choose(chosen.backend, chosen.framework, elastic=chosen.elastic, timeout=chosen.timeout)
+        beforehand.check(chosen)
+    except (SetupError, SpecError, ConfigurationError) as error:
+        beforehand.let_rank_0_speak()
+        raise click.UsageError(str(error), context) from None
+    try:
         from hvdcomp.train.frameworks import learner_class
         from hvdcomp.train.ranks import RunRefused
         from hvdcomp.train.trainer import train
 
-        backend = choose(chosen.backend, chosen.framework, elastic=chosen.elastic, timeout=chosen.timeout)
         learner_class(chosen.framework, backend)
         ranks = reach(chosen.backend, chosen.framework, chosen.timeout)
     except SetupError as error:

@@ -8,8 +8,17 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.communicators.nodes import allow_process_sets
 from hvdcomp.communicators.simulated import SimulatedCommunicator, SimulatedGroup
+from hvdcomp.communicators.so_far import connected_rank, rank_so_far
 
-__all__ = ["Communicator", "LoopbackCommunicator", "SimulatedCommunicator", "SimulatedGroup", "allow_process_sets"]
+__all__ = [
+    "Communicator",
+    "LoopbackCommunicator",
+    "SimulatedCommunicator",
+    "SimulatedGroup",
+    "allow_process_sets",
+    "connected_rank",
+    "rank_so_far",
+]
 
 
 class Communicator(Protocol):

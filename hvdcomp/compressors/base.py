@@ -152,6 +152,10 @@ class Compressor(Described):
         """The methods that tensors may get: this one; of a router those that it chooses from."""
         yield self
 
+    def name_patterns(self) -> Iterator[str]:
+        """The patterns of tensor names by which it chooses: none, but of a router, or of what has one inside."""
+        yield from ()
+
     def wire_dtype(self, dtype: str) -> str | None:
         """The element type in which a plain allreduce carries the tensor; None if it takes more than a cast."""
         return None

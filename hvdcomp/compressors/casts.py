@@ -11,7 +11,7 @@ import numpy as np
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
-from hvdcomp.compressors.packing import average_decoded
+from hvdcomp.compressors.packing import average_decoded, outcome_like
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
 from hvdcomp.kernels.tables import EVERYTHING
 
@@ -54,7 +54,7 @@ class FP16(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         half = xp.astype(x, self.wire_dtype(xp.dtype_name(x)))
         mean = yield AllReduce(half)
-        return Outcome(xp.astype(mean, xp.dtype_name(x)), xp.astype(half, xp.dtype_name(x)))
+        return outcome_like(xp, x, mean, half)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         wire = _wire(bucket, "float16")
@@ -77,8 +77,7 @@ class BF16(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         bits = xp.to_bfloat16_bits(xp.flatten(x))
         ranks = yield AllGather((bits,))
-        outcome = average_decoded(xp, x, ranks, xp.from_bfloat16_bits, context)
-        return outcome._replace(mean=xp.astype(outcome.mean, xp.dtype_name(x)))
+        return average_decoded(xp, x, ranks, xp.from_bfloat16_bits, context)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         wire = _wire(bucket, "int16")

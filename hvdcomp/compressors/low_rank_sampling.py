@@ -65,8 +65,7 @@ class ATOMO(Compressor):
         mean = lefts.T @ rights
         mean *= 1 / context.world_size
         sent = left.T @ right
-        dtype = xp.dtype_name(x)
-        return Outcome(xp.astype(xp.reshape(mean, x.shape), dtype), xp.astype(xp.reshape(sent, x.shape), dtype))
+        return Outcome(xp.reshape(mean, x.shape), xp.reshape(sent, x.shape))
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)

@@ -1,7 +1,8 @@
 """Memories: what is added to a gradient before compression, and what is kept of it afterwards.
 
 A memory is a frozen description; its state is a tuple of arrays in the gradient's shape that the engine holds by
-parameter name.
+parameter name. All are of single precision at least: of a gradient of 16 bits a memory gets the same numbers in 32, so
+that what is kept is not rounded in each step.
 """
 
 from __future__ import annotations
@@ -86,8 +87,7 @@ class ErrorFeedback(Memory):
         (residual,) = state
         if self.decay == 1:
             return gradient + residual, ()
-        # In NumPy, bfloat16 times a number is float32, and x would travel as twice the bytes.
-        return gradient + xp.astype(residual * self.decay, xp.dtype_name(gradient)), ()
+        return gradient + residual * self.decay, ()
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
         return (without(xp, x, sent),)
@@ -145,10 +145,9 @@ class MomentumCorrection(Memory):
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
         velocity, residual = state
-        dtype = xp.dtype_name(gradient)  # which a product with a number need not have: NumPy's bfloat16 becomes float32
-        velocity = xp.astype(gradient + velocity * self.momentum, dtype)
+        velocity = gradient + velocity * self.momentum
         if self.nesterov:
-            return xp.astype(residual + gradient + velocity * self.momentum, dtype), (velocity,)
+            return residual + gradient + velocity * self.momentum, (velocity,)
         return residual + velocity, (velocity,)
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
@@ -184,5 +183,6 @@ def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
     sparse C(x) has the sign of the elements of x, so that only a dense one can make the difference overflow.
     """
     if isinstance(sent, SparseVector):
-        return xp.reshape(xp.add_at(xp.flatten(x), sent.indices, -sent.values), x.shape)
+        values = xp.astype(sent.values, xp.dtype_name(x))
+        return xp.reshape(xp.add_at(xp.flatten(x), sent.indices, -values), x.shape)
     return xp.finite_or_zero(x - sent)

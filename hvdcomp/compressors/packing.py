@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors.protocol import Context, Outcome
 
 GROUP = 512
@@ -111,5 +111,7 @@ def average_decoded(
 
 
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:
-    """The outcome of a method without a state, in the shape of `x`; what was sent also in its element type."""
-    return Outcome(xp.reshape(mean, x.shape), xp.reshape(xp.astype(sent, xp.dtype_name(x)), x.shape))
+    """The outcome of a method without a state, in the shape of `x`; what was sent also in its element type, but in
+    single precision at least."""
+    sent = xp.astype(sent, wide_dtype(xp.dtype_name(x)))
+    return Outcome(xp.reshape(mean, x.shape), xp.reshape(sent, x.shape))

@@ -10,7 +10,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, BySize, nested_too_deep
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.errors import SpecError
-from hvdcomp.specs.parsing import convert, parse
+from hvdcomp.specs.parsing import convert, parse, text_of
 
 
 def parse_compressor(spec: str) -> Compressor:
@@ -25,7 +25,7 @@ def parse_compressor(spec: str) -> Compressor:
     Raises:
         SpecError: for an unknown method or field, a missing field, or a value of the wrong kind; lists what exists.
     """
-    text = spec.strip()
+    text = text_of(spec, "compressor", "topk:ratio=0.01")
     if text.startswith(TwoLevel.name):
         return TwoLevel(parse_compressor(_within(text)))
     if not text.startswith("{"):

@@ -91,9 +91,10 @@ class SparseVector(NamedTuple):
 class Outcome(NamedTuple):
     """What a compressor returns at the end of a step.
 
-    mean: what the optimizer gets: the aggregate over the ranks, in the shape of the gradient.
+    mean: what the optimizer gets: the aggregate over the ranks, in the shape of the gradient, not yet rounded to its
+        element type.
     sent: C(x), this rank's own contribution as the receivers understand it (dense in the gradient's shape, or
-        sparse over its flat elements); error feedback keeps x - C(x).
+        sparse over its flat elements), rounded no further; error feedback keeps x - C(x).
     state: the compressor's state for the next step, a tuple of arrays of fixed shapes.
     """
 

@@ -7,9 +7,11 @@ own matter. All tensors still share the fused collectives of a round, whatever t
 
 from __future__ import annotations
 
+import difflib
+import heapq
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from types import ModuleType
@@ -23,6 +25,7 @@ from hvdcomp.specs.levels import Level
 
 MOST_NESTED = 32  # routers in each other: what is asked of the outermost is asked of all
 ANY = "*"  # the pattern that matches every name
+_PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error
 CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # what stands in a pattern's place for the other routers
 
 
@@ -66,6 +69,10 @@ class Router(Compressor):
         """The compressors that are no routers, of this one and those in it."""
         for choice in self.choices:
             yield from choice.leaves()
+
+    def name_patterns(self) -> Iterator[str]:
+        for choice in self.choices:
+            yield from choice.name_patterns()
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
@@ -183,6 +190,10 @@ class ByName(Router):
     def rules(self) -> dict[str, Compressor]:
         return dict(self.patterns)
 
+    def name_patterns(self) -> Iterator[str]:
+        yield from (pattern for pattern, _ in self.patterns)
+        yield from super().name_patterns()
+
     def _with(self, choices: Iterable[Compressor]) -> ByName:
         return ByName(zip((pattern for pattern, _ in self.patterns), choices, strict=True))
 
@@ -259,6 +270,42 @@ class ByDimensions(_ByThreshold):
 
     def compared(self, tensor: TensorInfo) -> int:
         return len(tensor.own_shape)
+
+
+def require_matches(compressor: Compressor, names: Collection[str]) -> None:
+    """Checks that each pattern of a compressor matches the name of some tensor, whichever rule that tensor falls to.
+
+    A pattern that matches none is a slip of the pen, or of another model: its rule would be passed over in silence. "*"
+    may stand for tensors that are not there.
+
+    Args:
+        names: of all parameters of the model, those that are not trained included.
+
+    Raises:
+        SpecError: for a pattern that matches none; says which names are nearest to it.
+    """
+    patterns = (one for one in dict.fromkeys(compressor.name_patterns()) if one != ANY)
+    wrong = [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]
+    if not wrong:
+        return
+    told = [f"{one!r} (nearest are {', '.join(_nearest(one, names))})" for one in wrong[:_PATTERNS_SHOWN]]
+    more = f" and {len(wrong) - len(told)} more" if len(wrong) > len(told) else ""
+    raise SpecError(
+        f"of {len(names)} tensors none has a name that matches {', '.join(told)}{more}. A pattern is a whole name, "
+        "with * for any text; correct it, or leave its rule out"
+    )
+
+
+def _nearest(pattern: str, names: Collection[str]) -> list[str]:
+    """Names that have most whole parts of the pattern; of those with equally many, the ones that read most like it."""
+    text = re.sub(r"[*?\[\]!]", "", pattern).lower()
+    parts = set(filter(None, re.split(r"[./]", text)))
+
+    def likeness(name: str) -> tuple[int, float]:
+        shared = len(parts.intersection(re.split(r"[./]", name.lower())))
+        return shared, difflib.SequenceMatcher(None, text, name.lower(), autojunk=False).ratio()
+
+    return [repr(name) for name in heapq.nlargest(_NAMES_SHOWN, names, key=likeness)]
 
 
 def _require_compressor(method: str, place: str, choice: object) -> None:

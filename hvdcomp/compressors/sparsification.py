@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Annotated, ClassVar
 
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements
+from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wide_dtype
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
@@ -145,7 +145,8 @@ class RandomK(ByRatio):
         values = sparse_payload.round_values(xp, values, self.values, LARGEST_HALF / (2 * context.world_size))
         carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
         mean = yield AllReduce(xp.astype(values, carried))
-        dense = xp.add_at(xp.zeros((size,), like=x), indices, xp.astype(mean, dtype))
+        wide = wide_dtype(dtype)
+        dense = xp.add_at(xp.zeros((size,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:

@@ -141,6 +141,9 @@ class TwoLevel(Compressor):
         else:
             yield self
 
+    def name_patterns(self) -> Iterator[str]:
+        return self.compressor.name_patterns()
+
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         """Of all ranks of a node together, between nodes."""
         return self.compressor.payload_floats(shape, level)

@@ -254,6 +254,17 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def check_async_completion(facts: Facts) -> Iterator[Problem]:
+    """Only where Horovod carries gradients on a GPU. Who has set it to 0 has chosen so."""
+    on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
+    if on_gpu and not facts.by_torch and "HOROVOD_ENABLE_ASYNC_COMPLETION" not in facts.variables:
+        yield Problem(
+            False,
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set: Horovod's thread waits on the host for the GPU in each round.",
+            "For all ranks: export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
+        )
+
+
 def check_kernels(facts: Facts) -> Iterator[Problem]:
     kernels = facts.kernels
     if kernels is None:
@@ -272,19 +283,11 @@ def check_device_kernels(facts: Facts) -> Iterator[Problem]:
         return
     why_not = kernels.error or kernels.why_not
     if why_not:
-        asked = "HVDCOMP_KERNELS" in why_not
         yield Problem(
             False,
             "hvdcomp has no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other, and "
             f"TensorFlow's on the host: {why_not}.",
-            "Unset HVDCOMP_KERNELS." if asked else "Install PyTorch 2.13 or later for CUDA: its packages bring Triton.",
-        )
-    elif kernels.compiler is None:
-        yield Problem(
-            False,
-            f"Triton {kernels.triton} finds no C compiler. With one it compiles what loads its kernels, at their first "
-            "use; without, that must lie compiled in ~/.triton.",
-            "Install gcc, or name a C compiler: export CC=/path/to/cc",
+            kernels.way_out or 'To see all of it: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
         )
 
 
@@ -312,6 +315,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
     check_gpu,
     check_toolkit,
     check_cudnn,
+    check_async_completion,
     check_keras,
     check_keras_callbacks,
     check_scripts_on_path,

@@ -65,13 +65,14 @@ class Kernels:
 
 @dataclass(frozen=True)
 class DeviceKernels:
-    """hvdcomp's kernels for CUDA devices: the version of Triton, why there are none, and the C compiler.
+    """hvdcomp's kernels for CUDA devices: the version of Triton, why there are none, the way out, and the C compiler.
 
     Triton compiles a loader of its own at the first use, with what CC names, or gcc, or clang.
     """
 
     triton: str | None = None
     why_not: str = ""
+    way_out: str = ""
     compiler: str | None = None
     error: str | None = None
 

@@ -96,9 +96,11 @@ if distributed.is_available():
 if torch.version.cuda:
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 """
+# tf.keras is a module of the package keras, or of tf_keras, and not each has the version of its package.
 _TENSORFLOW = """
+import sys
 import tensorflow as tf
-found = {"keras": getattr(tf.keras, "__version__", None)}
+found = {"keras": sys.modules[tf.keras.Model.__module__.partition(".")[0]].__version__}
 """
 _HOROVOD = """
 import horovod.{framework} as hvd
@@ -156,7 +158,8 @@ except ConfigurationError as error:
 _DEVICE_KERNELS = """
 import os, shutil
 from hvdcomp.kernels import cuda
-found = {"why_not": cuda.why_not(), "compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")}
+found = {"why_not": cuda.why_not(), "way_out": cuda.way_out()}
+found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 """
 # As NCCL does it.
 _VERBS = """

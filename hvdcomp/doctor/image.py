@@ -18,6 +18,7 @@ from hvdcomp.doctor.gather import ask_python, gather
 from hvdcomp.horovod_build import BuildError
 from hvdcomp.horovod_build.check import load_extension
 from hvdcomp.horovod_build.wheel import installed_record
+from hvdcomp.kernels.cuda import compiled_ahead
 
 _TIMEOUT = 300.0  # seconds
 _TRITON = "triton/backends/nvidia/bin"
@@ -34,10 +35,10 @@ own = Path(build.__file__).with_name(build.LIBRARY)
 ctypes.CDLL(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or str(own), os.RTLD_NOW)
 found = {}
 """
-# A C compiler, which Triton would ask for, is not in the image: what it would make must be there.
+# A C compiler, which Triton would ask for, is not in the image: what it would make must be there, for whoever uses it.
 _DRIVER = """
 import os
-os.environ["CC"] = "false"
+os.environ |= {"CC": "false", "HOME": "/dev/null"}
 from hvdcomp.kernels import cuda
 assert cuda.available(), cuda.why_not()
 from triton.backends.nvidia.driver import CudaUtils
@@ -95,7 +96,7 @@ def look_at_code(facts: Facts) -> Iterator[str]:
 
 def look_at_triton(facts: Facts) -> Iterator[str]:
     """Whether Triton can launch kernels here, where there is no C compiler."""
-    yield from _failure("Triton's driver, which should lie compiled in ~/.triton", _DRIVER)
+    yield from _failure(f"Triton's driver, which should lie compiled in {compiled_ahead()}", _DRIVER)
 
 
 def wanted_capabilities() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
-from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 
 _LENGTH_BYTES = 8
 _SHOWN_FACTS = 8
@@ -63,15 +63,15 @@ def require_same_levels(communicator: Communicator, digest: int, like: Array, re
 
 @contextmanager
 def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[None]:
-    """Lets a ConfigurationError of one rank reach those that wait for it in `require_agreement`.
+    """Lets an error in what one rank was told reach those that wait for it in `require_agreement`.
 
     Raises:
-        ConfigurationError: what was raised inside, if every rank met the same.
+        ConfigurationError, SpecError: what was raised inside, if every rank met the same.
         RankMismatchError: on every rank, with the message, if only some did.
     """
     try:
         yield
-    except ConfigurationError as error:
+    except (ConfigurationError, SpecError) as error:
         require_agreement(communicator, {_REFUSED: str(error)}, like)
         raise
 

@@ -42,6 +42,7 @@ class Buckets:
         tensors: all tensors, by name.
         states: of the tensors, by name.
         memory_for: of a tensor's name and compressor, the memory of its next step.
+        says: whether it warns if gradients lie on a device that has no kernels.
 
     Attributes:
         now: the buckets of the latest step, first those that need not wait for all gradients, by their numbers.
@@ -54,8 +55,10 @@ class Buckets:
         tensors: Mapping[str, TensorInfo],
         states: Mapping[str, TensorState],
         memory_for: Callable[[str, Compressor], Memory],
+        says: bool = False,
     ) -> None:
         self._tensors = tensors
+        self._says = says
         self._states = states
         self._memory_for = memory_for
         self._numbers = {name: number for number, name in enumerate(tensors)}
@@ -87,6 +90,8 @@ class Buckets:
         if not self._still_right(plan) or self._made_for != (plan, names):
             able = [name for name in names if self._tensors[name].dtype == "float32"]
             served = able and self._placed(xp, [gradients[name] for name in able]) is not None
+            if able and self._says:
+                cuda.warn_where_none(gradients[able[0]])
             self.now = list(self._group(xp, able if served else [], gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
@@ -118,6 +123,14 @@ class Buckets:
                 self._residuals = DeviceResiduals(self._sizes, xp, xp.flatten(arrays[0])[:0])
             return placed if isinstance(self._residuals, DeviceResiduals) else None
         return xp.hosted(arrays) if kernels.available() and isinstance(self._residuals, Residuals) else None
+
+    @property
+    def kept_bytes(self) -> int:
+        """What residuals, velocities and the methods' own arrays take from step to step, with the places that a step
+        fills while it may still come to nothing."""
+        states = [group.bucket.states for group in self.now]
+        vectors = [vector for one in states if one is not None for vector in (*one.kept, *one.next)]
+        return self._residuals.nbytes + sum(int(vector.nbytes) for vector in vectors)
 
     @property
     def released(self) -> int:

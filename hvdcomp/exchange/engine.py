@@ -51,6 +51,7 @@ class Engine:
 
     Attributes:
         planner: chooses the compressor of each tensor.
+        bytes_beside: as given.
         step_number: of the step that comes next, or is under way, from 0.
         states: of the tensors, by name.
         buckets: says which tensors are compressed together.
@@ -78,11 +79,11 @@ class Engine:
         self.tensors = self.planner.tensors
         self.memory = self.planner.memory
         self.seed = seed
-        self._bytes_beside = bytes_beside
+        self.bytes_beside = bytes_beside
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
-        self.buckets = Buckets(self.tensors, self.states, self._memory_for)
+        self.buckets = Buckets(self.tensors, self.states, self._memory_for, says=communicator.rank == 0)
         self.previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
@@ -144,7 +145,7 @@ class Engine:
             beside: whether the binding has sent what it sends beside the engine's collectives too.
         """
         cost = self.planner.cost_of_casts(names)
-        bytes_beside = self._bytes_beside(len(names)) if beside else 0
+        bytes_beside = self.bytes_beside(len(names)) if beside else 0
         sums = (cost.bytes_sent + bytes_beside, cost.dense_bytes, cost.floats_sent)
         self.ledger.record(StepCost(*sums, step=self.step_number, parts=cost.parts))
         self.step_number += 1
@@ -399,7 +400,7 @@ def _record(
     """Enters the costs of a step that has ended."""
     buckets = [bucket for wave in waves for bucket in wave.buckets]
     rounds = [span for wave in waves for span in wave.rounds]
-    sent = sum((wave.sent for wave in waves), Sent(engine._bytes_beside(number_of_tensors)))
+    sent = sum((wave.sent for wave in waves), Sent(engine.bytes_beside(number_of_tensors)))
     parts = [bucket.group.costs() for bucket in buckets]
     parts += costs_of(tensors, sent)
     step = engine.ledger.step_cost(engine.step_number, parts, sent)

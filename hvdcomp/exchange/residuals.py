@@ -50,6 +50,11 @@ class FlatStorage:
         self.holds = np.zeros(len(sizes), bool)
         self.released = 0
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes, whether anything is kept or not: two places of each tensor."""
+        return sum(int(buffer.nbytes) for buffer in (*self._x, *self._velocity))
+
     def arrays(self, number: int) -> tuple[Array, ...]:
         """What is kept of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
         if not self.holds[number]:

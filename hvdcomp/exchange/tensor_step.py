@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import LARGEST, Array, wide_dtype
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
@@ -57,6 +57,11 @@ class TensorState:
         self._of_method = compressor
         self._bucket: KeepsStates | None = None
         self._place = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """What arrays take that lie in no bucket and in no flat storage."""
+        return sum(int(array.nbytes) for array in (*self._arrays, *self._of_method))
 
     @property
     def compressor(self) -> tuple[Array, ...]:
@@ -183,7 +188,8 @@ class TensorStep:
         memory: that goes with the plan's compressor.
 
     Attributes:
-        x: what is to be sent: the gradient with what the memory kept back.
+        x: what is to be sent: the gradient with what the memory kept back. If the memory keeps anything, it is at least
+            of single precision, as all that is kept.
         outcome: what the generator came to; None while it waits for a collective.
         cost: in bytes and floats.
         spans: when it was under way. Who calls its methods marks that.
@@ -199,11 +205,13 @@ class TensorStep:
         memory: Memory,
     ) -> None:
         self.spans = Spans([], [])
-        x = xp.reshape(xp.flatten(gradient), gradient.shape)
-        if factor is not None:
-            x = x * xp.astype(factor, xp.dtype_name(x))
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         memory = state.memory_for(memory)
+        x = xp.reshape(xp.flatten(gradient), gradient.shape)
+        if not isinstance(memory, NoMemory):
+            x = xp.astype(x, wide_dtype(xp.dtype_name(x)))
+        if factor is not None:
+            x = x * xp.astype(factor, xp.dtype_name(x))
         self.name = name
         self.compressor: Compressor = NoCompression()  # until it is opened
         self.memory = memory
@@ -218,8 +226,15 @@ class TensorStep:
         self.cost = Cost(dense_bytes=part_bytes(xp, gradient))
 
     def open(self, compressor: Compressor, source: Array, context: Context) -> None:
-        """Makes the generator that compresses `source`, which is x, or stands for it."""
+        """Makes the generator that compresses `source`, which is x, or stands for it.
+
+        It gets it in the gradient's element type, so that no more travels because more is kept. What that type does not
+        hold stays in the memory.
+        """
         xp, before = self._xp, self._before
+        dtype = xp.dtype_name(self._gradient)
+        if xp.dtype_name(source) != dtype:
+            source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
         self.compressor = compressor
         before.method = compressor.name
         before.compressor = self._state.prepare(xp, source, compressor, context)
@@ -256,14 +271,26 @@ class TensorStep:
         """Keeps what was not sent, or everything as it was if `found_inf` is NaN; returns the result."""
         xp, before, state = self._xp, self._before, self._state
         mean, compressor_state = self.made
+        x = self.x if xp.dtype_name(self.x) == xp.dtype_name(mean) else self.x + self._rounded
         result = xp.spoil(mean, found_inf)
-        memory_state = self.memory.update(xp, self.x, self.sent, self._memory_state)
+        memory_state = self.memory.update(xp, x, self.sent, self._memory_state)
         state.memory = _select(xp, found_inf, memory_state, before.memory)
         state.keeper = self.memory
         if not self.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = before.method
             state.compressor = _select(xp, found_inf, compressor_state, before.compressor)
         return result
+
+    @property
+    def _rounded(self) -> Array:
+        """What the result lacks of the mean, because the gradient's element type is a narrower one.
+
+        It is the same on all ranks. If each keeps it, it is in the mean of what they send later.
+        """
+        assert self.outcome is not None
+        wide = self._xp.dtype_name(self.x)
+        mean = self._xp.reshape(self.outcome.mean, self._gradient.shape)
+        return self._xp.astype(mean, wide) - self._xp.astype(self._mean, wide)
 
     @property
     def had_residual(self) -> bool:

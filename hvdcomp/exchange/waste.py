@@ -1,4 +1,4 @@
-"""Says, once, that compression sends more than it saves."""
+"""Says, once, that compression sends more than it saves, or that there is nothing to compress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _NAMED = 3
 
 
 class WasteWarning:
-    """Warns on rank 0, the first time that a plan sends tensors in noticeably more bytes than uncompressed.
+    """Warns on rank 0, the first time that a plan sends tensors in noticeably more bytes than uncompressed, all of them
+    in more, or that there are none to compress.
 
     Bytes are those that a rank sends. What gathers also receives more with every rank.
     """
@@ -30,28 +31,51 @@ class WasteWarning:
         if self._done or plan is self._seen:
             return
         self._seen = plan
-        said = what_is_wasted(self._engine, plan)
+        said = what_is_not_compressed(self._engine, plan) or what_is_wasted(self._engine, plan)
         if said is not None:
             self._done = True
             with contextlib.suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
                 warnings.warn(said, stacklevel=2)
 
 
+def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
+    """Why none of the tensors is compressed, and what to do; None if one is or will be, or if none is to be."""
+    planner, own = engine.planner, engine.compressor
+    if all(isinstance(leaf, NoCompression) for leaf in own.leaves()):
+        return None
+    if any(not isinstance(one, NoCompression) for one in (*plan.values(), *planner.plan_for(own).values())):
+        return None
+    largest = max(engine.tensors.values(), key=lambda tensor: tensor.size)
+    return (
+        f"{own} compresses nothing of this model: all {len(plan)} tensors are sent as they are, because they have "
+        f"fewer than {planner.min_numel} elements (min_numel) or {planner.min_ndim} dimensions (min_ndim), by a rule, "
+        f"or because they would not become smaller. The largest is {largest.name} {largest.own_shape}. Give other "
+        "settings, or train without hvdcomp, which costs such a model time"
+    )
+
+
 def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
     """Which tensors a plan sends in more bytes than uncompressed, and what to do; None if that does not matter."""
     dense = NoCompression()
-    total = more = less = 0
+    total = everything = more = less = 0
     larger = []
     for name, compressor in plan.items():
         tensor = engine.tensors[name]
         plain = dense.payload_bytes(tensor.shape, dtype=tensor.dtype)
         sent = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
         total += plain
+        everything += sent
         if sent > plain:
             larger.append(f"{name} {tensor.own_shape} with {compressor}")
             more, less = more + sent, less + plain
     if more - less <= _NOTICEABLE * total:
-        return None
+        everything += engine.bytes_beside(len(plan))
+        if everything <= total or engine.planner.casts(plan):
+            return None
+        return (
+            f"compression sends {everything:.0f} bytes a step in place of {total}, with what ranks tell each other "
+            "beside gradients: it saves nothing. Compress harder (a lower level), or train without hvdcomp"
+        )
     named = ", ".join(larger[:_NAMED]) + (f" and {len(larger) - _NAMED} more" if len(larger) > _NAMED else "")
     return (
         f"compression sends {len(larger)} of {len(plan)} tensors in more bytes than they have: {more} in place of "

@@ -20,6 +20,7 @@ from pathlib import Path
 from hvdcomp.horovod_build import BuildError
 from hvdcomp.horovod_build.edits import apply_edits
 from hvdcomp.horovod_build.environment import scripts_first
+from hvdcomp.horovod_build.guard import guarded
 from hvdcomp.horovod_build.log import Progress, first_error, hint, parse_progress
 from hvdcomp.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
 from hvdcomp.horovod_build.source import fetch_source, unpack
@@ -108,8 +109,9 @@ def _run_pip_wheel(
     command = [sys.executable, "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check", "-v"]
     command += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(result), str(root)]
     log_path = result / "build.log"
-    with log_path.open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(
+    with (
+        log_path.open("w", encoding="utf-8") as log,
+        guarded(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -117,8 +119,8 @@ def _run_pip_wheel(
             text=True,
             errors="replace",
             env=variables,
-            start_new_session=True,
-        )
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:

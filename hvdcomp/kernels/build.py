@@ -39,7 +39,8 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 X86: dict[str, tuple[str, ...]] = {"plain": (), "avx2": AVX2, "avx512": AVX512}
 OTHERS: dict[str, tuple[str, ...]] = {"plain": ()}
-SECONDS = 120  # at most for one file; all together take about 5
+SECONDS = 1800.0  # at most for one file; all together take about 5, and far longer where the processor is emulated
+SECONDS_VARIABLE = "HVDCOMP_KERNELS_BUILD_SECONDS"
 
 
 class CompilationError(RuntimeError):
@@ -114,12 +115,34 @@ def _compilations(instruction_sets: dict[str, tuple[str, ...]], objects: Path) -
             yield [f"-DHVD_ISA={name}", *flags, "-c", str(source), "-o", str(objects / f"{source.stem}-{name}.o")]
 
 
+def _most_seconds() -> float:
+    """For one file, as $HVDCOMP_KERNELS_BUILD_SECONDS says.
+
+    Raises:
+        CompilationError: it says something else.
+    """
+    given = os.environ.get(SECONDS_VARIABLE, "")
+    try:
+        seconds = float(given or SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise CompilationError(f"{SECONDS_VARIABLE}={given!r} is no number of seconds above 0; give one, or unset it")
+    return seconds
+
+
 def _run(command: Sequence[str]) -> str:
+    seconds = _most_seconds()
     try:
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=SECONDS
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=seconds
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        raise CompilationError(
+            f"{command[0]} took more than {seconds:g} seconds for one file; set {SECONDS_VARIABLE} to more\n"
+            f"{shlex.join(command)}"
+        ) from None
+    except OSError as error:
         raise CompilationError(f"{shlex.join(command)}: {error}") from error
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines()[:20] or ["no message"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 NAME_LENGTH = 40
 """Schedulers append to a job's name (`-worker-12`), and a host's name ends at 63 characters."""
+
+HOROVOD_ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
+"""Without it, Horovod's one thread waits on the host for the GPU in each of its rounds. For ranks that have GPUs; a
+job's own environment wins."""
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -100,7 +104,27 @@ def _check_text(where: str, text: str) -> None:
         raise ConfigurationError(f"{where}: {text!r} is not valid Unicode, so it cannot be sent: mend it") from None
 
 
-def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping[str, Any]) -> T:
+class MissingSettingsError(ConfigurationError):
+    """Settings that must be given and are not.
+
+    Attributes:
+        names: of all of them.
+        way_out: what to do about them.
+    """
+
+    def __init__(self, names: Sequence[str], way_out: str) -> None:
+        super().__init__(f"{', '.join(names)}: not set: {way_out}")
+        self.names = tuple(names)
+        self.way_out = way_out
+
+
+def read_settings(
+    path: Path | None,
+    section: str,
+    kind: type[T],
+    flags: Mapping[str, Any],
+    ranks_of: Callable[[Mapping[str, Any]], int | None] = lambda _: None,
+) -> T:
     """A scheduler's settings from a TOML file and the flags of a command line.
 
     `kind` is a dataclass with a field `job: Job`. The table `[job]` holds Job's fields, `[<section>]` the other fields
@@ -112,9 +136,12 @@ def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping
         kind: what to make, of the types that `typed` knows.
         flags: values by the names of fields, of Job or of `kind`; None is "not given". They win over the file; of a
             mapping, entry by entry.
+        ranks_of: the number of ranks that follows from the given fields of `kind`, where `ranks` is not given; None if
+            none does.
 
     Raises:
-        ConfigurationError: the file cannot be read, a key is unknown or missing, or a value has another type.
+        MissingSettingsError: settings without a default are not given; it names all of them.
+        ConfigurationError: the file cannot be read, a key is unknown, or a value has another type.
     """
     file = {} if path is None else _read(path)
     tables: dict[str, type] = {"job": Job, section: kind}
@@ -133,8 +160,9 @@ def read_settings(path: Path | None, section: str, kind: type[T], flags: Mapping
         name = next(name for name, known in types_of.items() if key in known)
         flag = _typed(types_of[name][key], value, key)
         values[name][key] = {**values[name].get(key, {}), **flag} if isinstance(flag, dict) else flag
-    for name, owner in tables.items():
-        _refuse_missing(values[name], owner, types_of[name], f"[{name}]")
+    if "ranks" not in values["job"] and (ranks := ranks_of(values[section])) is not None:
+        values["job"]["ranks"] = ranks
+    _refuse_missing({name: _missing(values[name], owner, types_of[name]) for name, owner in tables.items()})
     values[section]["job"] = Job(**values["job"])
     return kind(**values[section])
 
@@ -162,13 +190,23 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> N
         raise ConfigurationError(f"{where}: there is no setting {unknown[0]!r}; there are: {', '.join(sorted(known))}")
 
 
-def _refuse_missing(values: Mapping[str, Any], owner: type, known: Iterable[str], table: str) -> None:
-    for one in dataclasses.fields(owner):
-        optional = one.default is not dataclasses.MISSING or one.default_factory is not dataclasses.MISSING
-        if one.name in known and one.name not in values and not optional:
-            raise ConfigurationError(
-                f"{one.name}: it is not set: write it in the table {table} of the settings file or give the flag"
-            )
+def _missing(values: Mapping[str, Any], owner: type, known: Iterable[str]) -> list[str]:
+    """The fields that have no default and are not given."""
+    needed = (
+        one.name
+        for one in dataclasses.fields(owner)
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+    )
+    return [name for name in needed if name in known and name not in values]
+
+
+def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
+    """Refuse what is missing, by table, in one message."""
+    places = [f"{', '.join(names)} in the table [{table}]" for table, names in missing.items() if names]
+    if places:
+        names = [name for names in missing.values() for name in names]
+        flags = "the flag" if len(names) == 1 else "the flags"
+        raise MissingSettingsError(names, f"give {flags}, or write {' and '.join(places)} of a settings file")
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:

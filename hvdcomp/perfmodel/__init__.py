@@ -17,6 +17,7 @@ from hvdcomp.perfmodel.exchanges import Collective, Exchange, exchange_of, excha
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.fitting import model_of
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds, network_of_link
+from hvdcomp.perfmodel.noise import NOISY, uncertain_shares
 from hvdcomp.perfmodel.predict import LIMITS, UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
@@ -24,6 +25,7 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequenti
 __all__ = [
     "ALGORITHMS",
     "LIMITS",
+    "NOISY",
     "STOCK",
     "STOCK_SPECS",
     "UNCOMPRESSED",
@@ -60,4 +62,5 @@ __all__ = [
     "presets",
     "save",
     "sequential",
+    "uncertain_shares",
 ]

@@ -13,6 +13,7 @@ import numpy as np
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.perfmodel.by_size import encode_times
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
@@ -21,11 +22,16 @@ from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting, least_compression_f
 from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
-_CASTS = (UNCOMPRESSED, "fp16")  # what a library sends itself; the time of the cast counts only where it was measured
+FREE = (UNCOMPRESSED, "fp16")
+"""What a library sends by itself, without encoding; the time of the cast counts only where it was measured."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """By backend of `hvdcomp.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""
-STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, _CASTS, strict=True)}
+STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, FREE, strict=True)}
 """The libraries' own compressions, by the spec that describes the same exchange."""
+
+MODEL_ERROR = 0.1
+"""Relative difference of predicted times below which no method is called faster than another, however little the noise
+of a calibration: of 90 predictions beside measured steps, 82 were within 10 % (docs/steps-measured.md)."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
@@ -74,18 +80,22 @@ class Advice:
     Attributes:
         methods: by spec, dense first. Two levels are left out where not all nodes have as many ranks.
         winner: the spec of the fastest; None for one rank, where there is nothing to exchange.
-        runner_up: the second; None if there is only one method.
+        free: the faster one of dense and fp16, which libraries send by themselves.
+        take: what to take: the winner, if its lead over `free` is more than the model's error, or else `free`.
+        alike: the others whose times cannot be told apart from that of `take`, the fastest first.
         bucket_bytes: with which a step of the winner would be faster by more than the calibration can tell apart; None
             if with no other, or if they are the library's.
-        within_noise: whether the winner's lead over the second is less than the calibration can tell apart.
+        error: relative difference of times that means nothing.
         least_factor: see `least_compression_factor`; None where no factor is enough.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)
     winner: str | None = None
-    runner_up: str | None = None
+    free: str | None = None
+    take: str | None = None
+    alike: tuple[str, ...] = ()
     bucket_bytes: int | None = None
-    within_noise: bool = False
+    error: float = 0.0
     least_factor: float | None = None
 
 
@@ -95,9 +105,9 @@ class Adviser:
     Args:
         calibration: what was measured.
         model: one of its models; None for the only one.
-        specs: compressors to look at; None for all that the calibration has encode times for, gathered and scattered
-            where they can be, and in two levels if the calibration knows nodes of several ranks. Dense and fp16 are
-            looked at in any case.
+        specs: compressors to look at; None for all whose encode times are known or estimated (`encode_times`),
+            gathered and scattered where they can be, and in two levels if the calibration knows nodes of several
+            ranks. Dense and fp16 are looked at in any case.
         early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, `bucket_bytes` of
             `hvdcomp.Compression`; 0 if it sends all at its end, as in TensorFlow; None for what the calibration says,
             or else for hvdcomp's default. It matters where the calibration says when gradients are ready.
@@ -122,8 +132,8 @@ class Adviser:
         self.model = _model_name(calibration, model)
         self.facts: ModelFacts = calibration.models[self.model]
         self._early_bytes = (self.facts.early_bytes or BUCKET_BYTES) if early_bytes is None else early_bytes
-        known = self.facts.compute.encode
-        wanted = list(map(parse_compressor, [*_CASTS, *(known if specs is None else specs)]))
+        known = encode_times(calibration, self.model)
+        wanted = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
         if specs is None:
             wanted = [way for one in wanted for way in (one, *in_each_way(one))]
             if self.ranks_per_node is not None:
@@ -143,6 +153,11 @@ class Adviser:
     def bytes_per_s(self) -> float:
         """The calibrated bandwidth."""
         return self.calibration.network.allreduce.bytes_per_s
+
+    @cached_property
+    def error(self) -> float:
+        """Relative difference of times that means nothing."""
+        return max(self.calibration.noise, MODEL_ERROR)
 
     @cached_property
     def ranks_per_node(self) -> int | None:
@@ -230,14 +245,20 @@ class Adviser:
             methods[spec] = Method(spec, exchange, encode, parts, at_end_s, str(limited_by(parts)), wins)
         if setting.world_size == 1:
             return Advice(methods)
-        first, second = sorted(methods.values(), key=lambda method: method.step_s)[:2]
+        first, *others = sorted(methods.values(), key=lambda method: method.step_s)
+        free = first if first.spec in FREE else next(one for one in others if one.spec in FREE)
+        error = self.error
+        take = first if free.step_s / first.step_s - 1 >= error else free
+        alike = [one.spec for one in (first, *others) if abs(one.step_s / take.step_s - 1) < error and one != take]
         least = float(self.least_factor(setting))
         return Advice(
             methods,
             winner=first.spec,
-            runner_up=second.spec,
+            free=free.spec,
+            take=take.spec,
+            alike=tuple(alike),
             bucket_bytes=self._better_buckets(first, setting),
-            within_noise=second.step_s / first.step_s - 1 < self.calibration.noise,
+            error=error,
             least_factor=None if np.isnan(least) else least,
         )
 

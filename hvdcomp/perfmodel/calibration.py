@@ -17,7 +17,7 @@ from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.files import replace_text
+from hvdcomp.files import parse_json, replace_text
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.fields import CalibrationError, Fields
 from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Inner, Levels, Network
@@ -99,8 +99,8 @@ def load(source: str | Path) -> Calibration:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CalibrationError(f"{source} cannot be read: {reason}") from None
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = parse_json(text)
+    except ValueError as error:
         raise CalibrationError(f"{source} is not JSON: {error}") from None
     return from_json(_completed(data, str(source)), str(source))
 

@@ -1,7 +1,8 @@
 """The parameter shapes of well-known models: gradients to compress, without the models or their data.
 
-The counts of tensors and parameters are those of torchvision's ResNets and VGG-16, of BERT-base (uncased, with
-pooler), of the 252 MB two-layer LSTM of GraVAC (Tyagi and Swany 2023, table 1): Penn Treebank's 10,000 words, 1,500
+The counts of tensors and parameters are those of torchvision's ResNets, VGG-16 and ViT-L/16; of BERT-base and
+BERT-large (uncased) and RoBERTa-base, all with pooler; of the smallest GPT-2, whose output weights are those of its
+embedding; of the 252 MB two-layer LSTM of GraVAC (Tyagi and Swany 2023, table 1): Penn Treebank's 10,000 words, 1,500
 units; and of ResNet-20 for CIFAR-10 (He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors`
 is no model: 200 matrices of 64 x 64, for which the cost of a tensor outweighs that of its elements.
 """
@@ -69,16 +70,16 @@ def _vgg16() -> Shapes:
     return shapes
 
 
-def _bert_base() -> Shapes:
-    hidden = 768
+def _bert(layers: int, hidden: int, words: int, positions: int, types: int) -> Shapes:
+    """An encoder as of BERT."""
     shapes: Shapes = {
-        "embeddings.word": (30522, hidden),
-        "embeddings.position": (512, hidden),
-        "embeddings.token_type": (2, hidden),
+        "embeddings.word": (words, hidden),
+        "embeddings.position": (positions, hidden),
+        "embeddings.token_type": (types, hidden),
         "embeddings.norm.weight": (hidden,),
         "embeddings.norm.bias": (hidden,),
     }
-    for layer in range(12):
+    for layer in range(layers):
         for name, outputs, inputs in (
             *((part, hidden, hidden) for part in ("query", "key", "value", "attention.output")),
             ("intermediate", 4 * hidden, hidden),
@@ -89,6 +90,49 @@ def _bert_base() -> Shapes:
         for norm in ("attention.norm", "output.norm"):
             shapes[f"layer.{layer}.{norm}.weight"] = shapes[f"layer.{layer}.{norm}.bias"] = (hidden,)
     return {**shapes, "pooler.weight": (hidden, hidden), "pooler.bias": (hidden,)}
+
+
+def _gpt2() -> Shapes:
+    """Its matrices are inputs x outputs, as published."""
+    hidden = 768
+    shapes: Shapes = {"wte": (50257, hidden), "wpe": (1024, hidden)}
+    for layer in range(12):
+        for name, inputs, outputs in (
+            ("attn.c_attn", hidden, 3 * hidden),
+            ("attn.c_proj", hidden, hidden),
+            ("mlp.c_fc", hidden, 4 * hidden),
+            ("mlp.c_proj", 4 * hidden, hidden),
+        ):
+            shapes[f"h.{layer}.{name}.weight"] = (inputs, outputs)
+            shapes[f"h.{layer}.{name}.bias"] = (outputs,)
+        for norm in ("ln_1", "ln_2"):
+            shapes[f"h.{layer}.{norm}.weight"] = shapes[f"h.{layer}.{norm}.bias"] = (hidden,)
+    return {**shapes, "ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
+
+
+def _vit_l_16() -> Shapes:
+    """For 1,000 classes, images of 224 pixels and patches of 16."""
+    hidden, patches = 1024, (224 // 16) ** 2
+    shapes: Shapes = {
+        "class_token": (1, 1, hidden),
+        "conv_proj.weight": (hidden, 3, 16, 16),
+        "conv_proj.bias": (hidden,),
+        "encoder.pos_embedding": (1, patches + 1, hidden),
+    }
+    for layer in range(24):
+        for name, outputs, inputs in (
+            ("self_attention.in_proj", 3 * hidden, hidden),
+            ("self_attention.out_proj", hidden, hidden),
+            ("mlp.0", 4 * hidden, hidden),
+            ("mlp.3", hidden, 4 * hidden),
+        ):
+            shapes[f"encoder.layers.{layer}.{name}.weight"] = (outputs, inputs)
+            shapes[f"encoder.layers.{layer}.{name}.bias"] = (outputs,)
+        for norm in ("ln_1", "ln_2"):
+            both = (f"encoder.layers.{layer}.{norm}.{part}" for part in ("weight", "bias"))
+            shapes |= dict.fromkeys(both, (hidden,))
+    shapes |= {"encoder.ln.weight": (hidden,), "encoder.ln.bias": (hidden,)}
+    return {**shapes, "heads.weight": (1000, hidden), "heads.bias": (1000,)}
 
 
 def _gravac_lstm() -> Shapes:
@@ -105,7 +149,11 @@ _MODELS: dict[str, Callable[[], Shapes]] = {
     "resnet50": lambda: _resnet((3, 4, 6, 3)),
     "resnet101": lambda: _resnet((3, 4, 23, 3)),
     "vgg16": _vgg16,
-    "bert-base": _bert_base,
+    "bert-base": lambda: _bert(12, 768, words=30522, positions=512, types=2),
+    "bert-large": lambda: _bert(24, 1024, words=30522, positions=512, types=2),
+    "roberta-base": lambda: _bert(12, 768, words=50265, positions=514, types=1),
+    "gpt2": _gpt2,
+    "vit-l-16": _vit_l_16,
     "gravac-lstm": _gravac_lstm,
     "resnet20": _resnet20,
     "small-tensors": lambda: {f"matrix{number}": (64, 64) for number in range(200)},

@@ -87,6 +87,6 @@ def encode_time_of(
     for way in (*WAYS, "auto"):
         other = str(dataclasses.replace(compressor, exchange=way))
         if other in known:
-            source = f"estimated from that of {other}, by the number of payloads that are decoded"
+            source = "estimated from that of the same method exchanged in another way, by the payloads that are decoded"
             return dataclasses.replace(known[other], source=source, estimated=True)
     return None

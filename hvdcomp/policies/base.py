@@ -18,7 +18,7 @@ from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole, number
 from hvdcomp.specs.levels import Level
-from hvdcomp.specs.typed import as_fields, typed
+from hvdcomp.specs.typed import as_fields, shortened, typed
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -129,6 +129,8 @@ class Policy(Described, Generic[State]):
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a state as JSON. Raises ValueError if it is not of this kind of policy."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"{shortened(data)} is not a state of {self.name}, which has fields by name")
         fields = {key: value for key, value in data.items() if key != "policy"}
         expected = {field.name for field in dataclasses.fields(self.state_type)}
         if data.get("policy") != self.name or set(fields) != expected:

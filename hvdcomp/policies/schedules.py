@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal, Protocol
 
 from hvdcomp.errors import SpecError
-from hvdcomp.specs.described import Described
+from hvdcomp.specs.described import Described, is_number, is_whole
 from hvdcomp.specs.levels import DENSE, Level
+
+_FALLING = "let levels fall, such as levels=(0.25, 0.05) before topk:ratio=0.01"
 
 
 class Levelled(Protocol):
@@ -70,10 +74,15 @@ class WarmUp(LevelSchedule):
 
     def __post_init__(self) -> None:
         for field in ("dense_steps", "epochs", "steps"):
-            self.require(getattr(self, field) >= 0, field, "at least 0")
+            self.require(is_whole(getattr(self, field), 0), field, "a whole number of at least 0")
+        listed = isinstance(self.levels, tuple | list) and all(map(is_number, self.levels))
+        self.require(listed, "levels", "numbers, such as (0.25, 0.05)")
+        self.require(self.start is None or is_number(self.start), "start", "a number")
         if self.levels and self.start is not None:
             raise SpecError("warmup: give levels (a list) or start (a geometric sequence), not both")
-        self.require(self.periods >= 1, "periods", "at least 1")
+        self.require(is_whole(self.periods, 1), "periods", "a whole number of at least 1")
+        if _rises(self.levels):
+            raise SpecError(f"warmup: levels={self.levels} goes from much to little compression; {_FALLING}")
         if self._set and (self.epochs > 0) == (self.steps > 0):
             raise SpecError("warmup: say how long each level lasts, with epochs=... or steps=..., one of the two")
         if not self._set and not self.dense_steps:
@@ -94,6 +103,11 @@ class WarmUp(LevelSchedule):
             )
         for level in self._set:
             compressor.at_level(level)
+        if compressor.level is not None and _rises([*self._set[-1:], compressor.level]):
+            raise SpecError(
+                f"warmup: the level {self._set[-1]} compresses harder than the compressor's own, {compressor.level}, "
+                f"which follows; {_FALLING}"
+            )
 
     def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:
         if step < self.dense_steps:
@@ -108,3 +122,8 @@ class WarmUp(LevelSchedule):
             return None
         level = self.start * (own / self.start) ** (period / self.periods)
         return max(1, round(level)) if isinstance(own, int) else level
+
+
+def _rises(levels: Sequence[Level]) -> bool:
+    """Whether less is compressed at a later level than at an earlier one."""
+    return any(later > earlier for earlier, later in pairwise(levels))

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from hvdcomp.report.runs import PHASES, Run
 from hvdcomp.report.table import Group, Section
+from hvdcomp.report.turns import RATES
 
 # Okabe and Ito's palette less its yellow and black, which vanish on a light or a dark page.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
@@ -18,49 +19,69 @@ _LINES = ("solid", "dashed", "dotted", "dashdot")
 INK = "#7d7d7d"  # axes and texts: legible on white and on near black
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
+HALF_WIDTH = 5.4  # inches, of a figure that has another beside it, or the whole of a phone
+_LEGEND_WIDTH = 64  # characters that fit into it
 _AXIS_LABELS = {"accuracy": "test accuracy (%)", "perplexity": "test perplexity"}
 
 
 def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (short name, caption, figure) for each kind of curve that the section has data for."""
-    drawn = [run for run in section.runs if run.steps["step"].size]
-    if drawn:
-        caption = "Training loss: running mean over 2% of the run's steps; faintly, the loss of each step"
-        yield "loss", caption, _pair(section, "training loss", _draw_loss)
-    if section.metric is not None:
-        label = _AXIS_LABELS[section.metric]
-        caption = label[0].upper() + label[1:] + " after each epoch"
-        yield section.metric, caption, _pair(section, label, _draw_quality)
-    if drawn:
+    """Yield (short name, caption, figure) for each kind of curve that the section has data for.
+
+    What each byte bought comes first. Times are those of steps in turns where there are such: those of single trainings
+    cannot be compared.
+    """
+    yield from _draw_curves(section, against_bytes=True)
+    if section.in_turns:
+        caption = "Time of one step: measured here, all methods in turns"
+        if section.predicted:
+            caption += f", and predicted for links of {' and '.join(RATES.values())}"
+        yield "time", caption, _draw_turns(section)
+    elif _drawn(section):
         caption = (
             "Time of one step, after the first epoch: median, quartiles and the span of 90% of the steps; on "
             "the right, the medians of its phases where they were measured"
         )
-        if section.in_turns:
-            caption += ". Of each training by itself, one after the other: not to be compared"
         yield "time", caption, _draw_times(section)
+    yield from _draw_curves(section, against_bytes=False)
 
 
-def _pair(section: Section, y_label: str, draw: Callable[[Axes, Run, bool, dict], None]) -> Figure:
-    """Two panels with the same curves: against steps, and against bytes sent."""
+def _draw_curves(section: Section, against_bytes: bool) -> Iterator[tuple[str, str, Figure]]:
+    place = "bytes" if against_bytes else "steps"
+    against = "the megabytes that each rank sent" if against_bytes else "the number of steps"
+    if _drawn(section):
+        shown = "running mean over 2% of the run's steps; faintly, the loss of each step"
+        caption = f"Training loss against {against}: {shown}"
+        yield f"loss-{place}", caption, _curves(section, against_bytes, "training loss", _draw_loss)
+    if section.metric is not None:
+        label = _AXIS_LABELS[section.metric]
+        caption = f"{label[0].upper()}{label[1:]} after each epoch, against {against}"
+        yield f"{section.metric}-{place}", caption, _curves(section, against_bytes, label, _draw_quality)
+
+
+def _drawn(section: Section) -> bool:
+    return any(run.steps["step"].size for run in section.runs)
+
+
+def _curves(
+    section: Section, against_bytes: bool, y_label: str, draw: Callable[[Axes, Run, bool, dict], None]
+) -> Figure:
+    """The curves of all runs, against bytes sent or against steps; no wider than a phone can show."""
     labels = [_legend_label(group) for group in section.groups]
-    columns = max(1, min(3, 130 // (max(map(len, labels)) + 8)))  # 130 characters fit
-    figure = Figure(figsize=(11, 4.2 + 0.22 * (len(labels) // columns)), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    columns = max(1, min(3, _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
+    figure = Figure(figsize=(HALF_WIDTH, 3.8 + 0.22 * (len(labels) // columns)), layout="constrained")
+    axes = figure.subplots()
     handles = []
-    for axes, against_bytes in zip(panels, (False, True), strict=True):
-        for number, group in enumerate(section.groups):
-            style = {"color": COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
-            for run in group.runs:
-                draw(axes, run, against_bytes, style)
-            if not against_bytes:
-                handles += axes.plot([], [], **style)
-        if against_bytes and any((run.steps["bytes_sent"] > 0).any() for run in section.runs):
-            axes.set_xscale("log")
-        axes.set_xlabel("megabytes sent by each rank" if against_bytes else "step")
-        tidy(axes)
-    cut = y_label != _AXIS_LABELS["accuracy"] and limit_height(panels[0])
-    panels[0].set_ylabel(f"{y_label} (higher values cut off)" if cut else y_label)
+    for number, group in enumerate(section.groups):
+        style: dict[str, Any] = {"color": COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
+        for run in group.runs:
+            draw(axes, run, against_bytes, style)
+        handles += axes.plot([], [], **style)
+    if against_bytes and any((run.steps["bytes_sent"] > 0).any() for run in section.runs):
+        axes.set_xscale("log")
+    axes.set_xlabel("megabytes sent by each rank" if against_bytes else "step")
+    tidy(axes)
+    cut = y_label != _AXIS_LABELS["accuracy"] and limit_height(axes)
+    axes.set_ylabel(f"{y_label} (higher values cut off)" if cut else y_label)
     legend = figure.legend(handles, labels, ncols=columns, **LEGEND)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -78,6 +99,34 @@ def _draw_quality(axes: Axes, run: Run, against_bytes: bool, style: dict) -> Non
     values = run.epochs["accuracy"] * 100 if run.metric == "accuracy" else run.epochs["perplexity"]
     x = run.epochs["bytes_sent"] / 1e6 if against_bytes else run.epochs["step"]
     axes.plot(x, values, marker="o" if values.size <= 30 else None, markersize=3, **style)
+
+
+def _draw_turns(section: Section) -> Figure:
+    """Bars for each method that was measured in turns: what was measured, and each prediction."""
+    groups = [group for group in section.groups if group.turns_ms is not None][::-1]  # bars are counted from below
+    kinds = {"turns_ms": "measured here"}
+    if section.predicted:
+        kinds |= {f"predicted_ms_{rate}": f"predicted, {words}" for rate, words in reversed(RATES.items())}
+    figure = Figure(figsize=(HALF_WIDTH, 1.6 + 0.25 * len(kinds) * len(groups)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(kinds)
+    places = np.arange(len(groups))
+    for number, (kind, words) in enumerate(kinds.items()):
+        offset = ((len(kinds) - 1) / 2 - number) * height
+        known = [group.columns()[kind] for group in groups]
+        lengths = [np.nan if ms is None else ms for ms in known]
+        bars = axes.barh(places + offset, lengths, height, label=words, color=COLOURS[number])
+        written = ["" if ms is None else f"{ms:.3g}" for ms in known]
+        axes.bar_label(bars, written, padding=2, color=INK, fontsize=8)
+    axes.set_yticks(places, [_legend_label(group, 24) for group in groups])
+    for text in axes.get_yticklabels():
+        text.set_parse_math(False)
+    axes.margins(x=0.12)
+    axes.set_xlabel("ms per step")
+    tidy(axes)
+    axes.grid(False, axis="y")
+    figure.legend(ncols=len(kinds), **LEGEND)
+    return figure
 
 
 def _draw_times(section: Section) -> Figure:

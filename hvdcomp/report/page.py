@@ -15,8 +15,9 @@ import jinja2
 from matplotlib.figure import Figure
 
 from hvdcomp.files import csv_of, replace_files
-from hvdcomp.report.curves import draw_section
+from hvdcomp.report.curves import HALF_WIDTH, draw_section
 from hvdcomp.report.decision_curves import draw_decisions
+from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import Run
 from hvdcomp.report.table import Section, cells, policy_line
 
@@ -57,8 +58,9 @@ def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str,
         details.append({**_details(run), "figures": [] if run in first else decisions})
     return {
         "title": section.title,
+        "headline": headline(section),
         "headings": section.headings,
-        "rows": [(cells(row, section.in_turns), policy_line(row), row) for row in section.rows],
+        "rows": [(cells(row, section.in_turns, section.predicted), policy_line(row), row) for row in section.rows],
         "notes": section.notes(),
         "figures": figures,
         "details": details,
@@ -67,7 +69,7 @@ def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str,
 
 def _add_figures(
     files: dict[str, bytes], stem: str, drawn: Iterable[tuple[str, str, Figure]]
-) -> list[dict[str, str]]:
+) -> list[dict[str, Any]]:
     figures = []
     for name, caption, figure in drawn:
         svg = _image(figure, "svg", transparent=True)
@@ -75,7 +77,8 @@ def _add_figures(
         files[f"{stem}-{name}.svg"] = svg
         # As an image, unlike as inline SVG, nothing in it can run or clash with the ids of another figure.
         source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-        figures.append({"caption": caption, "source": source})
+        half = figure.get_figwidth() <= HALF_WIDTH
+        figures.append({"caption": caption, "source": source, "half": half})
     return figures
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from hvdcomp.adaptation.decision_log import DecisionLogError
 from hvdcomp.exchange import compression_factor
+from hvdcomp.files import parse_json
 from hvdcomp.report.decisions import MOST_STEPS, Decisions, load_decisions
 from hvdcomp.specs.typed import typed
 
@@ -33,8 +34,8 @@ _NUMBERS = (
 # Options that say where and with which seed a run went; what was run is told by the others and by the spec.
 _LONGEST = 60  # characters of a value in a message
 _NOT_COMPARED = {
-    "compression", "data_dir", "elastic", "metrics_port", "output", "overwrite", "progress", "residuals", "seed",
-    "tensorboard",
+    "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite", "progress",
+    "residuals", "seed", "tensorboard",
 }  # fmt: skip
 
 
@@ -251,8 +252,8 @@ def _read_run(folder: Path, name: str) -> Run:
     path = folder / "summary.json"
     if path.exists():
         try:
-            summary = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
+            summary = parse_json(path.read_bytes())
+        except ValueError as error:
             raise RunError(f"{path} is not JSON ({error}); {_HINT}") from None
         if not isinstance(summary, dict):
             raise RunError(f"{path} holds {shortened(summary)}, not an object of named values; {_HINT}")
@@ -296,8 +297,8 @@ def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            record = parse_json(line)
+        except ValueError as error:
             if number == len(lines):
                 break
             raise RunError(f"{path}, line {number} is not a record of a run: {error}") from None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich import filesize
 
+from hvdcomp.perfmodel import NOISY
 from hvdcomp.report.runs import PHASES, Run, RunError, printable
 from hvdcomp.report.turns import RATES, Turns
 
@@ -69,6 +70,18 @@ class Group:
         known = [run.ms_per_step for run in self.runs if run.ms_per_step is not None]
         return float(np.mean(known)) if known else None
 
+    @property
+    def quality(self) -> float | None:
+        """The mean of the runs' last accuracies (0 to 1) or perplexities."""
+        known = [run.quality for run in self.runs if run.quality is not None]
+        return float(np.mean(known)) if known else None
+
+    @property
+    def factor(self) -> float | None:
+        """The mean of the runs' compression factors."""
+        known = [run.compression_factor for run in self.runs if run.compression_factor is not None]
+        return float(np.mean(known)) if known else None
+
     def phase(self, phase: str) -> float | None:
         """Mean over the runs of the median milliseconds of one of PHASES, or None if it was not measured."""
         known = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
@@ -84,12 +97,14 @@ class Group:
 
 @dataclass(eq=False)
 class Section:
-    """The groups that share model and data, and so a table and curves."""
+    """The groups that share model and data, and so a table and curves. `reference` is the one that others are compared
+    with, of dense training if nothing else was asked for."""
 
     model: str | None
     data: str | None
     groups: list[Group]
     baseline: str = "dense"
+    reference: Group | None = None
 
     @property
     def metric(self) -> str | None:
@@ -111,14 +126,24 @@ class Section:
     def headings(self) -> list[str]:
         quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
         rates = ", ".join(rate.replace(" ", _NO_BREAK) for rate in RATES.values())
-        predicted = [f"Predicted ms{_NO_BREAK}at {rates}"] if self.in_turns else []
-        return ["Run", "Spec", "Ranks", quality, "ms per step", *predicted, "Sent per step", "CF",
+        predicted = [f"Predicted ms{_NO_BREAK}at {rates}"] if self.predicted else []
+        return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *predicted,
                 f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
+
+    @property
+    def turns(self) -> Turns | None:
+        """Where the steps that were measured in turns are from, if any were."""
+        return next((group.turns for group in self.groups if group.turns_ms is not None), None)
 
     @property
     def in_turns(self) -> bool:
         """Whether there are steps that were measured in turns."""
-        return any(group.turns_ms is not None for group in self.groups)
+        return self.turns is not None
+
+    @property
+    def predicted(self) -> bool:
+        """Whether there are predictions that can be trusted."""
+        return self.turns is not None and any(self.turns.predicted_ms.values())
 
     def notes(self) -> list[str]:
         """What has to be said of the table for its times to be read rightly."""
@@ -130,19 +155,41 @@ class Section:
                 f"The {ranks} ranks of a run share one machine: they take its cores from each other, and what they "
                 "exchange passes through its memory. Compression has little to gain here, and may be slower."
             )
-        if self.in_turns:
-            turns = next(group.turns for group in self.groups if group.turns is not None)
+        if self.turns is not None:
             notes.append(
                 "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "
                 "fell on all alike; medians, and those of none and fp16 are Horovod's own. With an asterisk: of its "
                 "own training alone, not to be compared."
             )
-            notes.append(
-                f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of "
-                f"{' or '.join(RATES.values())} between them, by the performance model, which was calibrated in the "
-                f"same minutes. Repeated measurements differed by {turns.noise:.0%}; smaller differences mean nothing."
-            )
+            notes.append(_predicted_note(self.turns))
         return notes
+
+
+def _predicted_note(turns: Turns) -> str:
+    """What predictions rest on, or why there are none."""
+    links = " or ".join(RATES.values())
+    worst = next(iter(turns.noisy), None)
+    why = ""
+    if worst is not None:
+        why = (
+            f"Measurements of the calibration that differed by more than {NOISY:.0%} when they were repeated: "
+            f"{len(turns.noisy)}. What counts most is {worst}: {turns.noisy[worst]:.0%}. "
+        )
+    if turns.calibrations > 1:
+        why += f"So it was calibrated {turns.calibrations} times, and the predictions are compared. "
+    if not any(turns.predicted_ms.values()):
+        return (
+            f"No step is predicted for links of {links}, as the performance model could not be calibrated here. {why}"
+            f"A prediction could be wrong by {turns.doubt:.0%}. Try it while nothing else is running."
+        )
+    said = (
+        f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of {links} between them, by "
+        f"the performance model, which was calibrated in the same minutes. {why}Predictions may be wrong by "
+        f"{turns.noise:.0%}; smaller differences mean nothing."
+    )
+    if turns.doubt > NOISY:
+        said += f" A dash is in place of those that may be wrong by more than {NOISY:.0%}."
+    return said
 
 
 def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns | None = None) -> list[Section]:
@@ -165,7 +212,7 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
     _set_labels(groups)
     if turns is not None:
         _set_turns(groups, turns)
-    _set_baselines(groups, baseline)
+    references = _set_baselines(groups, baseline)
     sections: dict[Any, Section] = {}
     for group in groups:
         model, data, _ = group.setting
@@ -173,6 +220,8 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
         key = (model, data) if model else (None, group.metric)
         section = sections.setdefault(key, Section(model, data, [], "dense" if baseline is None else "baseline"))
         section.groups.append(group)
+        if section.reference is None and group in references:
+            section.reference = group
     return list(sections.values())
 
 
@@ -202,7 +251,9 @@ def _set_turns(groups: list[Group], turns: Turns) -> None:
         )
 
 
-def _set_baselines(groups: list[Group], wanted: str | None) -> None:
+def _set_baselines(groups: list[Group], wanted: str | None) -> list[Group]:
+    """Gives each group the time that it is compared with, and returns those groups that are baselines."""
+
     def answers(group: Group) -> bool:
         if wanted is None:
             return group.spec == "none"
@@ -215,6 +266,7 @@ def _set_baselines(groups: list[Group], wanted: str | None) -> None:
         if group.runs[0].summary:
             same_work = (other for other in groups if answers(other) and other.work == group.work)
             group.baseline_ms = next((other.compared_ms for other in same_work), None)
+    return list(filter(answers, groups))
 
 
 def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
@@ -259,11 +311,12 @@ def _value(run: Run, key: str, group: Group) -> float | None:
     return getattr(run, key)
 
 
-def cells(row: dict[str, Any], in_turns: bool = False) -> list[str]:
+def cells(row: dict[str, Any], in_turns: bool = False, predicted: bool = False) -> list[str]:
     """The texts of one row in the order of `Section.headings`; a dash where nothing is known.
 
     Args:
         in_turns: of the section: times of single trainings are then marked.
+        predicted: of the section: predictions have a place of their own.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:
@@ -280,16 +333,17 @@ def cells(row: dict[str, Any], in_turns: bool = False) -> list[str]:
     if in_turns:
         alone = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
         times = [alone if row["turns_ms"] is None else _short(row["turns_ms"])]
-        predicted = [plain(row[f"predicted_ms_{rate}"], _short) for rate in RATES]
-        times.append("-" if row["turns_ms"] is None else " / ".join(predicted))
+    if predicted:
+        there = [plain(row[f"predicted_ms_{rate}"], _short) for rate in RATES]
+        times.append("-" if row["turns_ms"] is None else " / ".join(there))
     return [
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
         plain(row["spec"]),
         plain(row["world_size"]),
         number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
-        *times,
         number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))) + _within_nodes(row),
         number("compression_factor", lambda v: f"{_short(v)}x"),
+        *times,
         plain(row["speed_vs_baseline"], lambda v: f"{v:.2f}x"),
         plain(row["identical"], lambda same: "yes" if same else "NO"),
         " / ".join(phases) if any(row[f"{phase}_ms"] is not None for phase in PHASES) else "-",

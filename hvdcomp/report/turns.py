@@ -7,18 +7,29 @@ for all of them. Trainings one after the other cannot be compared so.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.perfmodel import STOCK_SPECS, Adviser, Calibration, CalibrationError, Network, Setting, from_json
+from hvdcomp.files import parse_json
+from hvdcomp.perfmodel import (
+    NOISY,
+    STOCK_SPECS,
+    Adviser,
+    Calibration,
+    CalibrationError,
+    Network,
+    Setting,
+    from_json,
+    uncertain_shares,
+)
 from hvdcomp.perfmodel.network import ALGORITHMS
-from hvdcomp.report.runs import RunError
+from hvdcomp.report.runs import RunError, printable
 
 RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
 """Bandwidths that steps are predicted for, and how they are written."""
@@ -32,8 +43,12 @@ class Turns:
     Attributes:
         model, data, world_size, batch_size: whose steps they are.
         ms: measured median of a step, by spec.
-        predicted_ms: by spec, then by key of RATES.
-        noise: median relative difference between repeated measurements of the calibration.
+        predicted_ms: by spec, then by key of RATES, where it can be trusted: the median over all calibrations.
+        calibrations: how many there are, one after the other.
+        noise: relative difference of predictions below which no method is to be called faster than another.
+        doubt: the same, of the prediction that can be trusted least.
+        noisy: of the measurements that a calibration calls too noisy, how far the repetitions differ, the one that
+            counts most in a step first.
     """
 
     model: str
@@ -42,7 +57,10 @@ class Turns:
     batch_size: int
     ms: Mapping[str, float]
     predicted_ms: Mapping[str, Mapping[str, float]]
+    calibrations: int
     noise: float
+    doubt: float
+    noisy: Mapping[str, float]
 
     def fits(self, setting: tuple[str | None, ...], options: Mapping[str, str]) -> bool:
         """Whether steps of a run with this (model, data, ranks) and these options are such steps."""
@@ -59,8 +77,9 @@ def load_turns(file: Path) -> Turns:
         RunError: it is none, or of a model without its data, such as "cnn" instead of "cnn@digits".
     """
     try:
-        content = json.loads(file.read_bytes())
-        calibration = from_json(content["calibration"])
+        content = parse_json(file.read_bytes())
+        calibrations = [from_json(one) for one in content.get("repeated") or [content["calibration"]]]
+        calibration = calibrations[-1]
         (name,) = calibration.models
         model, at, data = name.partition("@")
         if not at:
@@ -74,9 +93,12 @@ def load_turns(file: Path) -> Turns:
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
         ranks = int(calibration.machine["ranks"])
         batch_size = calibration.models[name].compute.batch_size
+        noisy = _noisy(content.get("noisy", {}))  # files of earlier versions have none
         early = content.get("early_bytes") or 0  # files of earlier versions are of steps that send all at the end
-        networks = {rate: _with_links(calibration, speed) for rate, speed in _SPEEDS.items()}
-        advisers = {rate: Adviser(there, name, list(specs), early) for rate, there in networks.items()}
+        advisers = {
+            rate: [Adviser(_with_links(one, speed), name, list(specs), early) for one in calibrations]
+            for rate, speed in _SPEEDS.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SpecError, CalibrationError) as error:
         if isinstance(error, RunError):
             raise
@@ -86,11 +108,46 @@ def load_turns(file: Path) -> Turns:
         ) from None
     if batch_size is None or not all(math.isfinite(one) and one > 0 for one in ms.values()):
         raise RunError(f"{file}: it has no batch size, or a time that cannot be")
-    predicted = {
-        spec: {rate: 1e3 * float(adviser.step_s(spec, Setting(ranks))) for rate, adviser in advisers.items()}
-        for spec in ms
-    }
-    return Turns(model, data, ranks, batch_size, ms, predicted, calibration.noise)
+    predicted: dict[str, dict[str, float]] = {spec: {} for spec in ms}
+    doubts = []
+    for spec in ms:
+        for rate, those in advisers.items():
+            steps_s = [float(adviser.step_s(spec, Setting(ranks))) for adviser in those]
+            doubts.append(_doubt(steps_s, calibration.noise, noisy))
+            if doubts[-1] <= NOISY:
+                predicted[spec][rate] = 1e3 * statistics.median(steps_s)
+    return Turns(
+        model,
+        data,
+        ranks,
+        batch_size,
+        ms,
+        predicted,
+        calibrations=len(calibrations),
+        noise=max((doubt for doubt in doubts if doubt <= NOISY), default=0.0),
+        doubt=max(doubts, default=0.0),
+        noisy={what: noisy[what]["spread"] for what in uncertain_shares(noisy, 1.0)},
+    )
+
+
+def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[str, float]]) -> float:
+    """How far a prediction can be wrong, as a share of it.
+
+    Args:
+        steps_s: the prediction of each calibration.
+        noise, noisy: of the only calibration; several say more by how far their predictions differ.
+    """
+    if len(steps_s) > 1:
+        return (max(steps_s) - min(steps_s)) / statistics.median(steps_s)
+    return max([noise, *uncertain_shares(noisy, steps_s[0]).values()])
+
+
+def _noisy(content: Any) -> dict[str, dict[str, float]]:
+    """What the calibration calls too noisy, as `uncertain_shares` takes it."""
+    noisy = {printable(what): {key: float(one[key]) for key in ("seconds", "spread")} for what, one in content.items()}
+    if not all(math.isfinite(value) and value >= 0 for one in noisy.values() for value in one.values()):
+        raise ValueError("noisy: a time or a spread that cannot be")
+    return noisy
 
 
 def _with_links(calibration: Calibration, bytes_per_s: float) -> Calibration:

@@ -53,7 +53,7 @@ class Described:
     def require(self, allowed: bool, setting: str, what: str) -> None:
         """Raises SpecError, which says `what` is allowed, unless a setting is."""
         if not allowed:
-            raise SpecError(f"{self.name}: {setting}={getattr(self, setting)} is not allowed; it must be {what}")
+            raise SpecError(f"{self.name}: {setting}={getattr(self, setting)!r} is not allowed; it must be {what}")
 
 
 def fields_of(kind: type[Described]) -> list[dataclasses.Field[Any]]:
@@ -72,7 +72,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: float) -> bool:
     """Whether a setting is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -29,7 +29,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
     """
-    name, rest = _split(spec.strip(), kinds)
+    name, rest = _split(text_of(spec, what, next(iter(kinds.values())).examples[0]), kinds)
     if name not in kinds:
         guess = did_you_mean(name, kinds)
         raise SpecError(f"unknown {what} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
@@ -50,6 +50,22 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
         others = [f", or {other!r}" for other in kinds if other.startswith(f"{name}:")]
         raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}{''.join(others)}")
     return kind(**values)
+
+
+def text_of(spec: object, what: str, example: str) -> str:
+    """A spec string without the spaces around it.
+
+    Args:
+        what: as of `parse`.
+        example: of a spec.
+
+    Raises:
+        SpecError: if it is no text.
+    """
+    if isinstance(spec, str):
+        return spec.strip()
+    instead = ", or hand it over without from_spec" if isinstance(spec, Described) else ""
+    raise SpecError(f"{spec!r} is no spec string of a {what}; give text, such as {example!r}{instead}")
 
 
 def _split(spec: str, names: Iterable[str]) -> tuple[str, str]:

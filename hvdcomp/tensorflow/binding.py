@@ -17,7 +17,8 @@ cast, and no policy may change that, Horovod carries the cast gradients itself, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
 from hvdcomp.tensorflow.names import by_name
@@ -99,7 +101,8 @@ class TensorFlowBinding(TensorFlowTraining):
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         if communicator.world_size > 1 or elastic.may_change():
             self._on_device = device_of(variables.values(), says=communicator.rank == 0)
-        super().__init__(setup, variables, communicator)
+        with _refused_on_every_rank(communicator, np.zeros((0,), np.float32)):
+            super().__init__(setup, variables, communicator)
 
     def meet(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
@@ -249,6 +252,16 @@ class TensorFlowBinding(TensorFlowTraining):
         with tf.init_scope():  # the first step may be being traced
             super().load_state_dict(state)
         self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call will tell
+
+
+@contextmanager
+def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
+    """`refused_on_every_rank`, while a graph is made. In a session of TensorFlow 1 nothing can be exchanged then."""
+    with tf.init_scope():
+        alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
+        with nullcontext() if alone else refused_on_every_rank(communicator, like):
+            yield
+
 
 def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.Variable]:
     if isinstance(variables, Mapping):

@@ -16,6 +16,7 @@ __all__ = ["by_name"]  # one of the names that the core asks for
 TITLE = "TensorFlow"
 ARGUMENT = "variables"
 EXAMPLE = "variables=model.trainable_variables"
+SCALER = "a Keras LossScaleOptimizer"
 
 
 def owns_gradient(gradient: Any) -> bool:
@@ -23,7 +24,11 @@ def owns_gradient(gradient: Any) -> bool:
 
 
 def owns_optimizer(optimizer: Any) -> bool:
-    return not hasattr(optimizer, "param_groups")  # those of PyTorch; Keras and TensorFlow 1 have many kinds
+    return hasattr(type(optimizer), "apply_gradients")  # Keras and TensorFlow 1 have many kinds
+
+
+def owns_scaler(scaler: Any) -> bool:
+    return hasattr(type(scaler), "loss_scale")
 
 
 def is_model(given: Any) -> bool:

@@ -44,7 +44,7 @@ def _why_not(variable: tf.Variable) -> str:
         return f"PyTorch is needed to compress on the GPU, and cannot be imported ({error})"
     if _on_gpu(variable) and not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} is needed to compress on the GPU, and finds no CUDA device"
-    return cuda.why_not()
+    return cuda.why_not() and f"{cuda.why_not()}. {cuda.way_out()}"
 
 
 def _on_gpu(variable: tf.Variable) -> bool:

@@ -12,7 +12,7 @@ gradients of the bucket are there; and takes a future for each. A step takes one
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,18 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.everyone import Everyone
-from hvdcomp.torch.parameters import by_name
-from hvdcomp.torch.training import TorchTraining, on_host
+from hvdcomp.torch.parameters import by_name, plain_names, unique
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, on_host
+from hvdcomp.torch.unaveraged import Unaveraged
+from hvdcomp.torch.uses import Uses
+
+_DRIFTING = (
+    "DistributedDataParallel does not average the gradients of {}, because they were frozen, or not in the model or "
+    "the optimizer yet, when it was made: the ranks' weights would drift apart. Put the model in "
+    "DistributedDataParallel while all its parameters need gradients, and freeze some after that (with "
+    "find_unused_parameters=True). Or drop this DistributedDataParallel and its hvdcomp.Compression (del them, then "
+    "gc.collect(), so that their hooks go), and make new ones of model.module."
+)
 
 
 class _Taken(NamedTuple):
@@ -60,6 +70,7 @@ class DDPBinding(TorchTraining):
     broadcast = "DistributedDataParallel(..., init_sync=True)"
     optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
     averaged_by = "DistributedDataParallel"
+    absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: DistributedDataParallel) -> None:
         communicator = TorchDistributedCommunicator(model.process_group)
@@ -68,13 +79,16 @@ class DDPBinding(TorchTraining):
             _check(setup, model)
             trained = _trained(model)
             parameters = trained if setup.parameters is None else _as_given(setup, trained)
-            self._finds_unused = model.find_unused_parameters and not model.static_graph
+            names = unique(model.module.named_parameters() if setup.parameters is None else _given(setup).items())
+            finds_unused = model.find_unused_parameters and not model.static_graph
             settings = setup.compression.settings
-            self.overlaps = not self._finds_unused and (on_host(trained) or settings.overlap is True)
-            super().__init__(setup, parameters, communicator, setup.optimizer)
+            self.overlaps = not finds_unused and (on_host(trained) or settings.overlap is True)
+            super().__init__(setup, parameters, communicator, setup.optimizer, names)
+            self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
+            self._register(model)
         self._model = weakref.ref(model)
         self._told = {"find_unused_parameters": model.find_unused_parameters, "static_graph": model.static_graph}
-        self._looks_for_unused = model.find_unused_parameters or model.static_graph
+        self._uses = Uses(model, parameters) if any(self._told.values()) else None  # where that has to be found out
         self._unused: Set[str] = frozenset()  # of a static graph
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # of a step that casts
@@ -86,6 +100,20 @@ class DDPBinding(TorchTraining):
         self._pending: dict[str, torch.Tensor] = {}
         self._batches: list[Sequence[str]] = []  # names in each of DDP's buckets, in the latest step
         self.engine.overlap.follow([])
+
+    def _register(self, model: DistributedDataParallel) -> None:
+        try:
+            model.register_comm_hook(self, compressed_hook)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"DistributedDataParallel takes one communication hook, and refuses hvdcomp's: {error}. Register no "
+                "other, and no optimizer that steps in the backward pass"
+            ) from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A model in DDP that is copied or pickled takes along what its hook was given, but not the hook: the copy's
+        gradients are averaged without. So nothing goes along."""
+        return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Takes a bucket of DDP, whose gradients are there.
@@ -134,14 +162,13 @@ class DDPBinding(TorchTraining):
 
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """An allreduce of a bucket as it is, or cast."""
-        size = self.communicator.world_size
         if buffer.is_sparse or self._wire in (None, buffer.dtype):
-            mean = buffer.div_(size)  # first, as DDP does without a hook: the same bits
+            mean = buffer.div_(self.communicator.world_size)  # first, as DDP does without a hook: the same bits
             started = self.communicator.start_allreduce(mean, "sum", UNNAMED)
             return started.work.get_future().then(lambda _: mean)
-        sent = half_precision.divided(buffer, size, self._wire)
-        started = self.communicator.start_allreduce(sent, "sum", UNNAMED)
-        return started.work.get_future().then(lambda _: half_precision.widen(sent, buffer))
+        # Divided at last, as in the engine and in Horovod: before, what is small would lose bits on every rank.
+        started = self.communicator.start_allreduce(half_precision.narrow(buffer, self._wire), "mean", UNNAMED)
+        return started.work.get_future().then(lambda _: half_precision.widen(started.finish(started.result), buffer))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -153,8 +180,8 @@ class DDPBinding(TorchTraining):
             self._end_casts()
             return
         pending, self._pending = self._pending, {}
-        if self._looks_for_unused:
-            pending = self._used(pending)
+        if self._uses is not None:
+            pending = self._used(pending, self._uses)
         self.run_in_place(pending)
         for one in self._step:
             if not one.whole:
@@ -168,16 +195,20 @@ class DDPBinding(TorchTraining):
                 one.future.wait()
             for one in self._step:
                 self.observe("aggregated", one.gradients)
+        if self._uses is not None:
+            self._uses.names.clear()
         self.engine.enter_casts({name for one in self._step for name in one.names}, self._asked)
         self.end_step()
 
-    def _used(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _used(self, gradients: Mapping[str, torch.Tensor], uses: Uses) -> dict[str, torch.Tensor]:
         """Those that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
-        flags = torch.stack([gradient.any() for gradient in gradients.values()]).int()
+        flags = torch.tensor([name in uses.names for name in gradients], dtype=torch.int32)
+        uses.names.clear()
         anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", UNNAMED)).tolist()
         used = {name: gradients[name] for name, flag in zip(gradients, anywhere, strict=True) if flag}
-        if not self._finds_unused:  # they are the same in every step
-            self._looks_for_unused = False
+        if self._told["static_graph"]:  # they are the same in every step
+            uses.stop()
+            self._uses = None
             self._unused = gradients.keys() - used.keys()
         return used
 
@@ -205,7 +236,7 @@ class DDPBinding(TorchTraining):
                 "sending what it left out before. Give every rank the same number of batches, as "
                 "torch.utils.data.DistributedSampler does."
             )
-        return None
+        return self._unaveraged.reason_to_refuse()
 
 
 def compressed_hook(binding, bucket):
@@ -223,6 +254,23 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
             "DistributedDataParallel(mixed_precision=...) casts gradients before hvdcomp gets them; leave it out, and "
             "use torch.autocast, or the compressor fp16 or bf16"
         )
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise ConfigurationError(
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) leaves out buckets, and hvdcomp ends a step "
+            "with the last one; leave that out: with find_unused_parameters=True hvdcomp sends nothing of what no rank "
+            "uses"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise ConfigurationError(
+            'torch._dynamo.config.optimize_ddp="python_reducer" hands over each gradient by itself, inside of what is '
+            'compiled, where hvdcomp cannot exchange; leave it at "ddp_optimizer" while DistributedDataParallel is made'
+        )
+    stepping = [name for name, one in model.module.named_parameters() if hasattr(one, "_in_backward_optimizers")]
+    if stepping:
+        raise ConfigurationError(
+            f"_apply_optimizer_in_backward steps with the gradients of {', '.join(stepping)} in the backward pass, "
+            "before they are exchanged; call optimizer.step() after that pass"
+        )
     settings = setup.compression.settings
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
@@ -239,16 +287,24 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
 def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """The parameters whose gradients DDP averages, by their names in the module that it was given."""
     ignored = model.parameters_to_ignore
+    named = dict(model.module.named_parameters())
     return {
-        name: parameter
-        for name, parameter in model.module.named_parameters()
+        plain: parameter
+        for plain, (name, parameter) in zip(plain_names(named), named.items(), strict=True)
         if parameter.requires_grad and name not in ignored
     }
 
 
+def _ignored(model: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
+    """The parameters that DDP was told to leave alone."""
+    for name, parameter in model.module.named_parameters():
+        if name in model.parameters_to_ignore:
+            yield parameter
+
+
 def _as_given(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
     """The parameters by the names that the user gave."""
-    given = by_name(setup.parameters, None)
+    given = _given(setup)
     known = {parameter: name for name, parameter in given.items()}
     missing = [name for name, parameter in trained.items() if parameter not in known]
     if missing:
@@ -257,6 +313,10 @@ def _as_given(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[s
             "trains; leave named_parameters out, or give those of the model"
         )
     return {known[parameter]: parameter for parameter in trained.values()}
+
+
+def _given(setup: Setup) -> dict[str, torch.nn.Parameter]:
+    return by_name(setup.parameters, None)
 
 
 def _future(like: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 TITLE = "PyTorch"
 ARGUMENT = "named_parameters"
 EXAMPLE = "named_parameters=model.named_parameters()"
+SCALER = "a torch.amp.GradScaler"
 
 by_name = unique
 
@@ -26,6 +27,10 @@ def owns_gradient(gradient: Any) -> bool:
 
 def owns_optimizer(optimizer: Any) -> bool:
     return hasattr(optimizer, "param_groups")
+
+
+def owns_scaler(scaler: Any) -> bool:
+    return hasattr(type(scaler), "get_scale")
 
 
 def is_model(given: Any) -> bool:

@@ -20,7 +20,8 @@ from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCom
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch.everyone import Everyone
-from hvdcomp.torch.training import TorchTraining
+from hvdcomp.torch.parameters import unique
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 
 
 class FSDPBinding(TorchTraining):
@@ -36,6 +37,7 @@ class FSDPBinding(TorchTraining):
     broadcast = "the same random seed, or the same checkpoint, before fully_shard"
     optimizer_from = "hvdcomp.fsdp.register(model, compression, mesh, optimizer=optimizer)"
     averaged_by = "FSDP"
+    absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         communicator = TorchDistributedCommunicator(group)
@@ -46,7 +48,8 @@ class FSDPBinding(TorchTraining):
             _check(setup)
             self._sharded = _sharded(model)
             shards = {name: _local(parameter) for name, parameter in self._sharded.items()}
-            super().__init__(setup, shards, communicator, setup.optimizer)
+            super().__init__(setup, shards, communicator, setup.optimizer, unique(model.named_parameters()))
+            self._frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
         self._due = False  # whether gradients of this backward pass wait for the exchange
 
     def arrived(self, shard: torch.Tensor) -> None:
@@ -74,6 +77,16 @@ class FSDPBinding(TorchTraining):
     def trained(self) -> Set[str]:
         return self._sharded.keys()
 
+    def reason_to_refuse(self) -> str | None:
+        drifting = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if not drifting:
+            return None
+        return (
+            f"the gradients of {', '.join(drifting)} are not exchanged between the replicas, because they were frozen "
+            "when hvdcomp.fsdp.register was called: the replicas' weights would drift apart. Call it while all "
+            "parameters need gradients, and freeze some after that."
+        )
+
 
 def _check(setup: Setup) -> None:
     if setup.process_set is not None:
@@ -89,7 +102,7 @@ def _check(setup: Setup) -> None:
 def _sharded(model: torch.nn.Module) -> dict[str, DTensor]:
     """The parameters of which this rank has a part, by name."""
     found: dict[str, DTensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in unique(model.named_parameters()).items():
         if not parameter.requires_grad:
             continue
         if not isinstance(parameter, DTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -118,26 +119,55 @@ def enter_step(optimizer: Any) -> None:
     """To be called when a step begins.
 
     Raises:
-        ConfigurationError: if the same backward pass makes gradients of the same names for another optimizer.
+        ConfigurationError: if gradients of the same names are being made, or exchanged, for another optimizer.
     """
     if optimizer is None:
         return
     current = torch._C._current_graph_task_id()
+    if _clash(optimizer, current):
+        gc.collect()  # an optimizer that was dropped may still be there
+        if why := _clash(optimizer, current):
+            raise ConfigurationError(why)
+    _passes[optimizer] = current
+
+
+def _clash(optimizer: Any, current: int) -> str | None:
+    """Why gradients of this optimizer cannot be told from those of another one; None if they can."""
     for other, began in list(_passes.items()):
-        if other is optimizer or began != current or current == _NO_PASS:
+        together = began == current != _NO_PASS
+        if other is optimizer or not (together or _is_under_way(other)):
             continue
         mine, theirs = _names_of(optimizer), _names_of(other)
         equal = sorted(mine.keys() & theirs.keys())
         if any(mine[name] is theirs[name] for name in equal):
-            raise ConfigurationError(_WRAPPED_TWICE)
+            return _WRAPPED_TWICE
         if equal:
-            raise ConfigurationError(
-                f"two models with parameters of equal names, such as {equal[0]!r}, are in one backward pass, and "
-                "Horovod knows gradients by these names: give both hvd.DistributedOptimizer and "
-                "hvdcomp.Compression other ones, named_parameters=[(f'second.{name}', parameter) for name, "
-                "parameter in model.named_parameters()]"
+            when, before = "are in one backward pass", ""
+            if not together:
+                when = "wait for optimizer.step() after a backward pass each"
+                before = "step with one before the other's backward pass, drop an optimizer that is given up, or "
+            return (
+                f"two models with parameters of equal names, such as {equal[0]!r}, {when}, and Horovod knows gradients "
+                f"by these names: {before}give both hvd.DistributedOptimizer and hvdcomp.Compression other ones, "
+                "named_parameters=[(f'second.{name}', parameter) for name, parameter in model.named_parameters()]"
             )
-    _passes[optimizer] = current
+    return None
+
+
+def _is_under_way(optimizer: Any) -> bool:
+    """Whether Horovod was given gradients of this optimizer, and nobody has waited for them yet. That they have arrived
+    does not count: one rank may know it before another."""
+    return any(map(_is_open, (handle for handle, _ in optimizer._handles.values())))
+
+
+def _is_open(handle: Any) -> bool:
+    if not isinstance(handle, int):  # it has not been submitted, or is of a sparse gradient
+        return False
+    try:
+        hvd.poll(handle)
+    except ValueError:  # waited for
+        return False
+    return True
 
 
 def compression_of(candidate: Any) -> Any:

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hvdcomp.bindings.checkpoint import parts_of
 from hvdcomp.errors import ConfigurationError
+
+# What wrappers put into names: torch.compile, activation checkpointing and the first FSDP. DistributedDataParallel and
+# DataParallel put `_WHOLE` in front; a module of the user's own may well have a part of that name further inside.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_WHOLE = "module."
+
+
+def plain_names(names: Iterable[str]) -> list[str]:
+    """The names of a model's parameters without what wrappers put into them, in the order given.
+
+    Routing, random choices and checkpoints go by names, and must not depend on how a model is run.
+
+    >>> plain_names(["module._orig_mod.head.weight", "module._orig_mod.head.bias"])
+    ['head.weight', 'head.bias']
+    """
+    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
+    while plain and all(name.startswith(_WHOLE) for name in plain):
+        plain = [name.removeprefix(_WHOLE) for name in plain]
+    return plain
+
+
+def with_plain_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state of `Compression.state_dict` with the names that parameters have now: in version 0.1.0 they had those of
+    wrappers.
+
+    Raises:
+        ConfigurationError: if it is no state.
+    """
+    names = [name for name in parts_of(state)[0].get("tensors") or () if isinstance(name, str)]
+    new = {old: name for old, name in zip(names, plain_names(names), strict=True) if old != name}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {new.get(key, key): renamed(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [renamed(one) for one in value]
+        return new.get(value, value) if isinstance(value, str) else value
+
+    return {part: renamed(value) for part, value in state.items()} if new else state
 
 
 def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
-    """Parameters by name.
+    """Parameters by `plain_names`.
 
     Args:
         named_parameters: what `unique` returned, or a function that returns pairs; None for the names that Horovod's
@@ -24,12 +65,12 @@ def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
                 "hvdcomp.Compression has no named_parameters, and was not called by hvd.DistributedOptimizer, which "
                 "would have them: give it named_parameters=model.named_parameters()"
             )
-        return {name: parameter for parameter, name in optimizer._parameter_names.items()}
+        return unique((name, parameter) for parameter, name in optimizer._parameter_names.items())
     return unique(named_parameters()) if callable(named_parameters) else dict(named_parameters)
 
 
 def unique(named_parameters: Any) -> dict[str, Any]:
-    """Pairs of name and parameter as a dictionary.
+    """Pairs of name and parameter as a dictionary, by `plain_names`.
 
     Raises:
         ConfigurationError: if they are not pairs, or a name occurs twice.
@@ -37,9 +78,9 @@ def unique(named_parameters: Any) -> dict[str, Any]:
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise ConfigurationError("named_parameters must be pairs of name and parameter, as model.named_parameters()")
-    parameters = dict(pairs)
+    names = plain_names(name for name, _ in pairs)
+    parameters = {name: parameter for name, (_, parameter) in zip(names, pairs, strict=True)}
     if len(parameters) < len(pairs):
-        names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ConfigurationError(f"names in named_parameters must be unique; given twice: {', '.join(twice)}")
     return parameters

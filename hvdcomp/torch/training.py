@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,14 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
+from hvdcomp.torch.packing import packed, unpacked
+from hvdcomp.torch.parameters import with_plain_names
+
+# `Training.absence` under torch.distributed, which tells collectives apart by nothing but their order.
+WITHOUT_HOROVOD = (
+    "the others were in another collective of theirs. Give every rank the same number of batches, and let all of them "
+    "start their own collectives at the same places."
+)
 
 
 class TorchTraining(Binding):
@@ -25,6 +32,7 @@ class TorchTraining(Binding):
         parameters: all that may have a gradient, by name.
         communicator: of the ranks that exchange.
         optimizer: of these parameters; None where it is not known.
+        names: as of `Binding`.
 
     Class attributes:
         optimizer_from: what a user writes so that the optimizer is known.
@@ -36,13 +44,18 @@ class TorchTraining(Binding):
     averaged_by: str
 
     def __init__(
-        self, setup: Setup, parameters: Mapping[str, torch.nn.Parameter], communicator: Ranks, optimizer: Any
+        self,
+        setup: Setup,
+        parameters: Mapping[str, torch.nn.Parameter],
+        communicator: Ranks,
+        optimizer: Any,
+        names: Collection[str] = (),
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
         self._scaled: ScaledSteps | None = None
         tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
-        super().__init__(setup, tensors, communicator, torch.empty(0))
+        super().__init__(setup, tensors, communicator, torch.empty(0), names)
 
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """`run_engine`, whose means take the gradients' place."""
@@ -88,12 +101,13 @@ class TorchTraining(Binding):
         return None
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        return stream.getvalue()
+        return packed(state)
 
-    def unpack(self, packed: bytes) -> dict[str, Any]:
-        return torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+    def unpack(self, message: bytes) -> dict[str, Any]:
+        return unpacked(message)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(with_plain_names(state))
 
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.detach().clone()

@@ -26,21 +26,21 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.files import write_file
+from hvdcomp.files import parse_json, write_file
 from hvdcomp.train.learner import Learner
 from hvdcomp.train.options import SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
 
 _FORMAT = 2
 _FORMATS = (1, _FORMAT)  # the first one had no digests
-_COMPLETE = re.compile(r"step-(\d+)")
-_PART = ".part"
+_COMPLETE = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+_PART = ".part"  # after such a name: of one that is not complete
 _DIGESTS = "SHA256SUMS"
 # What a run may go on with changed: where things are and are shown, how long it is and waits, when gradients are sent,
 # and what becomes of residuals. So may the number of ranks, which is among the facts.
 _MAY_CHANGE = {
     *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
-    *("elastic", "metrics_port", "timeout"),
+    *("elastic", "metrics_port", "metrics_address", "timeout"),
 }
 _RANKS = "ranks"
 
@@ -156,8 +156,9 @@ class Checkpoints:
         try:
             if self._ranks.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for left in self.folder.glob(f"step-*{_PART}"):
-                    shutil.rmtree(left)
+                for left in self.folder.glob(f"*{_PART}"):
+                    if _COMPLETE.fullmatch(left.stem):
+                        _remove(left)
             names = os.listdir(self.folder) if self.folder.is_dir() else []
         except OSError as error:
             raise self._cannot_use(error) from None
@@ -210,8 +211,8 @@ class Checkpoints:
         if not file.exists():
             file = place / self._run_file(0)
         try:
-            record = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
+            record = parse_json(file.read_bytes())
+        except ValueError as error:
             raise ValueError(f"{file.name} cannot be read: {error}") from None
         if not isinstance(record, dict) or "format" not in record:
             raise ValueError(f"{file.name} is not as hvdcomp writes it")
@@ -294,6 +295,8 @@ class Checkpoints:
 
         def write() -> dict[str, str]:
             part.mkdir(parents=True, exist_ok=True)
+            if part.is_symlink():
+                raise OSError(f"{part} is a link now")
             files = learner.save(part)
             record = {"format": _FORMAT, "facts": self._facts, "run": run()}
             file = part / self._run_file(self._ranks.rank)
@@ -321,14 +324,14 @@ class Checkpoints:
         write_file(part / _DIGESTS, "".join(lines).encode())
         for file in (*part.iterdir(), part):
             _to_disk(file)
-        if place.exists():  # damaged, or the run would have gone on from there
-            shutil.rmtree(place)
+        if os.path.lexists(place):  # damaged, or the run would have gone on from there
+            _remove(place)
         part.rename(place)
         _to_disk(self.folder)
         kept = {place.name, self._place(self._saved).name}
         for name in os.listdir(self.folder):
             if _COMPLETE.fullmatch(name) and name not in kept:
-                shutil.rmtree(self.folder / name)
+                _remove(self.folder / name)
 
     def _on_all(self, do: Callable[[], Done]) -> list[Done]:
         """Like `Ranks.together`, for what can go wrong in the middle of a run. Returns what it gave on each rank."""
@@ -357,6 +360,14 @@ class Checkpoints:
 
 def _counted(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _remove(place: Path) -> None:
+    """Removes what has the name of a folder of ours, whatever it is; of a link not what it leads to."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink()
 
 
 def _to_disk(path: Path) -> None:

@@ -48,6 +48,11 @@ def launched() -> bool:
     return any(variable in os.environ for variable in LAUNCHERS)
 
 
+def restarts() -> int:
+    """How often torchrun has started these ranks again, after one had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def share_of_cores(local_size: int) -> int:
     """The cores for each of a host's ranks, or OMP_NUM_THREADS where that is set."""
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -66,6 +71,29 @@ def use_threads(local_size: int) -> int:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(share_of_cores(local_size))
     return torch.get_num_threads()
+
+
+def use_device(wanted: str, local_rank: int) -> Any:
+    """This rank's device of PyTorch: of the CUDA devices, each rank of a host takes its own.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto" for CUDA where there is any.
+
+    Raises:
+        SetupError: there is no CUDA device.
+    """
+    import torch
+
+    found = torch.cuda.is_available()
+    if wanted == "cuda" and not found:
+        raise SetupError(
+            f"--device cuda: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; `hvdcomp doctor` "
+            "says what is there, or give --device cpu"
+        )
+    if wanted == "cpu" or not found:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def controller(hvd: Any) -> str:

@@ -12,6 +12,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from hvdcomp.policies import Policy, parse_policy
 
 from hvdcomp.train.target import Target
 
@@ -20,6 +23,8 @@ BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the
 SIMULATED = "simulated"  # the backend of simulated ranks
 RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
+
+DECISIONS = "decisions.jsonl"  # below --output; written by the compression, which puts full files aside
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
 SIGNAL_MODELS = ("cnn1d",)
@@ -100,6 +105,7 @@ class TrainingOptions:
     overwrite: bool = False
     tensorboard: bool = False
     metrics_port: int | None = None  # of rank 0
+    metrics_address: str = "127.0.0.1"  # of that port
     checkpoint_folder: Path | None = None
     checkpoint_every: int | None = None  # steps; None: at the end of each epoch
     residuals: str = "keep"
@@ -272,6 +278,7 @@ class TrainingOptions:
                 self.metrics_port is None or 1 <= self.metrics_port <= 65535,
                 f"--metrics-port {self.metrics_port}: from 1 to 65535, such as 9400",
             ),
+            (bool(self.metrics_address), "--metrics-address '': an address of rank 0's host, or 0.0.0.0 for all"),
             (
                 not self.tensorboard or self.output is not None,
                 "--tensorboard writes below --output DIR: give one",
@@ -336,6 +343,23 @@ class TrainingOptions:
             progress = min(1.0, (epochs_done - self.warm_up) / max(epochs - self.warm_up, 1e-9))
             return self.lr * (self.gamma + (1 - self.gamma) * (1 + math.cos(math.pi * progress)) / 2)
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
+
+    def of_compression(self) -> dict[str, Any]:
+        """The arguments of `hvdcomp.Compression.from_spec`, but for those that the data or the framework say.
+
+        Raises:
+            SpecError: the policy is none.
+        """
+        decides = self.policy is not None and isinstance(parse_policy(self.policy), Policy)
+        return {
+            "spec": self.compression,
+            "memory": self.memory,
+            "policy": self.policy,
+            "decision_log": self.output / DECISIONS if decides and self.output is not None else None,
+            "seed": self.seed,
+            "overlap": OVERLAP[self.overlap],
+            "bucket_bytes": self.bucket_bytes,
+        }
 
     def as_json(self) -> dict[str, object]:
         """Every option with its value, for JSON."""

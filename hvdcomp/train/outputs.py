@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.files import RecordFile, aside, bring_back, put_aside_before, replace_text
-from hvdcomp.train.options import SetupError
+from hvdcomp.train.options import DECISIONS, SetupError
 
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
 EVALUATIONS = "evaluations.jsonl"
 RECORDS = (STEPS, EVALUATIONS, EPOCHS)
-DECISIONS = "decisions.jsonl"  # written by the compression, which puts full files aside
 _ASIDE = f"{DECISIONS} put aside"  # beside the sizes of files: the number of the last one that was
 
 

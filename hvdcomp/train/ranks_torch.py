@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdcomp.train import environment
 from hvdcomp.train.options import SetupError
 from hvdcomp.train.ranks import Ranks
 
@@ -36,7 +37,7 @@ class TorchRanks(Ranks):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.restarts = environment.restarts()
 
     def gather(self, value: Any, name: str) -> list[Any]:
         gathered: list[Any] = [None] * self.size

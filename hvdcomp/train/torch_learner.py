@@ -46,8 +46,7 @@ class TorchLearner(Learner):
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
         environment.use_threads(local_size)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        environment.use_device("auto", local_rank)
 
     def _begin(self) -> None:
         """Makes the optimizer; to be called at the end of `broadcast`."""

@@ -16,7 +16,7 @@ from hvdcomp.train.data import load_data, steps_per_epoch
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.frameworks import learner_class
 from hvdcomp.train.learner import Learner
-from hvdcomp.train.options import OVERLAP, SetupError, TrainingOptions
+from hvdcomp.train.options import SetupError, TrainingOptions
 from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.run import Run
 
@@ -107,16 +107,7 @@ def _comparable(options: TrainingOptions) -> dict[str, Any]:
 
 
 def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Compression:
-    return learner.compression(
-        options.compression,
-        memory=options.memory,
-        policy=options.policy,
-        steps_per_epoch=steps,
-        decision_log=None if options.output is None else options.output / outputs.DECISIONS,
-        seed=options.seed,
-        overlap=OVERLAP[options.overlap],
-        bucket_bytes=options.bucket_bytes,
-    )
+    return learner.compression(**options.of_compression(), steps_per_epoch=steps)
 
 
 def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
@@ -124,7 +115,7 @@ def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:
-        return hvdcomp.serve_metrics(compression, options.metrics_port)
+        return hvdcomp.serve_metrics(compression, options.metrics_port, options.metrics_address)
     except ConfigurationError as error:
         raise SetupError(f"--metrics-port {options.metrics_port}: {error}") from None
 

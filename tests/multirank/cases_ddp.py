@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import json
 import sys
 import weakref
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
-from unittest import SkipTest
+from unittest import SkipTest, mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
+from hvdcomp.torch.packing import packed, unpacked
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics
-from tests.multirank.models import Branches, batch, small_model, weights
+from tests.multirank.models import WRAPPERS, Branches, batch, small_model, weights
 from tests.multirank.training_ddp import (
     assert_same_everywhere,
     distribute,
@@ -30,6 +39,7 @@ from tests.multirank.training_ddp import (
     train,
 )
 from tests.multirank.worker import thorough
+from tests.readme import block_with, run
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter")
 
@@ -38,6 +48,19 @@ def case_horovod_is_not_imported() -> None:
     model = large_model()
     train(*distribute(model, "topk:ratio=0.05")[:2], steps=2)
     assert not [name for name in sys.modules if name.partition(".")[0] in ("horovod", "mpi4py")]
+
+
+def case_the_readme_trains() -> None:
+    def train_as_before(variables: dict[str, Any]) -> None:
+        model = variables["model"]
+        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=3)
+
+    model = large_model()
+    with mock.patch.object(dist, "init_process_group"):  # which these ranks have called
+        program = run(block_with("import torch.distributed"), train_as_before, model=model)
+    assert_same_everywhere(weights(model))
+    totals = program["compression"].ledger.totals
+    assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
 
 @thorough
@@ -326,6 +349,69 @@ def case_a_checkpoint_goes_on_bit_for_bit() -> None:
             torch.testing.assert_close(weights(whole), weights(rest), rtol=1e-4, atol=1e-6)
         told = raised(hvdcomp.ConfigurationError, lambda how=goes_on, state=state: how.load_state_dict(state))
         assert "before the first step" in told
+        name, kept = next(iter(state["own"]["residuals"].items()))
+        kept["arrays"] = [one[1:] for one in kept["arrays"]]
+        goes_on = hvdcomp.Compression.from_spec(spec)
+        goes_on.load_state_dict(state)  # which only the model can tell
+        told = raised(hvdcomp.ConfigurationError, lambda how=goes_on: distribute(large_model(), how, momentum=0))
+        assert f"the residual of {name} has the shape" in told
+        told = raised(hvdcomp.ConfigurationError, lambda how=goes_on: how.load_state_dict(None))
+        assert "not a state of hvdcomp.Compression (None)" in told.replace(", or one of another version", "")
+
+
+def case_a_distributed_checkpoint_has_what_each_rank_has_left_to_send() -> None:
+    folder = gathered(mkdtemp())[0]
+    first = large_model()
+    distributed, optimizer, how = distribute(first, "topk:ratio=0.05", momentum=0)
+    train(distributed, optimizer, steps=4)
+    assert how is not None
+    state = how.state_dict()
+    dcp.save({"model": first.state_dict(), "sent": {"by": hvdcomp.dcp.by_rank(how)}}, checkpoint_id=folder)
+
+    rest = large_model()
+    dcp.load({"model": rest.state_dict()}, checkpoint_id=folder)
+    goes_on = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+    again, optimizer_again, _ = distribute(rest, goes_on, momentum=0)
+    hvdcomp.dcp.load(goes_on, folder, "sent.by")
+    assert goes_on.state_dict()["own"]["rank"] == dist.get_rank()
+    for name, kept in goes_on.state_dict()["own"]["residuals"].items():
+        assert torch.equal(kept["arrays"][0], state["own"]["residuals"][name]["arrays"][0])
+    train(distributed, optimizer, steps=3)
+    train(again, optimizer_again, steps=3)
+    torch.testing.assert_close(weights(rest), weights(first), rtol=1e-4, atol=1e-6)
+    if dist.get_world_size() == 2:
+        assert torch.equal(weights(rest), weights(first))
+    for key in ("compression", "model"):
+        fresh = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+        message = raised(hvdcomp.ConfigurationError, lambda key=key, fresh=fresh: hvdcomp.dcp.load(fresh, folder, key))
+        assert "hvdcomp.dcp.by_rank" in message
+
+
+def case_a_distributed_checkpoint_of_other_ranks() -> None:
+    """Saved by one rank more than there are, as far as `torch.distributed.checkpoint` can tell."""
+    folder = gathered(mkdtemp())[0]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    distributed, optimizer, how = distribute(large_model(), "topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    assert how is not None
+    states = gathered(how.state_dict())
+    saves = range(rank, ranks + 1, ranks)
+    mine = {f"rank{old}": packed(hvdcomp.state_for(states, old, ranks + 1)) for old in saves}
+    dcp.save({"compression": mine}, checkpoint_id=folder)
+    again = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+    distribute(large_model(), again)
+    hvdcomp.dcp.load(again, Path(folder))
+
+    def left(of: list[Any]) -> torch.Tensor:
+        return sum(one["own"]["residuals"]["0.weight"]["arrays"][0] for one in of) / len(of)
+
+    torch.testing.assert_close(left(gathered(again.state_dict())), left(states))
+    grouped = {name: unpacked(data) for name, data in mine.items()}
+    for one in grouped.values():
+        one["own"]["size"] = 1
+    dcp.save({"compression": {name: packed(one) for name, one in grouped.items()}}, checkpoint_id=f"{folder}/groups")
+    message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(again, f"{folder}/groups"))
+    assert f"{ranks + 1} ranks in groups of 1" in message, message
 
 
 def case_different_settings_are_named_on_every_rank() -> None:
@@ -333,6 +419,13 @@ def case_different_settings_are_named_on_every_rank() -> None:
     distributed, optimizer, _ = distribute(large_model(), specs[min(dist.get_rank(), 1)])
     told = raised(hvdcomp.RankMismatchError, lambda: train(distributed, optimizer, steps=1))
     assert all(word in told for word in (*specs, "rank 0")), told
+
+
+def stepping_in_backward() -> torch.nn.Module:
+    """A model with an optimizer in its backward pass."""
+    model = large_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.02})
+    return model
 
 
 def case_what_cannot_be_is_refused_on_every_rank() -> None:
@@ -346,6 +439,17 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "static_graph" in refused(made(overlap=True), find_unused_parameters=True)
     assert "process_group" in refused(made(process_set=object()))
     assert "lack 0.weight" in refused(made(named_parameters=list(large_model()[0].named_parameters())))
+    assert "find_unused_parameters=True" in refused(
+        made(), skip_all_reduce_unused_params=True, find_unused_parameters=True
+    )
+    assert "optimizer.step()" in refused(made(), stepping_in_backward())
+    assert "complex64" in refused(made(), torch.nn.Linear(64, 40, dtype=torch.complex64))
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        assert "ddp_optimizer" in refused(made())
+    hooked = DistributedDataParallel(large_model())
+    hooked.register_comm_hook(None, fp16_compress_hook)
+    message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(hooked, made()))
+    assert "takes one communication hook" in message
     used = made()
     distribute(large_model(), used)
     assert "one for each model" in refused(used)
@@ -355,6 +459,10 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     distributed = DistributedDataParallel(large_model())
     message = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, "topk:ratio=0.05"))
     assert "from_spec" in message
+    message = raised(
+        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), distributed)  # as the optimizer
+    )
+    assert "DistributedDataParallel as optimizer, which is none" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
 
@@ -369,16 +477,192 @@ def case_one_rank_alone_is_not_left_waiting() -> None:
         train(distributed, optimizer, steps=1)
 
     assert "bucket_cap_mb" in raised(hvdcomp.RankMismatchError, register_and_train)
+    wrong, right = (json.dumps({pattern: "topk:ratio=0.05", "*": "none"}) for pattern in ("blocks.2.*", "2.*"))
+    how = hvdcomp.Compression.from_spec(wrong if last else right)
+    assert "'blocks.2.*'" in raised(hvdcomp.RankMismatchError, register_and_train)
+
+
+def case_a_pattern_that_matches_no_tensor() -> None:
+    for spec in ('{"blocks.2.*": "topk:ratio=0.05", "*": "none"}', 'two_level({"blocks.2.*": "topk:ratio=0.05"})'):
+        told = raised(hvdcomp.SpecError, lambda spec=spec: distribute(large_model(), spec))
+        assert "of 8 tensors none has a name that matches 'blocks.2.*' (nearest are '2.bias', '2.weight'" in told, told
+    model = large_model()
+    model[2].requires_grad_(False)
+    distributed, optimizer, how = distribute(model, '{"2.*": "topk:ratio=0.05", "*": "none"}')  # a layer that is frozen
+    train(distributed, optimizer, steps=1)
+    assert how is not None
+    assert not how.levels
 
 
 def case_join_is_refused() -> None:
-    distributed, optimizer, _ = distribute(large_model(), "topk:ratio=0.05")
+    distributed, optimizer, how = distribute(large_model(), "topk:ratio=0.05")
 
     def train_joined() -> None:
         with distributed.join():
             train(distributed, optimizer, steps=2)
 
     assert "same number of batches" in raised(hvdcomp.ConfigurationError, train_joined)
+    assert how is not None
+    message = raised(hvdcomp.ConfigurationError, lambda: how._binding.check_presence(0))
+    assert "only 0 of" in message
+    assert "hvd" not in message
+
+
+def frozen_at_first(how: str, **options: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """The model in DDP, whose first layer was frozen when that was made."""
+    model = large_model()
+    model[0].requires_grad_(False)
+    return distribute(model, how, **options)
+
+
+def case_what_is_unfrozen_or_added_later_is_refused() -> None:
+    for how in ("topk:ratio=0.05", "none"):
+        distributed, optimizer, _ = frozen_at_first(how)
+        train(distributed, optimizer, steps=2)
+        distributed.module[0].requires_grad_(True)
+        message = raised(
+            hvdcomp.ConfigurationError, lambda model=distributed, by=optimizer: train(model, by, steps=1)
+        )
+        assert all(word in message for word in ("0.weight, 0.bias", "drift apart", "find_unused_parameters")), message
+
+    model = large_model()
+    distributed = DistributedDataParallel(model)
+    hvdcomp.ddp.register(distributed, hvdcomp.Compression.from_spec("topk:ratio=0.05"))  # without its optimizer
+    optimizer = torch.optim.SGD(distributed.parameters(), lr=0.02)
+    train(distributed, optimizer, steps=2)
+    model.append(torch.nn.Linear(40, 40))
+    optimizer.add_param_group({"params": model[-1].parameters()})
+    message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=1))
+    assert "7.weight, 7.bias" in message, message
+
+
+def case_a_group_added_later_is_refused() -> None:
+    """Of parameters outside of the model, too; those of another model that hvdcomp serves are averaged."""
+    distributed, optimizer, _ = distribute(large_model(), "topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    other, _, _ = distribute(small_model(), "topk:ratio=0.05")
+    optimizer.add_param_group({"params": other.parameters()})
+    train(distributed, optimizer, steps=2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=1))
+    assert "one of shape (3,)" in message, message
+
+
+def case_what_ddp_was_told_to_ignore_is_left_alone() -> None:
+    model = large_model()
+    model[0].requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    distributed, optimizer, how = distribute(model, "topk:ratio=0.05")
+    model[0].requires_grad_(True)
+    train(distributed, optimizer, steps=2)
+    assert how is not None
+    assert how.ledger.steps == 2
+    assert_same_everywhere(weights(model[2:]))
+
+
+def case_only_what_was_unfrozen_later_is_refused() -> None:
+    """DDP hands over no gradient then, and says nothing."""
+    distributed, optimizer, _ = frozen_at_first("topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    distributed.requires_grad_(False)
+    distributed.module[0].requires_grad_(True)
+    message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=1))
+    assert "0.weight, 0.bias" in message, message
+
+
+def case_a_layer_unfrozen_on_one_rank_is_refused_on_all() -> None:
+    distributed, optimizer, _ = frozen_at_first("topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    distributed.module[0].requires_grad_(dist.get_rank() == 0)
+    message = raised(hvdcomp.RankMismatchError, lambda: train(distributed, optimizer, steps=1))
+    assert "rank 0: DistributedDataParallel does not average the gradients of 0.weight, 0.bias" in message, message
+
+
+def case_an_unfrozen_model_goes_on_in_a_new_ddp() -> None:
+    """As the message says, with the same optimizer."""
+    distributed, optimizer, how = frozen_at_first("topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    model = distributed.module
+    del distributed, how
+    gc.collect()
+    model[0].requires_grad_(True)
+    again = DistributedDataParallel(model, bucket_cap_mb=1.5)
+    hvdcomp.ddp.register(again, hvdcomp.Compression.from_spec("topk:ratio=0.05"), optimizer)
+    start = weights(model)
+    train(again, optimizer, steps=3)
+    assert_same_everywhere(weights(model))
+    assert not torch.equal(start[:1000], weights(model)[:1000])
+
+
+def case_a_copy_is_averaged_without_the_hook() -> None:
+    """As copies are with any hook; and takes one of its own."""
+    for options in ({}, {"find_unused_parameters": True}):
+        distributed, optimizer, _ = distribute(large_model(), "topk:ratio=0.05", **options)
+        train(distributed, optimizer, steps=2)
+        file = io.BytesIO()
+        torch.save(distributed, file)
+        file.seek(0)
+        averaged = torch.optim.swa_utils.AveragedModel(distributed)
+        copies = [copy.deepcopy(distributed), torch.load(file, weights_only=False), averaged.module]
+        results = []
+        for one in (DistributedDataParallel(copy.deepcopy(distributed.module)), *copies):
+            train(one, torch.optim.SGD(one.parameters(), lr=0.02), steps=2)
+            results.append(weights(one))
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+        again = hvdcomp.Compression.from_spec("topk:ratio=0.05")
+        hvdcomp.ddp.register(copies[0], again)
+        for one in (distributed, copies[0]):
+            train(one, torch.optim.SGD(one.parameters(), lr=0.02), steps=2)
+            assert_same_everywhere(weights(one))
+        assert again.ledger.steps == 2
+
+
+class Gated(torch.nn.Module):
+    """A branch behind a factor that starts at zero, as in LoRA: the first gradients of its weights are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.branch, self.out = torch.nn.Linear(64, 64), torch.nn.Linear(64, 40)
+        self.factor = torch.nn.Parameter(torch.zeros(64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(inputs + self.factor * self.branch(inputs))
+
+
+def case_zeros_are_no_sign_of_a_parameter_that_is_not_used() -> None:
+    for options in ({"static_graph": True}, {"find_unused_parameters": True}):
+        for spec in ("topk:ratio=0.05", "none"):
+            model = Gated()
+            distributed, optimizer, how = distribute(model, spec, **options)
+            train(distributed, optimizer, steps=1)
+            assert how is not None
+            assert set(how.ledger.last.tensors) == set(dict(model.named_parameters())), (options, spec)
+            train(distributed, optimizer, steps=3)
+            assert_same_everywhere(weights(model))
+
+
+def case_fp16_is_divided_after_the_sum() -> None:
+    """As by Horovod: divided before, what is small loses bits on every rank."""
+    model = large_model()
+    plain = copy.deepcopy(model)
+    inputs, classes = batch(own_generator())
+    distributed, _, _ = distribute(model, "fp16")
+    for one in (plain, distributed):
+        (torch.nn.functional.cross_entropy(one(inputs), classes) / 1000).backward()
+    ranks = dist.get_world_size()
+    errors = torch.zeros(2, dtype=torch.float64)
+    for given, got in zip(plain.parameters(), model.parameters(), strict=True):
+        everyone = [torch.empty_like(given.grad) for _ in range(ranks)]
+        dist.all_gather(everyone, given.grad)
+        if ranks <= 2:  # sums over more ranks have an order
+            total = sum(one.half() for one in everyone)
+            assert torch.equal(got.grad, (total * (1 / ranks)).float())
+        exact = sum(one.double() for one in everyone) / ranks
+        before = sum((one / ranks).half() for one in everyone)
+        errors += torch.stack([(mean.double() - exact).abs().sum() for mean in (got.grad, before)])
+    assert ranks <= 2 or errors[0] < 0.9 * errors[1], errors
 
 
 def case_a_model_that_is_dropped_is_freed() -> None:
@@ -389,3 +673,30 @@ def case_a_model_that_is_dropped_is_freed() -> None:
     del model, distributed, optimizer, how
     gc.collect()
     assert gone() is None
+
+
+# Names.
+
+
+def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
+    spec = '{"4.weight": "topk:ratio=0.05", "[26].*": "randomk:ratio=0.1", "*": "none"}'  # randomk chooses by name
+    state: dict[str, Any] = {}
+
+    def trained(wrap: Callable[[Any], Any], wrap_again: Callable[[Any], Any] = WRAPPERS["nothing"]) -> torch.Tensor:
+        nonlocal state
+        how = hvdcomp.Compression.from_spec(spec)
+        how.load_state_dict(state)
+        model = wrap(large_model())
+        distributed = wrap_again(DistributedDataParallel(model, bucket_cap_mb=1.5))
+        optimizer = torch.optim.SGD(distributed.parameters(), lr=0.02)
+        hvdcomp.ddp.register(distributed, how, optimizer)
+        train(distributed, optimizer, steps=2)
+        assert set(how.levels) == {"2.weight", "4.weight", "6.weight"}, how.levels
+        state = state or how.state_dict()
+        return weights(model)
+
+    trained(WRAPPERS["nothing"])
+    expected = trained(WRAPPERS["nothing"])
+    for way, wrap in WRAPPERS.items():
+        assert torch.equal(trained(wrap), expected), way
+    assert torch.equal(trained(WRAPPERS["nothing"], WRAPPERS["torch.compile"]), expected)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hvdcomp
 from tests.multirank.everywhere import assert_metrics
-from tests.multirank.models import batch
+from tests.multirank.models import WRAPPERS, batch
 from tests.multirank.training_ddp import assert_same_everywhere, large_model, plain_loss, raised
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
@@ -127,4 +127,34 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "mesh of 2 dimensions" in refused(sharded(mesh), made(), mesh["replicate"])
     assert "from_spec" in refused(model, "topk", mesh["replicate"])
     assert "backward pass is over" in refused(model, made(overlap=True), mesh["replicate"])
+    assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
+    how = hvdcomp.Compression.from_spec('{"blocks.4.*": "topk:ratio=0.05", "*": "none"}')
+    told = raised(hvdcomp.SpecError, lambda: hvdcomp.fsdp.register(model, how, mesh["replicate"]))
+    assert "of 8 tensors none has a name that matches 'blocks.4.*' (nearest are '4.bias', '4.weight'" in told, told
+
+
+def case_wrappers_change_neither_routing_nor_weights() -> None:
+    results = []
+    for way, wrap in WRAPPERS.items():
+        mesh = mesh_of_ranks()
+        model = wrap(sharded(mesh["shard"]))
+        how = hvdcomp.Compression.from_spec('{"4.weight": "topk:ratio=0.05", "*": "none"}')
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        train(model, torch.optim.SGD(model.parameters(), lr=0.02), steps=3)
+        assert set(how.levels) == {"4.weight"}, (way, how.levels)
+        results.append(weights(model))
+        assert torch.equal(results[0], results[-1]), way
+
+
+def case_a_layer_unfrozen_later_is_refused() -> None:
+    mesh = mesh_of_ranks()
+    model = large_model()
+    model[0].requires_grad_(False)
+    for layer in (model[0], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("topk:ratio=0.05"), mesh["replicate"])
+    train(model, optimizer, steps=2)
+    model[0].requires_grad_(True)
+    assert "0.weight, 0.bias" in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))

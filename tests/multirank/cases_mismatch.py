@@ -123,6 +123,22 @@ def case_an_error_that_one_rank_meets_when_it_binds() -> None:
     assert "no error; rank" in message, message
 
 
+def case_a_pattern_that_matches_no_tensor() -> None:
+    right, wrong = (json.dumps({pattern: "topk:ratio=0.05", "*": "none"}) for pattern in ("5.*", "blocks.5.*"))
+    for spec in (wrong, f"two_level({wrong})"):
+        model = small_model()
+        start = weights(model)
+        optimizer = distribute(model, compression(spec, model))
+        message = raised(hvdcomp.SpecError, lambda m=model, o=optimizer: train(m, o, steps=1))
+        told = "of 6 tensors none has a name that matches 'blocks.5.*' (nearest are '5.bias', '5.weight', "
+        assert told in message, message
+        assert torch.equal(start, weights(model))
+    model = small_model()
+    message = mismatch(model, distribute(model, compression(wrong if on_last_rank() else right, model)))
+    assert "no error; rank" in message, message
+    assert "'blocks.5.*'" in message, message
+
+
 def case_other_weights_at_the_start() -> None:
     for spec in SPECS:
         torch.manual_seed(hvd.rank())
@@ -138,7 +154,7 @@ def case_other_weights_at_the_start() -> None:
 
 @thorough
 def case_settings_of_any_length() -> None:
-    rules = {f"layer{number}.*": "topk:ratio=0.01" for number in range(200)}
+    rules = {f"5{'*' * stars}": "topk:ratio=0.01" for stars in range(1, 201)}
     model = small_model()
     train(model, distribute(model, compression(json.dumps(rules | {"*": "topk:ratio=0.05"}), model)), steps=2)
     assert_same_everywhere(weights(model))
@@ -289,6 +305,7 @@ def case_an_optimizer_wrapped_twice() -> None:
     optimizers = [distribute(model, shared), distribute(model, shared)]
     message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
     assert "Wrap an optimizer once" in message, message
+    del shared, optimizers  # which wait for a step that never comes
     model = small_model()
     optimizers = [distribute(model, compression("topk:ratio=0.05", model)) for _ in range(2)]
     message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
@@ -315,3 +332,33 @@ def case_two_models_with_equal_names_in_one_backward_pass() -> None:
     message = raised(hvdcomp.ConfigurationError, loss.backward)
     assert "other ones, named_parameters=" in message, message
     del optimizers
+
+
+def case_two_models_with_equal_names_whose_steps_follow_both_backward_passes() -> None:
+    def train_both(names: tuple[str, str], spec: str, step_between: bool = False) -> None:
+        inputs, classes = batch(own_generator())
+        models, optimizers = [small_model(), small_model()], []
+        for prefix, model in zip(names, models, strict=True):
+            named = [(prefix + name, parameter) for name, parameter in model.named_parameters()]
+            how = hvdcomp.Compression.from_spec(spec, named_parameters=named)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizers.append(hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=how))
+        try:
+            for _ in range(2):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+                    if step_between:
+                        optimizer.step()
+                if not step_between:
+                    for optimizer in optimizers:
+                        optimizer.step()
+        except hvdcomp.ConfigurationError:
+            optimizers[0].synchronize()
+            raise
+        assert_same_everywhere(torch.cat([*map(weights, models)]))
+
+    for spec in SPECS:
+        message = raised(hvdcomp.ConfigurationError, lambda spec=spec: train_both(("", ""), spec))
+        assert "wait for optimizer.step() after a backward pass each" in message, message
+        train_both(("", "second."), spec)  # the ways out
+        train_both(("", ""), spec, step_between=True)

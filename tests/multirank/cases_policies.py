@@ -14,6 +14,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
+import pytest
 import torch
 
 import hvdcomp
@@ -309,18 +310,25 @@ def case_auto_with_a_calibration_that_will_not_do_stops_all_before_the_first_exc
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "cluster.json"
         policy = f"auto:calibration={hvd.broadcast_object(str(calibration))}"
-        for content, words in (
-            (None, "cannot be read"),
-            (_calibration("topk:ratio=0.1"), "no encode time of 'powersgd:rank=2'"),
-        ):
-            if hvd.rank() == 0 and content is not None:
-                calibration.write_text(json.dumps(content))
+        if hvd.rank() == 0:
+            options = {"policy": policy, "decision_log": calibration.parent / "decisions.jsonl"}
+            _refused_when_made(options, "cluster.json cannot be read: No such file")
+            calibration.write_text(json.dumps(_calibration("topk:ratio=0.1")))
+            _refused_when_made({**options, "decision_log": calibration}, "is not a decision log")
+        for there, words in ((True, "no encode time of 'powersgd:rank=2'"), (False, "cannot be read: No such file")):
             training = Training("powersgd:rank=2", policy)
             before = weights(training.model)
+            if hvd.rank() == 0 and not there:
+                calibration.unlink()
             message = raised(RankMismatchError, training.step)
+            assert message.startswith("some ranks cannot take part. rank 0: the policy's calibration="), message
             assert words in message, message
             assert torch.equal(weights(training.model), before)
-            hvd.barrier()  # rank 0 must not write the next one yet
+
+
+def _refused_when_made(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        hvdcomp.Compression.from_spec("powersgd:rank=2", **options)
 
 
 def _calibration(spec: str, others: Sequence[str] = (), ranks_per_node: int | None = None) -> dict[str, Any]:
@@ -457,7 +465,8 @@ def case_a_checkpoint_of_other_ranks_loses_residuals_with_a_warning() -> None:
 
 
 def case_a_checkpoint_of_something_else_is_refused() -> None:
-    training = Training("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1")
+    right = "topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=1"
+    training = Training(*right)
     training.step()
     state = training.state()
     for spec, policy, named in (
@@ -466,6 +475,13 @@ def case_a_checkpoint_of_something_else_is_refused() -> None:
     ):
         message = raised(ConfigurationError, lambda spec=spec, policy=policy: Training(spec, policy, state))
         assert named in message, message
+    name, kept = next(iter(state["compression"]["own"]["residuals"].items()))
+    whole = kept["arrays"]
+    for wrong, named in ((whole[0][1:], "has the shape"), (whole[0] / 0, "holds an inf or NaN")):
+        kept["arrays"] = [wrong]
+        message = raised(ConfigurationError, lambda: Training(*right, state))
+        assert f"the residual of {name} {named}" in message, message
+    kept["arrays"] = whole
     assert "before the first step" in raised(
         ConfigurationError, lambda: training.compression.load_state_dict(state["compression"])
     )

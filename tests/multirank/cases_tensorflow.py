@@ -7,7 +7,9 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+import tf_keras
 
+import hvdcomp
 from hvdcomp import TwoLevel, state_for
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
@@ -26,6 +28,7 @@ from tests.multirank.training_tensorflow import (
     weights,
 )
 from tests.multirank.worker import thorough
+from tests.readme import block_with, run
 
 
 def case_weights_are_identical_after_50_steps() -> None:
@@ -40,6 +43,17 @@ def case_weights_are_identical_after_50_steps() -> None:
         assert last < first, (spec, first, last)
         assert training.compression.ledger.steps == 50, spec
         assert training.traces == 1
+
+
+def case_the_readme_trains() -> None:
+    network = Network()
+    inputs, classes = batch(own_generator())
+    with tf.GradientTape() as tape:
+        loss = loss_of(network(inputs), classes)
+    program = run(block_with("DistributedGradientTape"), hvd=hvd, hvdcomp=hvdcomp, tape=tape, tf_keras=tf_keras)
+    program["tape"].gradient(loss, network.variables_in_order)
+    totals = program["compression"].ledger.totals
+    assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
 
 @thorough

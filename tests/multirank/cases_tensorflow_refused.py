@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from tests.multirank.everywhere import halves
 from tests.multirank.training_tensorflow import (
     IN_GRAPH,
@@ -89,6 +90,18 @@ def case_a_gradient_of_an_unknown_variable() -> None:
     assert "second_bias" in raised(ConfigurationError, training.step)
 
 
+def case_a_pattern_that_matches_no_tensor() -> None:
+    wrong, right = (json.dumps({pattern: "topk:ratio=0.05", "*": "none"}) for pattern in ("blocks/*", "first*"))
+    for graph in (True, False):
+        training = TapeTraining(wrong, graph=graph)
+        message = raised(SpecError, training.step)
+        assert "of 4 tensors none has a name that matches 'blocks/*' (nearest are " in message, message
+        training = TapeTraining(wrong if hvd.rank() == 1 else right, graph=graph)
+        message = raised((RankMismatchError, IN_GRAPH), training.step)
+        assert "no error" in message, message
+        assert "'blocks/*'" in message, message
+
+
 def case_another_process_set() -> None:
     sets = halves(hvd)
     mine = sets[0] if sets[0].included() else sets[1]
@@ -125,6 +138,19 @@ def case_a_state_that_comes_too_late() -> None:
     training = TapeTraining("topk:ratio=0.1").run(2)
     state = training.compression.state_dict()
     assert "before the first step" in raised(ConfigurationError, lambda: training.compression.load_state_dict(state))
+
+
+def case_a_damaged_state() -> None:
+    training = TapeTraining("topk:ratio=0.1").run(1)
+    state = training.compression.state_dict()
+    name, kept = next(iter(state["own"]["residuals"].items()))
+    (whole,) = kept["arrays"]
+    for wrong, named in ((whole[1:], "has the shape"), (whole * np.inf, "holds an inf or NaN")):
+        kept["arrays"] = [wrong]
+        again = TapeTraining("topk:ratio=0.1")
+        message = raised(ConfigurationError, lambda again=again: again.compression.load_state_dict(state))
+        assert f"the residual of {name} {named}" in message, message
+        assert again.compression.state_dict() == {}
 
 
 def case_a_larger_batch_needs_a_loop_that_follows() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -15,7 +17,7 @@ from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics, halves
-from tests.multirank.models import Branches
+from tests.multirank.models import WRAPPERS, Branches
 from tests.multirank.training import (
     assert_same_everywhere,
     batch,
@@ -28,6 +30,7 @@ from tests.multirank.training import (
     weights,
 )
 from tests.multirank.worker import thorough
+from tests.readme import block_with, run
 
 SPECS = ["none", "fp16", "bf16", "topk:ratio=0.05", "randomk:ratio=0.1", "powersgd:rank=2"]
 
@@ -41,6 +44,15 @@ def case_weights_are_identical_after_50_steps() -> None:
         assert_same_everywhere(weights(model))
         assert not torch.equal(start, weights(model))
         assert how.ledger.steps == 50, spec
+
+
+def case_the_readme_trains() -> None:
+    model = small_model()
+    block = block_with("import horovod.torch")
+    program = run(block, lambda variables: train(model, variables["optimizer"], steps=3), model=model)
+    assert_same_everywhere(weights(model))
+    totals = program["compression"].ledger.totals
+    assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
 
 def case_every_method_keeps_weights_identical() -> None:
@@ -501,3 +513,23 @@ def case_two_optimizers_take_turns() -> None:
             parameter.requires_grad_(True)
     assert_same_everywhere(weights(maker))
     assert_same_everywhere(weights(judge))
+
+
+def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
+    spec = '{"5.weight": "topk:ratio=0.05", "7.*": "randomk:ratio=0.1", "*": "none"}'  # randomk chooses by name
+    state: dict[str, Any] = {}
+
+    def trained(wrap: Callable[[torch.nn.Module], torch.nn.Module], given: bool) -> torch.Tensor:
+        nonlocal state
+        model = wrap(small_model())
+        how = compression(spec, model) if given else hvdcomp.Compression.from_spec(spec)
+        how.load_state_dict(state)
+        train(model, distribute(model, how), steps=3)
+        assert set(how.levels) == {"5.weight", "7.weight"}, how.levels
+        state = state or how.state_dict()
+        return weights(model)
+
+    trained(WRAPPERS["nothing"], True)
+    expected = trained(WRAPPERS["nothing"], True)
+    assert torch.equal(trained(WRAPPERS["torch.compile"], False), expected)
+    assert torch.equal(trained(WRAPPERS["torch.compile of activation checkpointing"], True), expected)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 
 def small_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -48,3 +51,22 @@ class Branches(torch.nn.Module):
         for output in outputs[1:]:
             total = total + output
         return total
+
+
+def _compiled_in_place(model: torch.nn.Module) -> torch.nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def _checkpointed(model: torch.nn.Module) -> torch.nn.Module:
+    apply_activation_checkpointing(model, check_fn=lambda layer: isinstance(layer, torch.nn.Linear))
+    return model
+
+
+WRAPPERS: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
+    "nothing": lambda model: model,
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "model.compile": _compiled_in_place,
+    "torch.compile of activation checkpointing": lambda model: torch.compile(_checkpointed(model), backend="eager"),
+}
+"""What gives the same function, with or without other names of the parameters."""

@@ -5,13 +5,13 @@ The copy beside each method is the same work, so it shows how fast the machine w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdcomp.bench.encode.measurement import Measurement
 from hvdcomp.bench.encode.peers import POWERSGD
+from hvdcomp.files import parse_json
 
 MOST_SPREAD = 0.15
 """By how much the copy may differ between methods for them to be compared."""
@@ -67,7 +67,7 @@ def earlier(text: str) -> Earlier:
         ValueError: if it is none.
     """
     try:
-        return {tuple(one[name] for name in _SAME): float(one["step_ms"]) for one in json.loads(text)["measurements"]}
+        return {tuple(one[name] for name in _SAME): float(one["step_ms"]) for one in parse_json(text)["measurements"]}
     except (KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from None
 

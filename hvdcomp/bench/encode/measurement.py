@@ -92,6 +92,8 @@ class Measurement:
             away, it says more than `step_ms`.
         encode_ms, decode_ms: medians of the part of compressors and memories; None for a peer.
         peak_mb: the rise of the process's peak memory over having the gradients and two copies of them, in MiB.
+        kept_bytes: for each parameter, what is kept from step to step where the gradients are, on the host or on the
+            accelerator: residuals, velocities and warm starts; None for a peer.
         bytes_sent: by one rank in a step; None for a peer.
         operations: the framework's operations on arrays in one step; None where they cannot be counted.
         kernel_launches: on the accelerator in one step; None on a CPU.
@@ -109,6 +111,7 @@ class Measurement:
     encode_ms: float | None = None
     decode_ms: float | None = None
     peak_mb: float = 0.0
+    kept_bytes: float | None = None
     bytes_sent: int | None = None
     compression_factor: float | None = None
     operations: int | None = None
@@ -203,6 +206,7 @@ def measure_here(request: Request) -> Measurement:
         encode_ms=statistics.median(encoding) if encoding else None,
         decode_ms=statistics.median(decoding) if decoding else None,
         peak_mb=peak_memory / 2**20,
+        kept_bytes=None if engine is None else _kept_bytes(engine),
         bytes_sent=None if last is None else last.bytes_sent,
         compression_factor=None if last is None else last.compression_factor,
         operations=_counted(gradients.operations, step, gradients),
@@ -211,6 +215,12 @@ def measure_here(request: Request) -> Measurement:
         device_copy_ms=Spread.of(device_copies) if device_copies else None,
         native_kernels=kernels.instruction_set(),
     )
+
+
+def _kept_bytes(engine: Engine) -> float:
+    """For each parameter."""
+    by_themselves = sum(state.own_bytes for state in engine.states.values())
+    return (engine.buckets.kept_bytes + by_themselves) / sum(tensor.size for tensor in engine.tensors.values())
 
 
 def _engine_step(engine: Engine, gradients: Gradients) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ from hvdcomp.bench.encode.comparison import Row
 
 HEADINGS: tuple[str, ...] = (
     "method", "threads", "x copy", "x hook", "step ms", "quartiles", "CPU ms", "copy ms", "encode ms", "decode ms",
-    "operations", "launches", "peak MiB", "bytes", "factor",
+    "operations", "launches", "peak MiB", "kept B/param", "bytes", "factor",
 )  # fmt: skip
 DEVICE = ("device ms", "x device copy")
 BEFORE = ("before, ms", "times as fast")
@@ -68,6 +68,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if one.operations is None else f"{one.operations:,}",
         "-" if one.kernel_launches is None else f"{one.kernel_launches:,}",
         f"{one.peak_mb:.0f}",
+        "-" if one.kept_bytes is None else f"{one.kept_bytes:.1f}",
         "-" if one.bytes_sent is None else f"{one.bytes_sent:,}",
         "-" if one.compression_factor is None else f"{one.compression_factor:.1f}",
     )

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
 __all__ = [
-    "METHODS", "available", "described", "placed", "serves", "serves_host", "serving_host", "split_like", "takes",
-    "why_not",
+    "METHODS", "MOST_ELEMENTS", "available", "compiled_ahead", "described", "placed", "serves", "serves_host",
+    "serving_host", "split_like", "takes", "warn_where_none", "way_out", "why_not",
 ]  # fmt: skip
 
 METHODS = {
@@ -42,6 +44,11 @@ METHODS = {
 }
 """Whose bucket forms find all their kernels here."""
 
+MOST_ELEMENTS = 2**31 - 2**16
+"""Of a tensor. Kernels number elements in 32 bits, and up to a block of a sparse payload (`sparse_decode.COUNTED`)
+beyond the last one."""
+
+_COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
 _OLDEST = 3, 7  # of Triton
 _HIGHEST_RANK = 32  # whose products a program can hold
 _ALIGNMENT = 32  # elements: what a device reads at once
@@ -55,24 +62,58 @@ def available() -> bool:
 
 def why_not() -> str:
     """Why there are none; empty where there are some."""
+    return _missing_here()[0]
+
+
+def way_out() -> str:
+    """What to do to have some; empty where there are some."""
+    return _missing_here()[1]
+
+
+def _missing_here() -> tuple[str, str]:
     if os.environ.get("HVDCOMP_KERNELS", "") == "off":
-        return "HVDCOMP_KERNELS=off is in the environment"
+        return "HVDCOMP_KERNELS=off is in the environment", "Unset HVDCOMP_KERNELS."
     return _missing()
 
 
 @functools.cache
-def _missing() -> str:
+def _missing() -> tuple[str, str]:
+    install = "Install PyTorch 2.13 or later for CUDA: its packages bring Triton."
     try:
-        import torch  # noqa: F401
+        import torch
 
         found = version("triton")
         if tuple(map(int, found.split(".")[:2])) < _OLDEST:
-            return f"Triton {found} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed"
+            return f"Triton {found} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed", install
 
-        from hvdcomp.kernels.cuda import language  # noqa: F401
+        from hvdcomp.kernels.cuda import language
     except ImportError as error:
-        return f"{error}; PyTorch's packages for CUDA bring Triton"
+        return str(error), install
+    failure = "" if language.INTERPRETED or not torch.cuda.is_available() else _failure_of_loader(language.triton)
+    return failure, failure and (
+        "Install gcc, name a C compiler (CC=/path/to/cc), or name a folder in which that lies compiled "
+        f"({_COMPILED_AHEAD}=/path)."
+    )
+
+
+def _failure_of_loader(triton: Any) -> str:
+    """Why Triton cannot load kernels here, although there is a device; empty if it can.
+
+    What loads them is a module in C, which Triton compiles at its first use.
+    """
+    try:
+        triton.runtime.driver.active.utils  # noqa: B018
+    except Exception as error:  # whatever a compiler, a linker or a file system may do
+        what = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
+        first = next(iter(what.splitlines()), type(error).__name__)
+        return f"what loads Triton's kernels lies compiled nowhere, and cannot be compiled here ({first})"
     return ""
+
+
+def compiled_ahead() -> str:
+    """The folder of what Triton has compiled ahead, which is only read: where the image for GPU has it in its
+    environment of Python, or what `HVDCOMP_TRITON_CACHE` names."""
+    return os.environ.get(_COMPILED_AHEAD) or f"{sys.prefix}/share/hvdcomp/triton"
 
 
 def described() -> str:
@@ -89,14 +130,31 @@ def takes(compressor: Any, size: int) -> bool:
     return (
         compressor.name in METHODS
         and not scatters
-        and size < 2**31
+        and size <= MOST_ELEMENTS
         and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
     )
 
 
 def serves(array: Any) -> bool:
     """Whether kernels can work on an array of PyTorch where it is."""
-    return bool(array.is_cuda or (_serves_host and array.is_cpu)) and available()
+    return _is_asked_to_serve(array) and available()
+
+
+def _is_asked_to_serve(array: Any) -> bool:
+    return bool(array.is_cuda or (_serves_host and array.is_cpu))
+
+
+def warn_where_none(array: Any) -> None:
+    """Warns, once, if an array of PyTorch lies on a device and there are no kernels, unless that was asked for."""
+    if hasattr(array, "is_cuda") and _is_asked_to_serve(array) and all(_missing()):
+        reason, remedy = _missing()
+        _warn(f"gradients on the GPU are compressed one tensor after the other, which is slower: {reason}. {remedy}")
+
+
+@functools.cache
+def _warn(said: str) -> None:
+    with suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
+        warnings.warn(said, stacklevel=3)
 
 
 def serves_host() -> bool:

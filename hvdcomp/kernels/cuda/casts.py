@@ -12,6 +12,7 @@ from hvdcomp.kernels.cuda.x import (
     magnitude,
     make_x,
     no_sum,
+    payload_of,
     piece,
     pointer,
     report,
@@ -65,7 +66,7 @@ def cast_encode(
 
 @triton.jit
 def cast_decode(
-    table, segments, tasks, flag, payloads, ranks, row, share,
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     HALF: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The mean of what the ranks sent, in rank order. row: bytes from one rank's numbers to the next one's."""
@@ -77,7 +78,7 @@ def cast_decode(
         place = entry(table, segments, segment, PLACE0)
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
-            numbers = pointer(payloads + rank * row, tl.uint16)
+            numbers = pointer(payload_of(payloads, rank, row), tl.uint16)
             total += _from_wire(tl.load(numbers + place + i, mask=inside, other=0).to(tl.int32), HALF)
         total *= share
         largest = tl.maximum(largest, magnitude(total))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -214,18 +214,23 @@ class DeviceKernels:
 
         Multiplications and additions are not fused, so that results are those of the kernels in C.
         """
-        numbers = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+        numbers = numbers_of(arguments)
         beside = self._aside if self._is_aside else None
         with _interpreter if self.interpreting else nullcontext(), _on(self.device):
-            as_given = kernel if self.interpreting else _for_all_numbers(kernel.fn)
+            as_given = kernel if self.interpreting else for_all_numbers(kernel.fn)
             with nullcontext() if beside is None else torch.cuda.stream(beside.after_main()):
                 as_given[(programs,)](*numbers, **constants, enable_fp_fusion=False)
         if beside is not None:
             beside.launched(*arguments)
 
 
+def numbers_of(arguments: Sequence[Any]) -> list[Any]:
+    """What kernels are given: of tensors the addresses."""
+    return [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+
+
 @functools.cache
-def _for_all_numbers(function: Callable[..., Any]) -> Any:
+def for_all_numbers(function: Callable[..., Any]) -> Any:
     """A kernel that is compiled once, and not again for an argument that is 1, or that 16 divides: addresses and counts
     change from bucket to bucket, and each compilation would hold up a step."""
     parameters = inspect.signature(function).parameters.items()

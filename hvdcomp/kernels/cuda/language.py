@@ -17,7 +17,12 @@ finally:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from hvdcomp.kernels.cuda.cache import OverlaidCache  # noqa: E402
+
 __all__ = ["INTERPRETED", "tl", "triton"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels: TRITON_INTERPRET=1 was in the environment when they were imported."""
+
+if triton.knobs.cache.manager_class is None:  # not so where TRITON_CACHE_MANAGER is in the environment
+    triton.knobs.cache.manager_class = OverlaidCache

@@ -116,7 +116,7 @@ def add_tiles(
     sums = tl.zeros((WIDE, RANK), tl.float32)
     for first_tile in range(0, tiles, TOGETHER):
         tile = first_tile + tl.arange(0, TOGETHER)
-        part = begin + tile[:, None, None] * (WIDE * RANK) + at[None, :, :]
+        part = begin + tile.to(tl.int64)[:, None, None] * (WIDE * RANK) + at[None, :, :]
         sums += tl.sum(tl.load(part, mask=(tile < tiles)[:, None, None], other=0.0), 0)
     length = columns if OF_ROWS else rows
     out = pointer(product, tl.float32) + entry(table, segments, segment, PLACE1 if OF_ROWS else PLACE0)

@@ -24,6 +24,7 @@ from hvdcomp.kernels.cuda.x import (
     magnitude,
     make_x,
     no_sum,
+    payload_of,
     piece,
     pointer,
     report,
@@ -51,12 +52,13 @@ def find_scales(
     for number in range(0, count, TOGETHER):
         run = number + tl.arange(0, TOGETHER)
         begin = (first + run) * length
+        long = tl.where(run < count, tl.minimum(size - begin, length), 0)  # where a whole one ends may be beyond 2**31
         squares = tl.zeros((TOGETHER,), tl.float64)
         largest = tl.zeros((TOGETHER, WIDE), tl.int32)
         for column in range(0, length, WIDE):
             across = column + tl.arange(0, WIDE)
             i = begin[:, None] + across[None, :]
-            inside = (run < count)[:, None] & (across < length)[None, :] & (i < size)
+            inside = across[None, :] < long[:, None]
             x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
             largest = tl.maximum(largest, magnitude(x))
             if NORMS:
@@ -190,7 +192,7 @@ def codes_encode(
 
 @triton.jit
 def codes_decode(
-    table, segments, tasks, flag, payloads, ranks, row, share, length,
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The mean of what the ranks' codes stand for, in rank order."""
@@ -206,7 +208,7 @@ def codes_decode(
         inside = i < end
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
-            payload = payloads + rank * row
+            payload = payload_of(payloads, rank, row)
             if MANTISSA > 0:
                 code = tl.load(pointer(payload + place, tl.uint8) + i, mask=inside, other=0).to(tl.int32)
             else:
@@ -232,6 +234,7 @@ def _encode_codes(on, payload, length, mantissa=0, nearest=False):
 
 
 def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
+    length = min(length, int(on.segments["size"].max()))
     at_once = _RUNS if on.interpreting else 1024
     wide = min(triton.next_power_of_2(length), at_once)
 

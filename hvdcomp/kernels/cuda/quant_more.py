@@ -19,6 +19,7 @@ from hvdcomp.kernels.cuda.x import (
     magnitude,
     make_x,
     no_sum,
+    payload_of,
     piece,
     pointer,
     report,
@@ -69,7 +70,7 @@ def natural_encode(
 
 @triton.jit
 def natural_decode(
-    table, segments, tasks, flag, payloads, ranks, row, share, PIECE: tl.constexpr, BLOCK: tl.constexpr
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The mean of the ranks' powers of two, in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -82,7 +83,7 @@ def natural_decode(
         inside = i < end
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
-            payload = payloads + rank * row
+            payload = payload_of(payloads, rank, row)
             exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=inside, other=0).to(tl.int32)
             total += _power(exponent, packed_code(payload, signs_at, size, 1, i, inside))
         total *= share

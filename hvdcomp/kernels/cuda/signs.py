@@ -19,6 +19,7 @@ from hvdcomp.kernels.cuda.x import (
     magnitude,
     make_x,
     no_sum,
+    payload_of,
     piece,
     pointer,
     report,
@@ -107,7 +108,7 @@ def two_values(table, segments, payload, sums, counts, STRICTLY: tl.constexpr, B
 
 @triton.jit
 def two_values_decode(
-    table, segments, tasks, flag, payloads, ranks, row, share,
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The mean of what the ranks' bits say, in rank order."""
@@ -120,7 +121,7 @@ def two_values_decode(
         inside = i < end
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
-            payload = payloads + rank * row
+            payload = payload_of(payloads, rank, row)
             values = pointer(payload + values_at, tl.float32)
             above = tl.load(values)
             below = tl.load(values + 1) if STRICTLY else above * -1.0
@@ -181,7 +182,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
 
 @triton.jit
 def votes_decode(
-    table, segments, tasks, flag, payloads, ranks, row, PIECE: tl.constexpr, BLOCK: tl.constexpr
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The sign of the majority, 0 in a tie."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -191,7 +192,7 @@ def votes_decode(
         inside = i < end
         balance = tl.zeros((BLOCK,), tl.int32)
         for rank in range(0, ranks):
-            payload = payloads + rank * row
+            payload = payload_of(payloads, rank, row)
             balance += 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
             balance -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
         mean = (balance > 0).to(tl.float32) - (balance < 0).to(tl.float32)

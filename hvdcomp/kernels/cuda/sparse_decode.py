@@ -16,6 +16,7 @@ from hvdcomp.kernels.cuda.x import (
     entry,
     floats,
     magnitude,
+    payload_of,
     piece,
     pointer,
     report,
@@ -40,7 +41,7 @@ def _indices(address, number, width, mask):
 @triton.jit
 def _reaching(address, width, low, high, bound):
     """One step on the way to the first number from `low` to `high` whose index reaches the bound: closer ones."""
-    middle = (low + high) // 2
+    middle = low + (high - low) // 2  # their sum may be beyond 2**31
     asks = low < high
     below = asks & (_indices(address, middle, width, asks) < bound)
     return tl.where(below, middle + 1, low), tl.where(below, high, middle)
@@ -82,7 +83,7 @@ def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.
 
 @triton.jit
 def sparse_decode(
-    table, segments, tasks, flag, payload, ranks, row, share,
+    table, segments, tasks, flag, payload, ranks, row: tl.int64, share,
     HALF: tl.constexpr, RANKS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +98,7 @@ def sparse_decode(
     width = entry(table, segments, segment, PLACE3)
     origin = start // COUNTED * COUNTED if entry(table, segments, segment, PLACE1) >= 0 else start * 0
     number_of_rank = tl.arange(0, RANKS)
-    payloads = payload + number_of_rank.to(tl.int64) * row
+    payloads = payload_of(payload, number_of_rank, row)
     firsts, lasts = _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE, COUNTS)
     largest = tl.zeros((CHUNK,), tl.int32)
     own = payload

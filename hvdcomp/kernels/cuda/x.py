@@ -64,6 +64,13 @@ def pointer(address, TYPE: tl.constexpr):
 
 
 @triton.jit
+def payload_of(payloads, rank, row):
+    """The address of a rank's payload. row: bytes from one rank's payload to the next one's; all together may be more
+    than 32 bits can count."""
+    return payloads + rank * row.to(tl.int64)
+
+
+@triton.jit
 def entry(table, segments, segment, COLUMN: tl.constexpr):
     """A field of a tensor."""
     return tl.load(pointer(table, tl.int64) + COLUMN * segments + segment)

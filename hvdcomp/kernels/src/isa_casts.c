@@ -140,18 +140,12 @@ struct cast {
     float *widened;
     uint16_t *halves;
     int64_t size;
-    float divisor;
 };
 
-static void quotients_of_slice(void *context, int64_t task) {
+static void narrow_slice(void *context, int64_t task) {
     const struct cast *cast = context;
-    const int64_t end = hvd_shorter(cast->size, (task + 1) * SLICE);
-    float quotients[HVD_GROUP];
-    for (int64_t start = task * SLICE; start < end; start += HVD_GROUP) {
-        const int64_t length = hvd_shorter(HVD_GROUP, end - start);
-        for (int64_t i = 0; i < length; i++) quotients[i] = cast->x[start + i] / cast->divisor;
-        to_halves(quotients, length, cast->halves + start);
-    }
+    const int64_t start = task * SLICE;
+    to_halves(cast->x + start, hvd_shorter(SLICE, cast->size - start), cast->halves + start);
 }
 
 static void widen_slice(void *context, int64_t task) {
@@ -167,12 +161,12 @@ static void widen_slice(void *context, int64_t task) {
     hvd_fence();
 }
 
-void HVD_NAME(half_quotients)(const float *x, int64_t size, float divisor, uint16_t *halves, int32_t threads) {
-    struct cast cast = {x, NULL, halves, size, divisor};
-    hvd_parallel(threads, (size + SLICE - 1) / SLICE, quotients_of_slice, &cast);
+void HVD_NAME(half_narrow)(const float *x, int64_t size, uint16_t *halves, int32_t threads) {
+    struct cast cast = {x, NULL, halves, size};
+    hvd_parallel(threads, (size + SLICE - 1) / SLICE, narrow_slice, &cast);
 }
 
 void HVD_NAME(half_widen)(const uint16_t *halves, int64_t size, float *x, int32_t threads) {
-    struct cast cast = {NULL, x, (uint16_t *)halves, size, 1};
+    struct cast cast = {NULL, x, (uint16_t *)halves, size};
     hvd_parallel(threads, (size + SLICE - 1) / SLICE, widen_slice, &cast);
 }

@@ -62,9 +62,18 @@ def explained(what: str, server: str, namespace: str, creating: str | None = Non
         raise KubernetesError(f"{what}: {said}", error.status, None if error.status else True, advice) from None
     except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object
         message = f"{what}: no answer from {server} ({_innermost(error)})"
-        if creating is not None:
+        if creating is not None and not _never_sent(error):
             message += f"; it may have been created all the same: see `hvdcomp launch k8s status {creating}`"
         raise KubernetesError(message, transient=True) from None
+
+
+def _never_sent(error: BaseException) -> bool:
+    """Whether there was no connection, so that nothing was asked: it was refused, or its host is not known or silent.
+    """
+    from urllib3.exceptions import ConnectTimeoutError, MaxRetryError, NewConnectionError
+
+    reason = error.reason if isinstance(error, MaxRetryError) else error
+    return isinstance(reason, NewConnectionError | ConnectTimeoutError)
 
 
 def _advice(status: int, said: str, namespace: str, creating: str | None) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hvdcomp.launch.job import HOROVOD_ON_GPUS
 from hvdcomp.launch.k8s.patch import merged, read_patch
 from hvdcomp.launch.k8s.settings import SSH_PORT, TOLERATION, KubernetesSettings
 from hvdcomp.launch.promise import EXPECTED_SIZE
@@ -167,6 +168,7 @@ def _variables(settings: KubernetesSettings) -> dict[str, str]:
         COMMAND: to_variable(settings.program),
         **needed,
         **(_GPU_COMMUNICATION if settings.gpu_resource else {}),
+        **(HOROVOD_ON_GPUS if settings.gpu_resource and settings.job.backend == "horovod" else {}),
         **settings.job.environment,
     }
 

@@ -38,7 +38,7 @@ TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSch
 SSH_PORT = 2222
 """Of sshd in the workers. Ports below 1024 are root's."""
 
-_METRICS_PORT = "--metrics-port"
+_METRICS_PORT, _METRICS_ADDRESS = "--metrics-port", "--metrics-address"
 
 OPERATOR_DOMAIN = "training.kubeflow.org/"
 _MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
@@ -68,7 +68,9 @@ class KubernetesSettings:
         retries: how often the launcher is started again after it failed, or saved because its job was to make room.
         grace_period: seconds that the pods have to save, once they are to end, before they are killed.
         clean_pods: which pods the operator deletes at the end.
-        time_limit: seconds after which the job is stopped; None for no limit.
+        time_limit: seconds since the launcher was made, over all its attempts, after which the job is stopped; None for
+            no limit. The launcher is made when all workers are ready, so a job that waits for them waits without a
+            limit. That of an elastic job is made at once, and there waiting counts.
         keep_finished: seconds after which a finished launcher is deleted; None to keep it.
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
@@ -163,12 +165,17 @@ class KubernetesSettings:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What is started on each rank: `hvdcomp train` of an elastic job is told so."""
+        """What is started on each rank: `hvdcomp train` of an elastic job is told so, and where it is to be scraped."""
         words = self.job.program
-        if self.elastic is None or not _trains(words) or "--elastic" in words:
+        if not _trains(words):
             return words
+        told: tuple[str, ...] = ()
+        if self.elastic is not None and "--elastic" not in words:
+            told += ("--elastic",)
+        if self.metrics_port is not None and not any(word.partition("=")[0] == _METRICS_ADDRESS for word in words):
+            told += (_METRICS_ADDRESS, "0.0.0.0")
         place = words.index("train") + 1
-        return (*words[:place], "--elastic", *words[place:])
+        return (*words[:place], *told, *words[place:])
 
     @property
     def metrics_port(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hvdcomp.launch.k8s.cluster import is_role
 from hvdcomp.launch.promise import EXIT_SAVED
 
-Phase = Literal["waiting", "suspended", "starting", "running", "succeeded", "failed", "deleted"]
+Phase = Literal["waiting", "suspended", "starting", "running", "stopped", "succeeded", "failed", "deleted"]
 
 LAUNCHER = "launcher"
 """Of the launcher's container."""
@@ -20,7 +20,8 @@ class MPIJobState:
     """Where an MPIJob is.
 
     Attributes:
-        phase: "waiting" for workers, "starting" the launcher, "running", or how it ended.
+        phase: "waiting" for workers, "starting" the launcher, "running", "stopped" while the launcher has ended and the
+            cluster has not yet said whether the job has, or how it ended.
         detail: what it waits for, or why it failed; may be empty.
         exit_code: the launcher's, once the job has ended.
     """
@@ -58,18 +59,22 @@ def read_state(
         code = _exit_code(launcher)
         said = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
         saved = "it has saved: submitted again, it goes on from there" if code == EXIT_SAVED else ""
-        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), _trouble(launcher), saved))), code or 1)
+        trouble = "; ".join(_troubles([] if launcher is None else [launcher]))
+        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), trouble, saved))), code or 1)
     if "Suspended" in holding:
         return MPIJobState("suspended", "by its runPolicy, or by a queue that has no room yet")
     workers = [pod for pod in pods if is_role(pod, "worker")]
     wanted = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
     ready = sum(_is_ready(pod) for pod in workers)
-    troubles = dict.fromkeys(filter(None, map(_trouble, workers)))
-    missing = "; ".join([f"{ready} of {wanted} workers ready", *troubles])
-    if launcher is not None and launcher["status"].get("phase") == "Running":
-        return MPIJobState("running", "" if ready == wanted else missing)
+    missing = "; ".join([f"{ready} of {wanted} workers ready", *_troubles(workers)])
     if launcher is not None:
-        return MPIJobState("starting", _trouble(launcher))
+        phase = launcher["status"].get("phase")
+        if phase == "Running":
+            return MPIJobState("running", "" if ready == wanted else missing)
+        retries = (job["spec"].get("runPolicy") or {}).get("backoffLimit")
+        again = ["it starts again while retries are left"] if phase == "Failed" and retries else []
+        ended = phase in ("Succeeded", "Failed")
+        return MPIJobState("stopped" if ended else "starting", "; ".join([*_troubles([launcher]), *again]))
     # The operator warns of what keeps it from making pods. Once there are all, that is over, though events stay.
     warning = "" if ready < len(workers) == wanted else _warning(job, events)
     return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
@@ -130,27 +135,37 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
-def _trouble(pod: Mapping[str, Any] | None) -> str:
-    """Why a pod does not run, or how its container ended; empty if nothing is known or wrong."""
-    if pod is None:
-        return ""
+def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with pods, or how they ended: each thing once, with the first pod that has it and how many more."""
+    names: dict[str, list[str]] = {}
+    for pod in pods:
+        if trouble := _trouble(pod):
+            names.setdefault(trouble, []).append(pod["metadata"]["name"])
+    return [
+        f"{having[0]}{f' and {len(having) - 1} more' if len(having) > 1 else ''}{trouble}"
+        for trouble, having in names.items()
+    ]
+
+
+def _trouble(pod: Mapping[str, Any]) -> str:
+    """Why a pod does not run, or how its container ended, to be read after its name; empty if nothing is known or
+    wrong."""
     status = pod["status"]
-    name = pod["metadata"]["name"]
     for one in status.get("conditions") or ():
         if one["type"] == "PodScheduled" and one["status"] == "False":
-            return f"{name} cannot be placed: {one.get('message') or one.get('reason')}"
+            return f" cannot be placed: {one.get('message') or one.get('reason')}"
     container = _container(pod)
     state = container.get("state", {})
     waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
     if waiting.get("reason") == "CrashLoopBackOff":  # what it waits for is to be started again
         terminated = container.get("lastState", {}).get("terminated", {})
     if waiting and not terminated and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
-        return f"{name}: " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
+        return ": " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
     if terminated and terminated.get("exitCode"):
-        ended = f"{name} ended with exit code {terminated['exitCode']}"
+        ended = f" ended with exit code {terminated['exitCode']}"
         if terminated.get("reason") in (None, "Error"):
             return ended
         return f"{ended} ({': '.join(filter(None, (terminated['reason'], terminated.get('message'))))})"
     if status.get("phase") == "Failed":
-        return f"{name}: " + (": ".join(filter(None, (status.get("reason"), status.get("message")))) or "failed")
+        return ": " + (": ".join(filter(None, (status.get("reason"), status.get("message")))) or "failed")
     return ""

@@ -7,7 +7,6 @@ same for many versions.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from hvdcomp.launch.slurm.settings import SlurmJob
 
@@ -121,24 +120,10 @@ def refusal(said: str, settings: SlurmJob) -> str | None:
     """
     for text, (names, way_out) in _REFUSALS.items():
         if text in said:
-            return f"Slurm refuses the job: {said} ({_flags(settings, names)}): {way_out}"
+            return f"Slurm refuses the job: {said} ({settings.flags(names)}): {way_out}"
     return None
 
 
 def what_keeps(reason: str) -> str:
     """What keeps a pending job that Slurm gives this reason for; "" if it waits for its turn, or nothing is known."""
     return next((words for pattern, words in _REASONS.items() if re.fullmatch(pattern, reason)), "")
-
-
-def _flags(settings: SlurmJob, names: tuple[str, ...]) -> str:
-    """The flags of settings, with the values that sbatch was told; of those that are not set the first alone."""
-    nodes, tasks = settings.shape
-    values: dict[str, Any] = {**vars(settings), "nodes": nodes, "tasks_per_node": tasks}
-    words = []
-    for name in names:
-        flag = f"--{name.replace('_', '-')}"
-        value = values[name]
-        words += [f"{flag} {one}" for one in (value if isinstance(value, tuple) else (value,)) if one]
-        if not value and name == names[0]:
-            words.append(f"no {flag}")
-    return ", ".join(words)

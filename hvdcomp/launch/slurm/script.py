@@ -11,6 +11,7 @@ import re
 import shlex
 from pathlib import Path
 
+from hvdcomp.launch.job import HOROVOD_ON_GPUS
 from hvdcomp.launch.promise import EXIT_SAVED
 from hvdcomp.launch.slurm.settings import SlurmJob
 
@@ -35,6 +36,14 @@ _SRUN_CODE = (
     "  code=1",
     "fi",
     'rm -rf "$notes"',
+)
+# srun itself would call its option unknown, and not say what is missing.
+_PYXIS = (
+    "if ! srun --help | grep -q -e --container-image; then",
+    '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis. Ask for it,'
+    ' or take container = apptainer"',
+    "  exit 1",
+    "fi",
 )
 # mpirun returns the code of the rank that failed first, and signals the process that it started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
@@ -64,7 +73,7 @@ def batch_script(settings: SlurmJob) -> str:
         "#@options": [f"#SBATCH --{option}" for option in _options(settings)],
         "#@modules": [f"module load {shlex.quote(module)}" for module in settings.modules],
         "#@torch": list(_TORCH if job.backend == "torch" else ()),
-        "#@environment": [f"export {name}={quoted(value)}" for name, value in job.environment.items()],
+        "#@environment": [f"export {name}={quoted(value)}" for name, value in _variables(settings).items()],
         "#@command": [f"  {quoted(argument)}" for argument in job.program],
         "#@program": [f"""program="$(printf '%q ' {_apptainer(settings)}"${{command[@]}}")\""""],
         "#@launch": _launch(settings),
@@ -118,6 +127,12 @@ def _options(settings: SlurmJob) -> list[str]:
     return options
 
 
+def _variables(settings: SlurmJob) -> dict[str, str]:
+    """Of every rank. The job's own win."""
+    on_gpus = bool(settings.gpus_per_node) and settings.job.backend == "horovod"
+    return (HOROVOD_ON_GPUS if on_gpus else {}) | dict(settings.job.environment)
+
+
 def _launch(settings: SlurmJob) -> list[str]:
     """Lines that set the array `launch`, of words as bash reads them."""
     if settings.launcher == "srun":
@@ -129,7 +144,7 @@ def _launch(settings: SlurmJob) -> list[str]:
             "--kill-on-bad-exit=1",
             *_pyxis(settings),
         ]
-        rank = _SRUN_RANK
+        rank = (*_PYXIS, *_SRUN_RANK) if settings.container == "enroot" else _SRUN_RANK
     else:
         words = ["mpirun", "-np", str(settings.job.ranks), "--bind-to", "none"]
         rank = _MPIRUN_RANK

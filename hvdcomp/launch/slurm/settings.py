@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.launch.job import Job
@@ -29,12 +30,13 @@ class SlurmJob:
     Attributes:
         job: the program, its ranks and its environment.
         nodes, tasks_per_node: their product must be `job.ranks`. One of them follows from the other and the ranks;
-            without both it is one node.
+            without both it is one node. The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
         cpus_per_task: cores for each rank.
         gpus_per_node: 0 for none.
         gres: other generic resources of each node, as for `sbatch --gres`, such as "nic:1".
         memory: of each node, such as "64G"; None leaves it to the cluster.
-        time: the limit, in any form of `sbatch --time`; the warning comes before it ends.
+        time: the limit of each start, in any form of `sbatch --time`; the warning comes before it ends. Time in which
+            the job waits does not count.
         warning_seconds: how long before the limit the ranks are told to save and stop. Slurm may tell them up to a
             minute earlier.
         requeue: whether a job that saved and stopped is queued again.
@@ -93,6 +95,14 @@ class SlurmJob:
         self._check_container()
         self._check_log_folder()
 
+    @staticmethod
+    def ranks_of(given: Mapping[str, Any]) -> int | None:
+        """The ranks of a job of which only these fields are given: as many as `tasks_per_node` says on each node, or
+        one for each GPU. None if neither is given."""
+        on_each = given.get("tasks_per_node") or given.get("gpus_per_node")
+        # What is below 1 is refused later, by the name of the field that says so.
+        return max(1, on_each) * max(1, given.get("nodes") or 1) if on_each else None
+
     @property
     def shape(self) -> tuple[int, int]:
         """The number of nodes, and of ranks on each of them."""
@@ -101,6 +111,22 @@ class SlurmJob:
             return nodes, self.job.ranks // nodes
         nodes = self.job.ranks // self.tasks_per_node if self.nodes is None else self.nodes
         return nodes, self.tasks_per_node
+
+    def flags(self, names: Iterable[str]) -> str:
+        """Fields, or "ranks", as flags with what Slurm is told: also where that is a default, or follows from others.
+
+        Of those that are not set the first alone is named.
+        """
+        nodes, tasks = self.shape
+        values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
+        words: list[str] = []
+        for place, name in enumerate(names):
+            flag = f"--{name.replace('_', '-')}"
+            value = values[name]
+            words += [f"{flag} {one}" for one in (value if isinstance(value, tuple) else (value,)) if one]
+            if not value and place == 0:
+                words.append(f"no {flag}")
+        return ", ".join(words)
 
     def _check_sizes(self) -> None:
         for field in ("nodes", "tasks_per_node", "cpus_per_task"):

@@ -6,9 +6,10 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.ddp_binding import DDPBinding, compressed_hook
+from hvdcomp.torch.ddp_binding import DDPBinding
 
 __all__ = ["register"]
 
@@ -21,10 +22,10 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
 
     To be called on every rank, before the first backward pass. The rest of the training stays as it is. What
     `Compression` offers (`ledger`, `set_level`, `state_dict`, ...) works as with Horovod, and tensors have the names
-    that they have in the module, without "module.".
+    that they have in the module, without what wrappers put in front ("module.", "_orig_mod." and others).
 
     Args:
-        model: with no other communication hook.
+        model: with no other communication hook; also in torch.compile.
         compression: of this model alone. A state that `load_state_dict` was given before, or is given between
             `register` and the first step, holds from the first step on.
         optimizer: that steps with the gradients; needed by policies that follow the learning rate or change the batch
@@ -35,11 +36,12 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
         RankMismatchError: on every rank, if some cannot take part. Whether all were told the same is compared in the
             first step.
     """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"hvdcomp.ddp.register was given a {type(model).__name__}; give it what "
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")
-    binding = compression.serve(lambda setup: DDPBinding(setup, model), optimizer)
-    model.register_comm_hook(binding, compressed_hook)
+    require_optimizer(optimizer, "hvdcomp.ddp.register", "torch")
+    compression.serve(lambda setup: DDPBinding(setup, model), optimizer)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.fsdp_binding import FSDPBinding, modules_of
@@ -49,6 +50,7 @@ def register(model: torch.nn.Module, compression: UsedCompression, mesh: DeviceM
             "torch.distributed.fsdp.fully_shard(model, mesh=mesh['shard']) first"
         )
     require_compression(compression, "hvdcomp.fsdp.register")
+    require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
     binding = compression.serve(lambda setup: FSDPBinding(setup, model, mesh.get_group()), optimizer)
     for module in modules:
         module.set_all_reduce_hook(binding.arrived)

@@ -1,0 +1,290 @@
+"""What a state must be before anything of it is taken over: complete, of the right types, finite, and of this training.
+
+A wrong residual would be found out in the first step at best, and an inf or NaN in one would be in every step that
+follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.adaptation.coordinator import Coordinator
+from hvdcomp.arrays import arrays_for, numpy_arrays, shapes
+from hvdcomp.arrays.types import FLOATING, Array, dtype_bytes, wide_dtype
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.parsing import parse_memory
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.ledger import Cost
+from hvdcomp.policies.request import Statistics
+from hvdcomp.specs.described import is_whole
+from hvdcomp.specs.levels import DENSE
+from hvdcomp.specs.typed import shortened, typed
+
+FORMAT = 2  # to be raised with every change of what a state holds
+
+
+@dataclass
+class _WarmStart:
+    method: str
+    arrays: Any
+
+
+@dataclass
+class _Residual:
+    memory: str
+    arrays: Any
+
+
+@dataclass
+class _SharedByPolicy:
+    policy: str
+    state: Mapping[str, Any]
+    progress: tuple[int, ...]
+    ended: tuple[Any, ...] | None
+    period_rates: tuple[float, ...] | None
+    steps_per_epoch: int | None = None
+    partial: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.progress) != 3 or min(self.progress) < 0:
+            raise ValueError(f"progress: {list(self.progress)} must be three whole numbers of at least 0")
+        if self.ended is not None:
+            step, epoch = self.ended if len(self.ended) == 2 else (None, None)
+            if not is_whole(step, 0) or not (epoch is None or is_whole(epoch, 0)):
+                raise ValueError(f"ended: {shortened(list(self.ended))} must be the numbers of a step and an epoch")
+
+
+@dataclass
+class _OwnOfPolicy:
+    latest: Mapping[str, Any]
+    ended: Mapping[str, Any] | None
+    sums: Mapping[str, Any]
+    probe: Mapping[str, Any] | None
+    step_times: tuple[float, ...]
+
+
+@dataclass
+class _Shared:
+    compressor: str
+    tensors: Mapping[str, tuple[int, ...]]
+    step: int
+    level: Any
+    warm_starts: Mapping[str, _WarmStart]
+    coordinator: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        _require_count("step", self.step)
+        if self.coordinator is not None:
+            _read(_SharedByPolicy, self.coordinator, "coordinator")
+
+
+@dataclass
+class _Own:
+    rank: int
+    size: int
+    residuals: Mapping[str, _Residual]
+    coordinator: Mapping[str, Any] | None
+    totals: Mapping[str, float | None]
+    steps: int
+    loss_scale: float | None = None
+    op: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_count("size", self.size, 1)
+        _require_count("steps", self.steps)
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank: {self.rank} must be from 0 to {self.size - 1}, as there were {self.size} ranks")
+        known = [field.name for field in dataclasses.fields(Cost)]
+        for name, value in self.totals.items():
+            if name not in known or not (value is None or 0 <= value < math.inf):
+                raise ValueError(f"totals: {name}={value} must be one of {', '.join(known)}, and at least 0")
+        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
+            raise ValueError(f"loss_scale: {self.loss_scale} must be a finite number above 0")
+        if self.coordinator is not None:
+            _read(_OwnOfPolicy, self.coordinator, "coordinator")
+
+
+def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A copy of a state that is in order, as of `parts_of`; None for that of a training before its first step."""
+    if isinstance(state, Mapping) and not state:
+        return None
+    parts_of(state)
+    return dict(state)
+
+
+def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What is shared, and what is the rank's own, of a state that is in order, as far as it tells by itself.
+
+    Raises:
+        ConfigurationError: if it is no state, or one of another version, or if something in it is missing, of a wrong
+            type or not finite.
+    """
+    shared, own = (state.get("shared"), state.get("own")) if isinstance(state, Mapping) else (None, None)
+    if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
+        given = f"it holds {shortened(list(state))}" if isinstance(state, Mapping) else shortened(state)
+        raise ConfigurationError(
+            f"this is not a state of hvdcomp.Compression, or one of another version ({given}); give what "
+            "compression.state_dict() returned"
+        )
+    try:
+        known, mine = _read(_Shared, shared, "shared"), _read(_Own, own, "own")
+        for name, warm in known.warm_starts.items():
+            _require_finite(warm.arrays, f"the warm start of {name}")
+        for name, kept in mine.residuals.items():
+            _require_finite(kept.arrays, f"the residual of {name}")
+    except ValueError as error:
+        raise _damaged(error) from None
+    return shared, own
+
+
+def require_fit(
+    shared: Mapping[str, Any], own: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
+) -> None:
+    """Raises ConfigurationError unless the parts of a state, as of `parts_of`, suit the engine and the policy."""
+    tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
+    theirs = {name: list(shape) for name, shape in shared["tensors"].items()}
+    if theirs != tensors:
+        wrong = sorted(name for name in {*tensors, *theirs} if theirs.get(name) != tensors.get(name))
+        raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {', '.join(wrong)}")
+    policy = shared["coordinator"] and shared["coordinator"]["policy"]
+    for what, then, now in (
+        ("compressor", shared["compressor"], str(engine.compressor)),
+        ("policy", policy, coordinator and str(coordinator.policy)),
+    ):
+        if then != now:
+            raise ConfigurationError(
+                f"the checkpoint was written with {what} {then or 'constant'}, this run has {now or 'constant'}; "
+                "continue with what the training was started with"
+            )
+    try:
+        _check_level(shared["level"], engine.compressor)
+        for name, warm in shared["warm_starts"].items():
+            _check_warm_start(warm, _tensor(engine, name), engine)
+        for name, kept in own["residuals"].items():
+            _check_residual(kept, _tensor(engine, name))
+        if coordinator is not None:
+            coordinator.policy.from_json(shared["coordinator"]["state"])
+            if own["coordinator"] is not None:
+                _check_own_of_policy(own["coordinator"], engine, coordinator)
+    except ValueError as error:
+        raise _damaged(error) from None
+
+
+def known_array(array: Any) -> Array:
+    """The array as one that array functions know: states of earlier versions hold tensors of other frameworks too."""
+    try:
+        arrays_for(array)
+    except TypeError:
+        return np.array(array)
+    return array
+
+
+def _read(kind: Any, value: Mapping[str, Any], where: str) -> Any:
+    """The fields that are known; a later version may have more, which this one can do without."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return typed(kind, {name: item for name, item in value.items() if name in names}, where)
+
+
+def _damaged(error: ValueError) -> ConfigurationError:
+    return ConfigurationError(
+        f"this state of hvdcomp.Compression is damaged: {error}. Give what compression.state_dict() returned, as it "
+        "was saved, or go on without a state: what was left to be sent is lost then"
+    )
+
+
+def _require_count(what: str, value: int, least: int = 0) -> None:
+    if value < least:
+        raise ValueError(f"{what}: {value} must be a whole number of at least {least}")
+
+
+def _listed(arrays: Any, where: str) -> list[Array]:
+    """The arrays of a list, which are of floating-point numbers."""
+    if not isinstance(arrays, list | tuple):
+        raise ValueError(f"{where}: {shortened(arrays)} must be a list of arrays")
+    found = list(map(known_array, arrays))
+    for array in found:
+        if (dtype := arrays_for(array).dtype_name(array)) not in FLOATING:
+            raise ValueError(f"{where}: an array of {dtype} must be one of {', '.join(FLOATING)}")
+    return found
+
+
+def _require_finite(arrays: Any, where: str) -> None:
+    for array in _listed(arrays, where):
+        if float(arrays_for(array).found_inf([array])[0]) != 0:
+            raise ValueError(f"{where} holds an inf or NaN, which would be in every step from now on")
+
+
+def _tensor(engine: Engine, name: str) -> TensorInfo:
+    if name not in engine.tensors:
+        raise ValueError(f"{name!r} is no parameter of this model, but something is kept of it")
+    return engine.tensors[name]
+
+
+def _check_level(level: Any, compressor: Compressor) -> None:
+    if not isinstance(level, str):
+        compressor.at_level(level)
+    elif level != DENSE:
+        raise ValueError(f"level: {level!r} must be a number, {DENSE!r} or None")
+
+
+def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> None:
+    """Arrays in the shape of a tensor, which lose nothing where they are kept."""
+    for array in arrays:
+        shape = tuple(array.shape)
+        if shape not in (tensor.shape, tensor.own_shape):
+            raise ValueError(f"{where} has the shape {list(shape)}, and the parameter {list(tensor.own_shape)}")
+        if dtype_bytes(dtype := arrays_for(array).dtype_name(array)) > dtype_bytes(wide_dtype(tensor.dtype)):
+            raise ValueError(f"{where} is of {dtype}, and the parameter of {tensor.dtype}")
+
+
+def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
+    where = f"the residual of {tensor.name}"
+    memory, arrays = parse_memory(kept["memory"]), _listed(kept["arrays"], where)
+    needed = len(memory.prepare(numpy_arrays, np.zeros(0, np.float32), ()))
+    if len(arrays) != needed:
+        raise ValueError(f"{where} has {len(arrays)} arrays, and {memory} keeps {needed}")
+    _check_shapes(arrays, tensor, where)
+
+
+def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engine) -> None:
+    """Of the method that has the tensor now; what another one left is not used."""
+    one = engine.planner.choose(engine.compressor, tensor)
+    if one.name != warm["method"]:
+        return
+    where = f"the warm start of {tensor.name}"
+    x = shapes.ShapeArray(tensor.shape, tensor.dtype)
+    arrays = _listed(warm["arrays"], where)
+    fresh = one.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
+    # Of the lengths, the method makes what it needs: they follow its level, and an older version's matrices.
+    if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
+        raise ValueError(
+            f"{where} has arrays of the shapes {[list(array.shape) for array in arrays]}, and {one} keeps such as "
+            f"{[list(array.shape) for array in fresh]}"
+        )
+
+
+def _check_own_of_policy(own: Mapping[str, Any], engine: Engine, coordinator: Coordinator) -> None:
+    coordinator.policy.from_json(own["latest"])
+    known = [field.name for field in dataclasses.fields(Statistics)]
+    if own["ended"] is not None and ("step" not in own["ended"] or not own["ended"].keys() <= set(known)):
+        raise ValueError(f"ended: {shortened(list(own['ended']))} must have step, and may have {', '.join(known)}")
+    for name, total in own["sums"].items():
+        where = f"the sum of the gradients of {name}"
+        _check_shapes(_listed([total], where), _tensor(engine, name), where)
+    if own["probe"] is None:
+        return
+    if not is_whole(own["probe"].get("steps"), 0):
+        raise ValueError(f"steps: {shortened(own['probe'].get('steps'))} must be a whole number of at least 0")
+    measured = typed(Mapping[str, Mapping[str, Any]], own["probe"].get("energies"), "energies")
+    for name, row in measured.items():
+        where = f"what was measured of {_tensor(engine, name).name}"
+        if any(tuple(array.shape) != (2,) for array in _listed(list(row.values()), where)):
+            raise ValueError(f"{where} must be two numbers for each factor")

@@ -1,0 +1,99 @@
+"""What came out of the runs of one section, in a few sentences: to be read before any table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdcomp.report.table import Group, Section
+from hvdcomp.report.turns import RATES
+
+_AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
+_POINT, _PERPLEXITY = 0.01, 1.1  # what is as good as dense training, as in docs/convergence.md
+_MORE = 1.1  # times fewer bytes: what is worth a sentence
+
+
+def headline(section: Section) -> list[str]:
+    """The sentences: who won in bytes and in quality, and what is predicted for the slowest link; none of one run."""
+    known = [group for group in section.groups if group.quality is not None and group.factor is not None]
+    if len(known) < 2 or section.metric is None:
+        return []
+    return [*_bytes_and_quality(section, known), *_slow_link(section)]
+
+
+def _bytes_and_quality(section: Section, known: list[Group]) -> Iterator[str]:
+    best = _best(section, known)
+    reference = next((group for group in known if group is section.reference), best)
+    good = [group for group in known if _as_good(section, group, reference)]
+    fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, known)
+    if fewest is reference:
+        as_good = _AS_GOOD[section.metric or "accuracy"]
+        yield f"No method with fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
+    else:
+        yield (
+            f"{_name(fewest)} sent {_times(fewest)} fewer bytes than dense training, and ended at "
+            f"{_quality(section, fewest)}; {_name(reference)} ended at {_quality(section, reference)}."
+        )
+    if _saved(most) > _MORE * _saved(fewest):
+        yield f"{_name(most)} sent fewest, {_times(most)} fewer, but ended at {_quality(section, most)}."
+    if best not in (fewest, reference):
+        yield f"{_name(best)} ended best, at {_quality(section, best)}, with {_times(best)} fewer bytes."
+
+
+def _slow_link(section: Section) -> Iterator[str]:
+    turns = section.turns
+    if turns is None:
+        return
+    rate, words = next(iter(RATES.items()))
+    predicted = ((group, group.columns()[f"predicted_ms_{rate}"]) for group in section.groups)
+    times = {group: ms for group, ms in predicted if ms is not None}
+    if not times:
+        yield f"For a link of {words} nothing is predicted: this machine was too busy to measure what that takes."
+        return
+    fastest = min(times, key=lambda group: times[group])
+    reference = section.reference
+    if reference not in times:
+        yield f"On a link of {words}, a step of {_name(fastest)} is predicted to be the fastest."
+    elif times[reference] / times[fastest] - 1 <= turns.noise:
+        yield f"On a link of {words}, no method is predicted to be faster than {_name(reference)}."
+    else:
+        yield (
+            f"On a link of {words}, a step of {_name(fastest)} is predicted to take {times[fastest]:.3g} ms instead of "
+            f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}."
+        )
+        if reference.turns_ms and fastest.turns_ms:
+            yield f"Measured here, it is {reference.turns_ms / fastest.turns_ms:.2f} times as fast."
+
+
+def _as_good(section: Section, group: Group, reference: Group) -> bool:
+    mine, its = group.quality, reference.quality
+    assert mine is not None
+    assert its is not None
+    return mine >= its - _POINT if section.metric == "accuracy" else mine <= its * _PERPLEXITY
+
+
+def _best(section: Section, groups: list[Group]) -> Group:
+    sign = 1 if section.metric == "accuracy" else -1
+    return max(groups, key=lambda group: sign * (group.quality or 0.0))
+
+
+def _fewest_bytes(section: Section, groups: list[Group]) -> Group:
+    """The one that sends least; of several such, the best."""
+    least = max(map(_saved, groups))
+    return _best(section, [group for group in groups if _saved(group) >= least])
+
+
+def _saved(group: Group) -> float:
+    return round(group.factor or 0.0, 1)
+
+
+def _times(group: Group) -> str:
+    return f"{group.factor:.1f} times"
+
+
+def _quality(section: Section, group: Group) -> str:
+    value = group.quality or 0.0
+    return f"{100 * value:.2f}% accuracy" if section.metric == "accuracy" else f"a perplexity of {value:.2f}"
+
+
+def _name(group: Group) -> str:
+    return group.label if group.label != "none" else "dense training"

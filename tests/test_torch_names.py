@@ -1,0 +1,45 @@
+"""Names of PyTorch's parameters."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvdcomp import ConfigurationError
+from hvdcomp.torch.parameters import plain_names, unique, with_plain_names
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["head.weight", "bias"], ["head.weight", "bias"]),
+        (["_orig_mod.head.weight", "_orig_mod.bias"], ["head.weight", "bias"]),
+        (["0._checkpoint_wrapped_module.weight", "1._fsdp_wrapped_module.bias"], ["0.weight", "1.bias"]),
+        (["_orig_mod.module.a._checkpoint_wrapped_module._orig_mod.w", "_orig_mod.module.b"], ["a.w", "b"]),
+        (["module.module.a", "module.module.b"], ["a", "b"]),
+        # A part of the user's own, which may be called so.
+        (["module.weight", "weight"], ["module.weight", "weight"]),
+        (["encoder.module.weight"], ["encoder.module.weight"]),
+        (["my_orig_mod.weight", "module_0.weight"], ["my_orig_mod.weight", "module_0.weight"]),
+        ([], []),
+    ],
+)
+def test_what_wrappers_put_into_names_is_taken_off(names: list[str], expected: list[str]) -> None:
+    assert plain_names(names) == expected
+
+
+def test_parameters_are_known_by_these_names() -> None:
+    assert unique([("_orig_mod.a", 1), ("_orig_mod.b", 2)]) == {"a": 1, "b": 2}
+    with pytest.raises(ConfigurationError, match="given twice: a"):
+        unique([("a", 1), ("_orig_mod.a", 2)])
+
+
+def test_a_state_with_names_of_a_wrapper_is_read() -> None:
+    def state(prefix: str) -> dict[str, object]:
+        name = f"{prefix}a.weight"
+        shared = {"format": 2, "tensors": {name: [2, 3]}, "warm_starts": {name: {"method": "powersgd"}}, "step": 3}
+        shared["coordinator"] = {"policy": "adaqs", "state": {"levels": [[name, 4]]}}
+        return {"shared": shared, "own": {"residuals": {name: {"memory": "dgc", "arrays": [1.5]}}}}
+
+    assert with_plain_names(state("_orig_mod.")) == state("") == with_plain_names(state("module."))
+    plain = state("")
+    assert with_plain_names(plain) is plain
