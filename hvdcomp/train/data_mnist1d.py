@@ -29,7 +29,7 @@ def load() -> DataSet:
     try:
         from mnist1d.data import get_dataset_args, make_dataset
     except ImportError:
-        raise SetupError("--data mnist1d needs the package of its generator: pip install 'hvdcomp[train]'") from None
+        raise SetupError("--data mnist1d needs the package of its generator: pip install 'hvdcomp[mnist1d]'") from None
     settings = get_dataset_args()
     settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
     settings.train_split = TRAIN / settings.num_samples

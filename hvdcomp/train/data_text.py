@@ -77,7 +77,7 @@ def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
     return words
 
 
-def standard_library(size: int, unit: str, length: int | None) -> DataSet:
+def standard_library(size: int | None, unit: str, length: int | None) -> DataSet:
     """The source of the running Python's standard library: real text that is there without a download.
 
     Files come in the order of their names until `size` characters are read; the last tenth of each file is for
@@ -91,6 +91,7 @@ def standard_library(size: int, unit: str, length: int | None) -> DataSet:
     Raises:
         SetupError: this Python comes without that much source.
     """
+    assert size is not None
     root = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[str], list[str]] = ([], [])
     total = 0

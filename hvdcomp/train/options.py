@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.perfmodel import parse_rate
 from hvdcomp.policies import Policy, parse_policy
-
 from hvdcomp.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -297,6 +297,7 @@ class TrainingOptions:
                 self.link is None or simulated,
                 f"--link {self.link} is that of simulated ranks; give --simulate-ranks N too, or leave it out",
             ),
+            (self.link is None or _is_rate(self.link), f"--link {self.link!r} is not a rate: 100mbit, 1gbit, 10gbit"),
             (
                 not simulated or self.checkpoint_folder is None,
                 f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
@@ -369,6 +370,13 @@ class TrainingOptions:
 
 def _either(value, default):
     return default if value is None else value
+
+
+def _is_rate(text: str) -> bool:
+    try:
+        return parse_rate(text) > 0
+    except ValueError:
+        return False
 
 
 def _is_finite(value: float) -> bool:

@@ -323,7 +323,7 @@ class Run:
             self._reached = record
         return quality
 
-    def _final_quality(self, status: str) -> dict[str, float]:
+    def _final_quality(self, status: str) -> dict[str, Any]:
         """The quality on the test part, which is looked at once where there is a validation part."""
         if self._data.validation is None or status != "finished" or not self._epochs:
             last = self._epochs[-1] if self._epochs else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup
 from hvdcomp.perfmodel import network_of_link, parse_rate
@@ -42,7 +42,7 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
     # PyTorch computes in the thread that asks for it, TensorFlow in others.
     timer = time.thread_time if options.framework == "torch" else time.perf_counter
     group = SimulatedGroup(options.simulate_ranks, _cost(options.link), timer)
-    return group.run(lambda communicator: run(SimulatedRanks(communicator)))[0]
+    return group.run(lambda communicator: run(SimulatedRanks(cast(SimulatedCommunicator, communicator))))[0]
 
 
 def _cost(link: str | None) -> Callable[[str, int, int], float] | None:

@@ -56,14 +56,17 @@ class TorchLearner(Learner):
     def _new_optimizer(self) -> torch.optim.Optimizer:
         """An optimizer of all parameters, which has no state yet; each step sets its learning rate before."""
         options, model = self._options, self._model
-        decay = options.weight_decay
+        decay = options.weight_decay or 0.0
         if options.optimizer == "sgd":
             return torch.optim.SGD(
                 model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay
             )
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
         others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
 
     def compression(self, spec: str, **options: Any) -> Compression:

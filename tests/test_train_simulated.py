@@ -1,0 +1,115 @@
+"""`hvdcomp train --simulate-ranks`: the weights of real ranks, bit for bit, and times that a link would take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.cli import main
+from tests.launch import run_ranks
+
+pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+pytest.importorskip("torch")
+
+_MLP = ["--model", "mlp", "--data", "digits", "--samples", "640"]
+_GPT = ["--model", "gpt", "--data", "text", "--text-size", "20000", "--batch-size", "2", "--steps", "4"]
+_KINDS = {
+    "none": [*_GPT, "--compression", "none"],
+    "fp16": [*_MLP, "--steps", "10", "--compression", "fp16"],
+    "topk": [*_GPT, "--compression", "topk:ratio=0.02"],
+    "policy": [
+        *(*_MLP, "--epochs", "3", "--compression", "powersgd:rank=2"),
+        *("--policy", "accordion:low=2,high=1,interval=1", "--backward-passes-per-step", "2", "--clip-norm", "0.5"),
+    ],
+    "batch_size": [
+        *("--model", "mlp", "--samples", "640", "--epochs", "3", "--milestones", "1", "--gamma", "0.5"),
+        *("--compression", "topk:ratio=0.02", "--policy", "increase_batch_size:low=32,high=64,lag=0"),
+    ],
+    "buffers": [
+        *("--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "64", "--epochs", "2"),
+        *("--batch-size", "8", "--compression", "qsgd:bits=4"),
+    ],
+    "scatter": [*_MLP, "--steps", "10", "--compression", "int8:exchange=scatter"],
+    "dropout": [*_GPT, "--compression", "int8"],
+}
+_SAME = ("weights_sha256", "loss", "steps", "bytes_sent", "floats_sent", "compression_factor")
+
+
+def _simulated(ranks: int, folder: Path, *options: str) -> dict[str, Any]:
+    words = ["train", "--simulate-ranks", str(ranks), *options, "--no-progress", "--output", str(folder / "simulated")]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads((folder / "simulated" / "summary.json").read_text())
+
+
+def _real(ranks: int, controller: str, folder: Path, *options: str) -> dict[str, Any]:
+    words = ["-m", "hvdcomp", "train", *options, "--no-progress", "--output", str(folder / "real")]
+    done = run_ranks(ranks, controller, words, {"COLUMNS": "200"})
+    assert done.returncode == 0, done.stdout[-4000:]
+    return json.loads((folder / "real" / "summary.json").read_text())
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("topk", 2),
+        *(pytest.param(kind, ranks, marks=pytest.mark.thorough) for kind in _KINDS for ranks in (2, 4)),
+    ],
+)
+def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int, tmp_path: Path) -> None:
+    found = _simulated(ranks, tmp_path, *_KINDS[kind])
+    real = _real(ranks, "torchrun", tmp_path, *_KINDS[kind])
+    assert len(set(found["weights_sha256"])) == 1
+    assert {key: found[key] for key in _SAME} == {key: real[key] for key in _SAME}
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "ranks"), [("topk", 2), ("policy", 2), ("none", 2), ("gathered", 4)])
+def test_so_they_do_in_tensorflow(kind: str, ranks: int, tmp_path: Path) -> None:
+    """On four ranks what is allreduced is left out: what Horovod fuses, and so the order of additions, varies."""
+    pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
+    gathered = [*_MLP, "--steps", "6", "--compression", '{"*": "int8"}']
+    options = ["--framework", "tensorflow", *({**_KINDS, "gathered": gathered}[kind])]
+    found = _simulated(ranks, tmp_path, *options)
+    real = _real(ranks, "gloo", tmp_path, *options)
+    assert found["weights_sha256"] == real["weights_sha256"]
+    assert found["loss"] == real["loss"]
+
+
+def test_a_link_takes_time_and_changes_nothing_else(tmp_path: Path) -> None:
+    options = [*_MLP, "--steps", "8", "--compression", "topk:ratio=0.01"]
+    seconds = {}
+    for link in ("10gbit", "1mbit"):
+        (tmp_path / link).mkdir()
+        summary = _simulated(4, tmp_path / link, *options, "--link", link)
+        seconds[link] = summary["trained_seconds"]
+        digest = summary["weights_sha256"]
+    assert digest == _simulated(4, tmp_path, *options)["weights_sha256"]
+    # 4 ranks gather 3 times what each sends over each link.
+    assert seconds["1mbit"] - seconds["10gbit"] > 0.9 * 3 * summary["bytes_sent"] * 8 / 1e6
+
+
+def test_a_run_ends_at_its_target(tmp_path: Path) -> None:
+    options = ["--model", "cnn1d", "--data", "mnist1d", "--samples", "1000", "--evaluate-every", "10"]
+    summary = _simulated(1, tmp_path, *options, "--until", "accuracy=0.2", "--steps", "400")
+    until = summary["until"]
+    lines = (tmp_path / "simulated" / "evaluations.jsonl").read_text().splitlines()
+    evaluations = [json.loads(line) for line in lines]
+    assert (summary["status"], until["reached"], until["target"]) == ("finished", True, "accuracy=0.2")
+    assert summary["steps"] == until["step"] == evaluations[-1]["step"] < 400
+    assert [one["step"] for one in evaluations] == list(range(10, until["step"] + 1, 10))
+    assert all(one["part"] == "validation" for one in evaluations)
+    assert [one["accuracy"] >= 0.2 for one in evaluations] == [False] * (len(evaluations) - 1) + [True]
+    assert evaluations[-1]["accuracy"] == until["accuracy"] != summary["accuracy"], "the last one is of the test part"
+    assert until["trained_seconds"] == pytest.approx(summary["trained_seconds"])
+
+
+def test_what_is_wrong_is_said_once() -> None:
+    done = CliRunner().invoke(main, ["train", "--simulate-ranks", "2", "--compression", "zip"])
+    assert (done.exit_code, done.output.count("unknown compressor 'zip'")) == (2, 1)
