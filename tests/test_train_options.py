@@ -138,9 +138,9 @@ def test_a_target_is_reached_from_its_side() -> None:
 
 
 def test_what_is_given_is_kept() -> None:
-    settings = TrainingOptions(batch_size=3, lr=0.5, weight_decay=0.0, clip_norm=0.0, sequence_length=7,
-        optimizer="sgd", text_size=10_000,
-    )  # fmt: skip
+    settings = TrainingOptions(
+        batch_size=3, optimizer="sgd", lr=0.5, weight_decay=0.0, clip_norm=0.0, text_size=10_000, sequence_length=7
+    )
     assert settings.resolved() == settings
 
 

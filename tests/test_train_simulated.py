@@ -91,8 +91,9 @@ def test_a_link_takes_time_and_changes_nothing_else(tmp_path: Path) -> None:
         seconds[link] = summary["trained_seconds"]
         digest = summary["weights_sha256"]
     assert digest == _simulated(4, tmp_path, *options)["weights_sha256"]
-    # 4 ranks gather 3 times what each sends over each link.
-    assert seconds["1mbit"] - seconds["10gbit"] > 0.9 * 3 * summary["bytes_sent"] * 8 / 1e6
+    # Of what each rank sends, a link carries 1.5 times what 4 ranks allreduce, and 3 times what they gather.
+    sent = summary["bytes_sent"] * 8 / 1e6
+    assert 1.5 * sent < seconds["1mbit"] - seconds["10gbit"] < 3.5 * sent
 
 
 def test_a_run_ends_at_its_target(tmp_path: Path) -> None:
