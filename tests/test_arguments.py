@@ -85,12 +85,19 @@ def test_what_scales_no_loss(scaler: Any) -> None:
         Compression(TopK(0.1), named_parameters=[("w", np.zeros(3))], grad_scaler=scaler)
 
 
+# The parts of a state, as small as they can be.
+_SHARED = {
+    "format": 2, "compressor": "topk", "tensors": {}, "step": 0, "level": None, "warm_starts": {}, "coordinator": None,
+}  # fmt: skip
+_OWN = {"rank": 0, "size": 1, "residuals": {}, "coordinator": None, "totals": {}, "steps": 0}
+
+
 def test_what_is_no_optimizer() -> None:
     words = r"was given a types\.SimpleNamespace as optimizer, which is none"
     with pytest.raises(ConfigurationError, match=f"hvdcomp.Compression {words}"):
         Compression(TopK(0.1), optimizer=SimpleNamespace(step=1))
     with pytest.raises(ConfigurationError, match=f"load_state_dict {words}"):
-        Compression(TopK(0.1)).load_state_dict({"shared": {}, "own": {}}, optimizer=SimpleNamespace())
+        Compression(TopK(0.1)).load_state_dict({"shared": _SHARED, "own": _OWN}, optimizer=SimpleNamespace())
 
 
 def test_texts_in_messages_keep_their_quotes() -> None:

@@ -117,7 +117,7 @@ def test_a_file_that_rank_0_cannot_use_is_named_when_the_object_is_made(
     "options",
     [
         {"spec": '{"v*": "topk:ratio=0.1", "*": "none"}'},
-        {"policy": 'auto:calibration=none.json,compressors=({"v*": "topk:ratio=0.1", "*": "none"}|natural)'},
+        {"policy": 'auto:calibration=v100x8-10gbit,compressors=({"v*": "topk:ratio=0.1", "*": "none"}|natural)'},
     ],
 )
 def test_a_pattern_that_matches_no_tensor_is_refused(options: dict[str, Any]) -> None:

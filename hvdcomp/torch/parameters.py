@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hvdcomp.bindings.checkpoint import parts_of
 from hvdcomp.errors import ConfigurationError
 
 # What wrappers put into names: torch.compile, activation checkpointing and the first FSDP. DistributedDataParallel and
@@ -29,13 +28,10 @@ def plain_names(names: Iterable[str]) -> list[str]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of `Compression.state_dict` with the names that parameters have now: in version 0.1.0 they had those of
-    wrappers.
-
-    Raises:
-        ConfigurationError: if it is no state.
+    """A state of `Compression.state_dict`, in order, with the names that parameters have now: in version 0.1.0 they had
+    those of wrappers.
     """
-    names = [name for name in parts_of(state)[0].get("tensors") or () if isinstance(name, str)]
+    names = list(state["shared"]["tensors"])
     new = {old: name for old, name in zip(names, plain_names(names), strict=True) if old != name}
 
     def renamed(value: Any) -> Any:
