@@ -30,6 +30,7 @@ class Ranks(ABC):
         controller: what carries the library's own messages: "mpi" or "gloo".
         restarts: how often the launcher has started these ranks again, after one had failed.
         elastic: whether the run goes on when ranks come and go.
+        note: what a reader of the results must know of these ranks; None for nothing.
     """
 
     backend: ClassVar[str]
@@ -40,6 +41,7 @@ class Ranks(ABC):
     controller: str
     restarts: int = 0
     elastic: bool = False
+    note: str | None = None
 
     @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:

@@ -356,7 +356,7 @@ class Run:
         best = max if self._metric == "accuracy" else min
         median, over = self._time_per_step()
         alone = self._ranks.size == 1 and self._ranks.backend == "horovod"
-        note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else None
+        note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else self._ranks.note
         return {
             "status": status,
             "framework": options.framework,

@@ -21,8 +21,10 @@ class SimulatedRanks(Ranks):
     backend = SIMULATED
     controller = "threads"
 
-    def __init__(self, communicator: SimulatedCommunicator) -> None:
+    def __init__(self, communicator: SimulatedCommunicator, link: str | None) -> None:
         self.communicator = communicator
+        exchange = "an exchange takes none" if link is None else f"that of exchanges is predicted for {link}"
+        self.note = f"simulated ranks: the time of computing is measured, and {exchange}"
         self.rank = self.local_rank = communicator.rank
         self.size = self.local_size = communicator.world_size
 
@@ -40,9 +42,10 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
     """Calls a function on each of the simulated ranks; returns what rank 0's call does."""
     assert options.simulate_ranks is not None
     # PyTorch computes in the thread that asks for it, TensorFlow in others.
+    link = options.link
     timer = time.thread_time if options.framework == "torch" else time.perf_counter
-    group = SimulatedGroup(options.simulate_ranks, _cost(options.link), timer)
-    return group.run(lambda communicator: run(SimulatedRanks(cast(SimulatedCommunicator, communicator))))[0]
+    group = SimulatedGroup(options.simulate_ranks, _cost(link), timer)
+    return group.run(lambda communicator: run(SimulatedRanks(cast(SimulatedCommunicator, communicator), link)))[0]
 
 
 def _cost(link: str | None) -> Callable[[str, int, int], float] | None:
