@@ -31,9 +31,7 @@ def test_a_link_is_followed_and_what_is_no_file_is_written_to(tmp_path: Path) ->
     assert not Path("/dev/full").is_file()
 
 
-def test_what_others_have_put_beside_a_file_is_not_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_have_put_beside_a_file_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor what a link leads to that stands where the file is written first, if its name was guessed."""
     (tmp_path / "theirs").write_text("precious")
     for name in ("summary.json.part", "summary.json.guessed.part"):

@@ -160,14 +160,15 @@ def able_to_take_turns(specs: Sequence[str]) -> list[str]:
         >>> able_to_take_turns(["topk:ratio=0.01", "qsgd:bits=4", "powersgd:rank=4"])
         ['topk:ratio=0.01', 'powersgd:rank=4']
     """
-    from hvdcomp import Auto, Compression
+    from hvdcomp import Auto
     from hvdcomp.errors import SpecError
+    from hvdcomp.settings import check
 
     first, *rest = specs
     given: list[str] = []
     for spec in rest:
         try:
-            Compression.from_spec(first, policy=Auto(calibration="any", compressors=(*given, spec)))
+            check(parse_compressor(first), None, Auto(calibration="any", compressors=(*given, spec)), None)
         except SpecError:
             continue
         given.append(spec)

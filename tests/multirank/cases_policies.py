@@ -485,8 +485,3 @@ def case_a_checkpoint_of_something_else_is_refused() -> None:
     assert "before the first step" in raised(
         ConfigurationError, lambda: training.compression.load_state_dict(state["compression"])
     )
-
-
-def case_a_log_that_cannot_be_written_stops_all() -> None:
-    training = Training("topk:ratio=0.1", "adaqs:start=64,fall=0.1,steps=3", decision_log="/dev/null/decisions.jsonl")
-    assert "/dev/null" in raised(RankMismatchError, training.step)
