@@ -25,8 +25,8 @@ class SimulatedRanks(Ranks):
         self.communicator = communicator
         exchange = "an exchange takes none" if link is None else f"that of exchanges is predicted for {link}"
         self.note = f"simulated ranks: the time of computing is measured, and {exchange}"
-        self.rank = self.local_rank = communicator.rank
-        self.size = self.local_size = communicator.world_size
+        self.rank, self.size = communicator.rank, communicator.world_size
+        self.local_rank, self.local_size = 0, 1  # as if each had a host of its own
 
     def now(self) -> float:
         return self.communicator.now()
