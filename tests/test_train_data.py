@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import re
 import struct
 from collections.abc import Callable
@@ -142,6 +143,53 @@ def test_standard_library_text(unit: str, vocabulary: range) -> None:
 def test_standard_library_cannot_be_longer_than_it_is() -> None:
     with pytest.raises(SetupError, match=r"--text-size 10000000000: the standard library in .* has"):
         data_text.standard_library(10**10, "char", 20)
+
+
+def test_bytes_of_the_standard_library_are_in_one_part_only() -> None:
+    data = data_text.bytes_of_standard_library(200_000, 64)
+    assert (data.classes, data.is_text, data.train_x.shape) == (256, True, (3124, 64))
+    assert data.validation is not None
+    parts = {"train": data.train_x, "validation": data.validation.x, "test": data.test_x}
+    texts = {name: part.astype(np.uint8).tobytes() for name, part in parts.items()}
+    assert all(len(text) > 50_000 for text in texts.values())
+    for name, text in texts.items():
+        middle = text[20_000:20_200]  # long enough to be nowhere else by chance
+        assert [other for other, where in texts.items() if middle in where] == [name]
+    assert np.array_equal(data.validation.x[:, 1:], data.validation.y[:, :-1]), "targets are the inputs one further"
+
+
+def test_too_many_bytes_of_the_standard_library() -> None:
+    with pytest.raises(SetupError, match=r"--text-size 10000000000: the standard library in .* has \d+ bytes"):
+        data_text.bytes_of_standard_library(10**10, 64)
+
+
+def test_mnist1d_is_as_published_and_leaves_the_global_generators_alone() -> None:
+    pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    random.seed(5)
+    np.random.seed(5)
+    data = _load(model="cnn1d", data="mnist1d")
+    assert (random.random(), np.random.random()) == (0.6229016948897019, 0.22199317108973948)
+    assert data.validation is not None
+    assert (data.train_x.shape, data.validation.x.shape, data.test_x.shape) == (
+        (4000, 1, 40),
+        (2000, 1, 40),
+        (10_000, 1, 40),
+    )
+    assert all(np.bincount(part).min() > 0.08 * len(part) for part in (data.train_y, data.validation.y, data.test_y))
+    inputs = data.model_input(data.train_x)
+    assert (inputs.mean(), inputs.std()) == (pytest.approx(0, abs=1e-4), pytest.approx(1, abs=1e-4))
+
+
+def test_validation_samples_are_held_back_from_the_training() -> None:
+    whole = _load(data="digits")
+    data = _load(data="digits", validation_samples=100)
+    assert data.validation is not None
+    assert np.array_equal(np.concatenate([data.train_x, data.validation.x]), whole.train_x)
+    assert np.array_equal(np.concatenate([data.train_y, data.validation.y]), whole.train_y)
+    assert len(data.validation.x) == 100
+    assert np.array_equal(data.test_x, whole.test_x)
+    with pytest.raises(SetupError, match="--validation-samples 1437: fewer than the 1437 training samples"):
+        _load(data="digits", validation_samples=1437)
 
 
 # -- augmentation
@@ -322,6 +370,11 @@ def test_wikitext(tmp_path: Path) -> None:
         # <unk> is 0; then by frequency: <eos> five times, "the" four times.
         assert data.train_x[0, 0] == 1
         assert data.test_x.tolist() == [[2, 0, 1, 2]], "a word that training lacks is <unk>"
+        assert data.validation is None
+    (inner / "wiki.valid.tokens").write_text(" the mat \n the cat \n", encoding="utf-8")
+    validation = data_text.load(tmp_path, "wikitext2", 4).validation
+    assert validation is not None
+    assert validation.x.shape == (1, 4)
 
 
 def test_ptb(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdcomp.train.frameworks import build_model  # noqa: E402
-from hvdcomp.train.options import IMAGE_MODELS, SetupError  # noqa: E402
+from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError  # noqa: E402
 
 
 def _count(model: torch.nn.Module) -> int:
@@ -62,13 +62,28 @@ def test_depth_is_as_named(name: str, convolutions: int) -> None:
     assert len(kernels) == convolutions
 
 
-@pytest.mark.parametrize(("tokens", "hidden"), [(90, 128), (2000, 650)])
-def test_lstm_gives_logits_per_token_and_does_not_look_ahead(tokens: int, hidden: int) -> None:
-    model = build_model("lstm", channels=0, size=0, classes=tokens).eval()
+def test_the_signal_model_takes_signals_of_any_length() -> None:
+    for length in (40, 37):
+        model = build_model("cnn1d", channels=2, size=length, classes=5)
+        assert model(torch.randn(3, 2, length)).shape == (3, 5)
+
+
+def test_the_gpt_is_as_large_as_documented_and_its_embedding_gives_the_logits() -> None:
+    for name, millions in (("gpt", 0.37), ("gpt-mini", 10.8)):
+        model = build_model(name, channels=0, size=128, classes=256)
+        assert _count(model) / 1e6 == pytest.approx(millions, abs=0.05)
+    found = model(torch.zeros(1, 3, dtype=torch.int64)).sum()
+    found.backward()
+    assert model.embedding.weight.grad[1:].abs().sum() > 0, "tokens that were not read have logits"
+
+
+@pytest.mark.parametrize(("name", "tokens", "hidden"), [("lstm", 90, 128), ("lstm", 2000, 650), ("gpt", 90, 96)])
+def test_language_models_give_logits_per_token_and_do_not_look_ahead(name: str, tokens: int, hidden: int) -> None:
+    model = build_model(name, channels=0, size=6, classes=tokens).eval()
     text = torch.randint(tokens, (2, 6))
     logits = model(text)
     assert logits.shape == (2, 6, tokens)
-    assert model.head.in_features == hidden
+    assert (model.head.in_features if name == "lstm" else model.embedding.embedding_dim) == hidden
     changed = text.clone()
     changed[:, 4] = (text[:, 4] + 1) % tokens
     torch.testing.assert_close(model(changed)[:, :4], logits[:, :4])
@@ -81,17 +96,17 @@ def test_too_small_images_are_refused(name: str, size: int) -> None:
         build_model(name, channels=1, size=size, classes=10)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "resnet18", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "resnet18", "cnn1d", "lstm", "gpt"])
 def test_models_learn_one_batch(name: str) -> None:
     torch.manual_seed(0)
-    if name == "lstm":
+    if name in TEXT_MODELS:
         x, classes = torch.randint(20, (4, 8)), 20
         y = torch.randint(20, (4, 8))
     else:
-        x, classes = torch.randn(8, 3, 8, 8), 10
+        x, classes = torch.randn((8, 3, 8) if name == "cnn1d" else (8, 3, 8, 8)), 10
         y = torch.randint(10, (8,))
     model = build_model(name, channels=3, size=8, classes=classes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if name == "lstm" else 0.02, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr={"lstm": 1.0, "gpt": 0.1}.get(name, 0.02), momentum=0.9)
     losses = []
     for _ in range(40):
         optimizer.zero_grad()
