@@ -63,7 +63,8 @@ def _real(ranks: int, controller: str, folder: Path, *options: str) -> dict[str,
 )
 def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int, tmp_path: Path) -> None:
     found = _simulated(ranks, tmp_path, *_KINDS[kind])
-    real = _real(ranks, "torchrun", tmp_path, *_KINDS[kind])
+    # What of a larger model is sent during its backward pass has padding of its own.
+    real = _real(ranks, "torchrun", tmp_path, *_KINDS[kind], "--overlap", "off")
     assert len(set(found["weights_sha256"])) == 1
     assert {key: found[key] for key in _SAME} == {key: real[key] for key in _SAME}
 

@@ -187,7 +187,8 @@ class Binding(Training):
         Args:
             agreed: as of `Overlap.begin`.
         """
-        if self.coordinator is None or not self.coordinator.decides_before_exchange:
+        # Ranks that all refuse the step agree too: what some of them had started by then, the others would never start.
+        if self._refused is None and (self.coordinator is None or not self.coordinator.decides_before_exchange):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
     def presence_bytes(self, tensors: int) -> int:

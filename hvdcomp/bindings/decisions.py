@@ -69,7 +69,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None
         return CommunicatorBroadcaster(communicator, training.like)
 
     make, steps = coordinator_for(policy), setup.compression.settings.steps_per_epoch
-    coordinator = make(policy, training.engine, broadcaster, training.like, steps, log, candidates, communicator.now)
+    coordinator = make(policy, training.engine, broadcaster, training.like, steps, log, candidates, training.now)
     return coordinator, error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
@@ -67,6 +68,10 @@ class Training(ABC):
     def reason_to_refuse(self) -> str | None:
         """Why this rank cannot make the step that begins; None if it can."""
         return None
+
+    def now(self) -> float:
+        """Seconds on the clock by which steps are timed."""
+        return time.perf_counter()
 
     @abstractmethod
     def learning_rates(self) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -80,10 +79,6 @@ class Ranks(Communicator):
         return nodes
 
     # What a library answers.
-
-    def now(self) -> float:
-        """Seconds on the clock by which steps are timed."""
-        return time.perf_counter()
 
     @property
     def has_mpi(self) -> bool:

@@ -28,8 +28,9 @@ class SimulatedBinding(TensorFlowTraining):
     def __init__(
         self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: SimulatedCommunicator
     ) -> None:
+        self._ranks = communicator
         super().__init__(setup, variables, communicator)  # type: ignore[arg-type]
-        self.engine.ledger.clock.follow(communicator.now)
+        self.engine.ledger.clock.follow(self.now)
 
     def exchange(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The means of the gradients of all variables, in their order."""
@@ -41,6 +42,9 @@ class SimulatedBinding(TensorFlowTraining):
         return self.means_of(list(self._variables), gradients)
 
     # What `Binding` asks of the framework.
+
+    def now(self) -> float:
+        return self._ranks.now()
 
     def facts(self) -> dict[str, Any]:
         return {}

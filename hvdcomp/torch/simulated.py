@@ -36,10 +36,10 @@ class SimulatedBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, communicator: SimulatedCommunicator) -> None:
+        self._ranks = communicator
         trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
-        self._ranks = communicator
-        self.engine.ledger.clock.follow(communicator.now)
+        self.engine.ledger.clock.follow(self.now)
         self._ready: dict[str, float] = {}  # when each gradient was there, in this order
         self._order = list(trained)  # of the gradients in DDP's buckets
         settings = setup.compression.settings
@@ -50,7 +50,7 @@ class SimulatedBinding(TorchTraining):
     def _noting(self, name: str) -> Any:
         def note(parameter: torch.Tensor) -> None:
             self._ready.pop(name, None)  # of an earlier backward pass of this step
-            self._ready[name] = self._ranks.now()
+            self._ready[name] = self.now()
 
         return note
 
@@ -116,6 +116,9 @@ class SimulatedBinding(TorchTraining):
             yield names
 
     # What `Binding` asks of the framework.
+
+    def now(self) -> float:
+        return self._ranks.now()
 
     def facts(self) -> dict[str, Any]:
         return {}
