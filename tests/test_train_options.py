@@ -259,6 +259,7 @@ def test_a_file_is_refused_early_where_the_launcher_then_ends_all_ranks(
         with pytest.raises((SetupError, ConfigurationError), match=words) if early else nullcontext():
             beforehand.check(options)
     beforehand.check(TrainingOptions(output=tmp_path, checkpoint_folder=tmp_path))  # the checkpoint says more
+    beforehand.check(TrainingOptions(policy="increase_batch_size:low=32,high=64", milestones=(1.0,)))  # nor do data
     with pytest.raises(SpecError, match="unknown compressor"):
         beforehand.check(TrainingOptions(compression="zip"))
 

@@ -41,7 +41,7 @@ class SimulatedBinding(TorchTraining):
         super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
         self.engine.ledger.clock.follow(self.now)
         self._ready: dict[str, float] = {}  # when each gradient was there, in this order
-        self._order = list(trained)  # of the gradients in DDP's buckets
+        self._order: list[str] = []  # of the gradients in DDP's buckets; none before its first step
         settings = setup.compression.settings
         self._may_change = settings.policy is not None or settings.compressor.level is not None
         for name, parameter in trained.items():
@@ -73,7 +73,7 @@ class SimulatedBinding(TorchTraining):
             self._cast(gradients, ready, wires.pop(), asked)
         else:
             self.run_in_place({name: gradients[name] for name in self._parameters if name in gradients})
-        self._order = list(ready)  # DDP makes its buckets anew after its first step
+        self._order = self._order or list(ready)  # DDP makes its buckets anew after its first step
 
     def _cast(
         self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, float], wire: str | None, asked: bool
@@ -105,8 +105,11 @@ class SimulatedBinding(TorchTraining):
 
     def _buckets(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
         """The names of the gradients that DDP puts into a bucket, one bucket after the other."""
+        if not self._order:
+            yield [name for name in self._parameters if name in gradients]
+            return
         full, size, names = FIRST_BUCKET_BYTES, 0, []
-        for name in self._order:
+        for name in filter(gradients.__contains__, self._order):
             names.append(name)
             size += gradients[name].nbytes
             if size >= full:

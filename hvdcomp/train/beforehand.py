@@ -17,6 +17,7 @@ from hvdcomp.train.options import TrainingOptions
 
 _ELASTIC = "HOROVOD_ELASTIC"
 _END_ALL = ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK")  # of horovodrun, torchrun and mpirun
+_STEPS = 2**31 - 1  # of an epoch, whose number is not known yet: more than any policy asks for
 _SECONDS = 10.0  # in which rank 0 starts too
 
 
@@ -36,7 +37,7 @@ def check(options: TrainingOptions) -> None:
         overwrite = chosen.overwrite or chosen.checkpoint_folder is not None or environment.restarts() > 0
         outputs.check_output(chosen.output, overwrite)
     try:
-        Compression.from_spec(**chosen.of_compression(), steps_per_epoch=1)  # of which it matters only that it is known
+        Compression.from_spec(**chosen.of_compression(), steps_per_epoch=_STEPS)
     except ConfigurationError:
         if files:
             raise
