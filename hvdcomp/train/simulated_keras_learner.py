@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 from hvdcomp.train.keras_learner import KerasLearner  # first: it sets up what TensorFlow tells
@@ -23,6 +24,10 @@ class SimulatedKerasLearner(KerasLearner):
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
         self._communicator = cast(SimulatedRanks, ranks).communicator
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # one thread, as real ranks have it
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have drawn the same weights
