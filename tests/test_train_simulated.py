@@ -123,6 +123,12 @@ def test_a_run_ends_at_its_target(tmp_path: Path) -> None:
     assert until["trained_seconds"] == pytest.approx(summary["trained_seconds"])
 
 
+def test_a_loss_that_is_lost_in_the_last_steps_is_no_finished_run() -> None:
+    words = ["train", "--simulate-ranks", "2", *_MLP, "--steps", "5", "--lr", "1e30", "--no-progress"]
+    done = CliRunner().invoke(main, words)
+    assert (done.exit_code, "no longer a finite number" in done.output) == (1, True), done.output
+
+
 def test_what_is_wrong_is_said_once() -> None:
     done = CliRunner().invoke(main, ["train", "--simulate-ranks", "2", "--compression", "zip"])
     assert (done.exit_code, done.output.count("unknown compressor 'zip'")) == (2, 1)

@@ -159,8 +159,7 @@ class Run:
     def _train(self) -> str:
         """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
         while not self._over:
-            ended = self._train_epoch()
-            if ended is not None and not self._over:
+            if ended := self._train_epoch():
                 return ended
         return "finished"
 
@@ -197,7 +196,8 @@ class Run:
             return ended
         self._end_epoch()
         if self._checkpoints is not None and (self._over or self._checkpoints.due_each_epoch):
-            return self._agree(save=True)
+            ended = self._agree(save=True)
+            return None if self._over else ended
         return None
 
     def _agree(self, save: bool = False) -> str | None:
