@@ -62,6 +62,22 @@ class Settings:
         for compressor in self.compressors:
             require_matches(compressor, names)
 
+    def require_momenta(self, warm_up: str) -> None:
+        """Raises SpecError if the ranks cannot send momenta in place of gradients after a warm-up.
+
+        Args:
+            warm_up: the spec of the warm-up's compressor.
+        """
+        methods = (*self.compressors, parse_compressor(warm_up))
+        for leaf in (leaf for method in methods for leaf in method.leaves()):
+            if not leaf.in_units:
+                raise SpecError(
+                    f"{leaf} does not go with CompressedAdam: its result has no magnitude of which momentum could be "
+                    "made. Take efsignsgd, which has as many bytes, or keep AdamW itself"
+                )
+        if self.memory is None:
+            require_bounded_turns(methods)
+
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparing ranks and for messages."""
         return {

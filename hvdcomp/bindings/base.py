@@ -17,7 +17,9 @@ from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
 from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_same_levels
@@ -70,6 +72,7 @@ class Binding(Training):
         """Makes all that knows the ranks, for those of this communicator."""
         self.communicator = communicator
         self._loss_scale: float | None = None
+        self._warm_up: Compressor | None = None  # that the optimizer asked for last
         self._refused: str | None = None  # why this rank cannot make the step that has begun
         self._met = False  # whether the ranks have the same state, after they may have changed
         setup = self.setup
@@ -147,6 +150,7 @@ class Binding(Training):
         if self.coordinator is not None and self._batch is not None:
             self.coordinator.begin_step(self.learning_rates)
             self._batch.require_same()
+        self._follow_optimizer()
         self.engine.begin()
         self._waste.look()
         scale = self.loss_scale()  # once: on an accelerator the host waits for it
@@ -177,6 +181,7 @@ class Binding(Training):
         if self.coordinator is not None:
             self.coordinator.before_exchange()
         results = self.engine.step(gradients, self.results_in_place, self._sums())
+        self.take_back(results)
         self.end_step()
         return results
 
@@ -238,6 +243,13 @@ class Binding(Training):
                 f"gradient_predivide_factor={factor} scales what Horovod allreduces, but compressed gradients do not "
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
+
+    def _follow_optimizer(self) -> None:
+        """Compresses by what the optimizer asks for in the step that begins, if it asks."""
+        spec = self.warm_up()
+        if spec is not None and (self._warm_up is None or str(self._warm_up) != spec):
+            self._warm_up = parse_compressor(spec)
+        self.engine.planner.compress_by(None if spec is None else self._warm_up)
 
     def _follow_loss_scale(self, scale: float | None) -> None:
         if scale is None:

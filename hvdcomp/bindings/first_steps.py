@@ -89,6 +89,7 @@ class FirstSteps:
             "level": settings.compressor.level if level is None else level,
             "step": engine.step_number,
             "momentum of the optimizer": self._doubled_momentum(),
+            "warm-up of the optimizer": training.warm_up(),
             "hvdcomp": version("hvdcomp"),
             "numpy": numpy.__version__,
             KERNELS: "compiled" if kernels.available() else "none",

@@ -93,6 +93,13 @@ class Training(ABC):
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
 
+    def warm_up(self) -> str | None:
+        """The spec of the compressor of all gradients in the step that begins; None for that of the training."""
+        return None
+
+    def take_back(self, means: Mapping[str, Array]) -> None:
+        """Takes away, in place, what gradients were sent with."""
+
     @property
     def summed(self) -> bool:
         """Whether the training takes the sum of the ranks' gradients, and not their mean."""

@@ -133,6 +133,14 @@ _START = (
     metavar="B1,B2",
     callback=_number_list("numbers, such as 0.9,0.95"),
 )
+@_option(
+    "--freeze-after",
+    "Of compressed-adam: steps after which the second moment is frozen, and the momentum sent.",
+    type=int,
+    metavar="STEPS",
+    shown="15 % of the run",
+)
+@_option("--freeze-compression", "Of compressed-adam: how gradients are sent before that.", metavar="SPEC")
 @_option("--weight-decay", "Of SGD an L2 penalty on all parameters; of AdamW the decay of all matrices.", type=float)
 @_option("--schedule", "How the learning rate falls: at --milestones, or along a cosine.", type=click.Choice(SCHEDULES))
 @click.option(

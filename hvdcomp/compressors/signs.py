@@ -52,6 +52,7 @@ class SignSGD(Compressor):
     examples: ClassVar[tuple[str, ...]] = ("signsgd", "signsgd:zeros=elements")
     sends: ClassVar[str] = "one bit an element, one bit a row (an element with zeros=elements)"
     biased: ClassVar[bool] = True
+    in_units: ClassVar[bool] = False
     reference: ClassVar[str] = "Bernstein et al. 2018, arXiv:1802.04434; Bernstein et al. 2019, arXiv:1810.05291"
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Set
 from types import MappingProxyType
 
 from hvdcomp.arrays.types import dtype_bytes
-from hvdcomp.compressors import NoCompression
+from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.choice import Chooser, Plan
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.ledger import Cost, StepCost
@@ -29,6 +29,7 @@ class Planner(Chooser):
         self.level: Level | str | None = None
         self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
+        self._in_place: tuple[Compressor | None, Plan] = None, self.plan  # of the plan that follows
         # What follows from the plan; None where it is not computed yet.
         self._digest: int | None = None
         self._casts: bool | None = None
@@ -60,10 +61,18 @@ class Planner(Chooser):
         compressor = NoCompression() if isinstance(level, str) else self.compressor.at_level(level)
         self.set_plan(self.plan_for(compressor))
 
+    def compress_by(self, compressor: Compressor | None) -> None:
+        """Compresses all tensors by another compressor from the next step on, whatever the plan; None for the plan."""
+        if compressor != self._in_place[0]:
+            self._in_place = compressor, self.plan if compressor is None else self.plan_for(compressor)
+
     def begin(self) -> Plan:
         """Fixes the plan of the step that is about to begin, and returns it."""
-        if self.plan is not self._next_plan:
-            self.plan = self._next_plan
+        other, plan = self._in_place
+        if other is None:
+            plan = self._next_plan
+        if self.plan is not plan:
+            self.plan = plan
             self._digest = self._casts = self._cast_cost = None
         return self.plan
 

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.communicators import Communicator, SimulatedCommunicator
+
+if TYPE_CHECKING:
+    from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
+
+
+def __getattr__(name: str) -> Any:
+    """What needs PyTorch, when it is asked for."""
+    if name == "CompressedAdam":
+        from hvdcomp.torch.compressed_adam import CompressedAdam
+
+        return CompressedAdam
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def all_ranks(backend: str = "horovod") -> Communicator:

@@ -79,7 +79,7 @@ class TorchBinding(TorchTraining):
         self._open += 1
         if name in self._pending or name not in self._horovods.own:
             self._horovods.refuse_gradient(name)
-        self._pending[name] = tensor
+        self._pending[name] = self.sent_with(name, tensor)
         self.engine.overlap.ready(name, tensor)
         # An int64, because Horovod fuses tensors of one element type, and must not fuse these with the engine's
         # buffers: what is fused depends on timing, and would change the order of additions from run to run.

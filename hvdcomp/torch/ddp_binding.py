@@ -94,7 +94,7 @@ class DDPBinding(TorchTraining):
         self._wire: torch.dtype | None = None  # of a step that casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan, and its wire
         # What is nothing but casts in every step needs no question in any: that would cost a latency.
-        self._may_change = settings.policy is not None or settings.compressor.level is not None
+        self._may_change = self.plan_may_change
         self._asked = True
         self._step: list[_Taken] = []
         self._pending: dict[str, torch.Tensor] = {}
@@ -134,7 +134,7 @@ class DDPBinding(TorchTraining):
         if not whole:
             for name, gradient in gradients.items():
                 if name not in self._unused:
-                    self._pending[name] = gradient
+                    self._pending[name] = self.sent_with(name, gradient)
                     self.engine.overlap.ready(name, gradient)
         if bucket.is_last():
             self._end()

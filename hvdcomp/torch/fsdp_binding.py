@@ -19,6 +19,7 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
+from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import unique
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
@@ -91,6 +92,11 @@ class FSDPBinding(TorchTraining):
 def _check(setup: Setup) -> None:
     if setup.process_set is not None:
         raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
+    if isinstance(setup.optimizer, CompressedAdam):
+        raise ConfigurationError(
+            "CompressedAdam does not work with FSDP yet: its momentum would have to be sent in shards. Use "
+            "torch.optim.AdamW with a compressor that does no harm to it, such as hvdcomp.Int4()"
+        )
     settings = setup.compression.settings
     if settings.overlap is True or settings.bucket_bytes is not None:
         raise ConfigurationError(

@@ -42,8 +42,7 @@ class SimulatedBinding(TorchTraining):
         self.engine.ledger.clock.follow(self.now)
         self._ready: dict[str, float] = {}  # when each gradient was there, in this order
         self._order: list[str] = []  # of the gradients in DDP's buckets; none before its first step
-        settings = setup.compression.settings
-        self._may_change = settings.policy is not None or settings.compressor.level is not None
+        self._may_change = self.plan_may_change
         for name, parameter in trained.items():
             parameter.register_post_accumulate_grad_hook(self._noting(name))
 
@@ -72,7 +71,9 @@ class SimulatedBinding(TorchTraining):
         if casts:
             self._cast(gradients, ready, wires.pop(), asked)
         else:
-            self.run_in_place({name: gradients[name] for name in self._parameters if name in gradients})
+            self.run_in_place(
+                {name: self.sent_with(name, gradients[name]) for name in self._parameters if name in gradients}
+            )
         self._order = self._order or list(ready)  # DDP makes its buckets anew after its first step
 
     def _cast(

@@ -43,6 +43,6 @@ class DDPLearner(TorchLearner):
         return loss.detach()
 
     def _update(self) -> None:
-        if self._options.clip_norm:
+        if self._clips:
             self._clip()
         self._optimizer.step()

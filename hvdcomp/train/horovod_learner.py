@@ -33,7 +33,7 @@ class HorovodLearner(TorchLearner):
         return loss.detach()
 
     def _update(self) -> None:
-        if self._options.clip_norm:
+        if self._clips:
             self._optimizer.synchronize()  # the averaged gradient is there only after it
             self._clip()
             with self._optimizer.skip_synchronize():

@@ -39,7 +39,7 @@ DATA = IMAGE_DATA + SIGNAL_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
 VALIDATED_DATA = ("mnist1d", "text", "wikitext2", "ptb")  # with a validation part of their own
 
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "compressed-adam")
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
@@ -55,6 +55,7 @@ _SGD_RATES = {
     "gpt-mini": 0.1,
     "gpt-small": 0.1,
 }
+FREEZE_AFTER = 0.15  # of a run, where AdamW's second moment is frozen
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3
 _BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8}  # others: 32
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
@@ -91,6 +92,8 @@ class TrainingOptions:
     momentum: float = 0.9
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.95)  # adamw
+    freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
+    freeze_compression: str = "int4"  # compressed-adam, before that
     weight_decay: float | None = None
     schedule: str = "step"
     milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
@@ -128,7 +131,7 @@ class TrainingOptions:
         self._check_names()
         optimizer = _either(self.optimizer, "adamw" if self.model in GPT_MODELS else "sgd")
         rate = _SGD_RATES[self.model] if optimizer == "sgd" else _ADAMW_RATES.get(self.model, 1e-3)
-        decay = 0.1 if optimizer == "adamw" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
+        decay = 0.1 if optimizer != "sgd" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
         chosen = dataclasses.replace(
             self,
             optimizer=optimizer,
@@ -217,6 +220,15 @@ class TrainingOptions:
             (
                 len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
                 f"--betas {_join(self.betas)}: two numbers from 0 up to, not including, 1, such as 0.9,0.95",
+            ),
+            (
+                self.freeze_after is None or self.freeze_after >= 1,
+                f"--freeze-after {self.freeze_after}: at least 1 step",
+            ),
+            (
+                self.freeze_after is None or self.optimizer == "compressed-adam",
+                f"--freeze-after {self.freeze_after} is of --optimizer compressed-adam; leave it out with --optimizer "
+                f"{self.optimizer}",
             ),
             (
                 self.schedule == "step" or not self.milestones,
@@ -344,6 +356,13 @@ class TrainingOptions:
             progress = min(1.0, (epochs_done - self.warm_up) / max(epochs - self.warm_up, 1e-9))
             return self.lr * (self.gamma + (1 - self.gamma) * (1 + math.cos(math.pi * progress)) / 2)
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
+
+    def for_steps(self, steps_per_epoch: int) -> TrainingOptions:
+        """These options, resolved, with what depends on the length of the run."""
+        if self.optimizer != "compressed-adam" or self.freeze_after is not None:
+            return self
+        steps = self.steps or self.epochs * steps_per_epoch
+        return dataclasses.replace(self, freeze_after=max(1, round(FREEZE_AFTER * steps)))
 
     def of_compression(self) -> dict[str, Any]:
         """The arguments of `hvdcomp.Compression.from_spec`, but for those that the data or the framework say.

@@ -47,6 +47,6 @@ class SimulatedLearner(TorchLearner):
 
     def _update(self) -> None:
         self._exchange()
-        if self._options.clip_norm:
+        if self._clips:
             self._clip()
         self._optimizer.step()

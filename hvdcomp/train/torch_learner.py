@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.files import write_file
+from hvdcomp.torch import CompressedAdam
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -67,7 +68,15 @@ class TorchLearner(Learner):
             {"params": matrices, "weight_decay": decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
+        if options.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
+        return CompressedAdam(
+            groups,
+            lr=0.0,
+            betas=options.betas,
+            freeze_after=options.freeze_after,
+            warm_up=options.freeze_compression,
+        )
 
     def compression(self, spec: str, **options: Any) -> Compression:
         return Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
@@ -99,6 +108,11 @@ class TorchLearner(Learner):
     @abstractmethod
     def _update(self) -> None:
         """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+
+    @property
+    def _clips(self) -> bool:
+        """Whether the norm of the averaged gradient is limited: not where it holds the noise of a compressed momentum."""
+        return bool(self._options.clip_norm) and not getattr(self._optimizer, "frozen", False)
 
     def _clip(self) -> None:
         """Limits the norm of the averaged gradient."""

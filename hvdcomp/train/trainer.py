@@ -56,7 +56,9 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
         checkpoints = Checkpoints(options, facts, ranks)
         saved = checkpoints.find()
     ranks.together(lambda: _check_outputs(options, ranks, saved))
-    data, learner, steps = ranks.together(lambda: _build(options, ranks, make_learner))
+    data, steps = ranks.together(lambda: _data(options, ranks))
+    options = options.for_steps(steps)
+    learner = ranks.together(lambda: make_learner(options, data, ranks))
     ranks.check_same({"training samples": len(data.train_x), "classes": data.classes})
     learner.broadcast()
     compression = ranks.together(lambda: _compression(options, learner, steps))
@@ -87,8 +89,8 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
         outputs.check_tensorboard()
 
 
-def _build(options: TrainingOptions, ranks: Ranks, make_learner: type[Learner]) -> tuple[DataSet, Learner, int]:
-    """The data, the model in it, and the steps of an epoch."""
+def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
+    """The data, and the steps of an epoch."""
     assert options.batch_size is not None
     data = load_data(options)
     if data.validation is None and not (options.until is None and options.evaluate_every is None):
@@ -96,8 +98,9 @@ def _build(options: TrainingOptions, ranks: Ranks, make_learner: type[Learner]) 
             f"--data-dir {options.data_dir} has no file of the validation part of --data {options.data}, which --until "
             "and --evaluate-every need: put it there, as it is published"
         )
-    steps = steps_per_epoch(len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step)
-    return data, make_learner(options, data, ranks), steps
+    return data, steps_per_epoch(
+        len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step
+    )
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+"""CompressedAdam against the algorithm in plain NumPy, and against AdamW. On real ranks: `multirank.cases_compressed_adam`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hvdcomp import (  # noqa: E402
+    DGC,
+    Compression,
+    ConfigurationError,
+    EFSignSGD,
+    Int8,
+    NoCompression,
+    SignSGD,
+    SpecError,
+    TopK,
+)
+from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
+from hvdcomp.torch import CompressedAdam, serve_simulated  # noqa: E402
+
+RANKS, FREEZE_AFTER, STEPS = 3, 4, 12
+SHAPE = (24, 60)
+RATE, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
+SETTINGS = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+
+
+class Model(torch.nn.Module):
+    """A matrix, and a vector that is sent dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.matrix = torch.nn.Parameter(torch.randn(SHAPE, generator=generator))
+        self.vector = torch.nn.Parameter(torch.randn(7, generator=generator))
+
+
+def gradients_of(rank: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
+    """A part that all ranks and steps share, and noise of each."""
+    shared = np.random.default_rng(5).normal(size=shape)
+    return (shared + np.random.default_rng([rank, step]).normal(size=shape)).astype(np.float32)
+
+
+def spoil_nothing(gradient: np.ndarray) -> np.ndarray:
+    return gradient
+
+
+def train(
+    compression: Callable[[], Compression],
+    optimizer: Callable[[Any], Any],
+    steps: int = STEPS,
+    change: Callable[[np.ndarray], np.ndarray] = spoil_nothing,
+    passes: int = 1,
+) -> list[tuple[dict[str, np.ndarray], Any, Any]]:
+    """Trains a model on each rank; the weights, the optimizer and the compression of each."""
+
+    def work(communicator: SimulatedCommunicator) -> tuple[dict[str, np.ndarray], Any, Any]:
+        model, ours = Model(), compression()
+        one = optimizer(model.parameters())
+        exchange = serve_simulated(ours, model, communicator, one)
+        for step in range(steps):
+            one.zero_grad()
+            for _ in range(passes):
+                for parameter in model.parameters():
+                    own = change(gradients_of(communicator.rank, step, tuple(parameter.shape)))
+                    (parameter * torch.from_numpy(own) / passes).sum().backward()
+            exchange()
+            one.step()
+        return {name: one.detach().numpy() for name, one in model.named_parameters()}, one, ours
+
+    return SimulatedGroup(RANKS).run(work)
+
+
+def top(x: np.ndarray, count: int) -> np.ndarray:
+    sent = np.zeros_like(x)
+    places = np.argsort(-np.abs(x), axis=None, kind="stable")[:count]
+    sent.flat[places] = x.flat[places]
+    return sent
+
+
+def sign(x: np.ndarray) -> np.ndarray:
+    return np.abs(x).mean() * np.where(x >= 0, 1, -1)
+
+
+def stated(w: np.ndarray, c: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
+    """1-bit Adam's algorithm 1 with AdamW's decay, any C and no second compression. c: None for no compression."""
+    b1, b2 = BETAS
+    w = w.astype(np.float64)
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    rests = [np.zeros_like(w) for _ in range(RANKS)]
+    for t in range(1, STEPS + 1):
+        own = [gradients_of(rank, t - 1, w.shape).astype(np.float64) for rank in range(RANKS)]
+        if t <= FREEZE_AFTER:
+            g = sum(own) / RANKS
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            v_hat = v / (1 - b2**t)
+        else:
+            momenta = [b1 * m + (1 - b1) * g + d for g, d in zip(own, rests, strict=True)]
+            sent = momenta if c is None else [c(one) for one in momenta]
+            rests = [one - s for one, s in zip(momenta, sent, strict=True)]
+            m = sum(sent) / RANKS
+        w = w - RATE * DECAY * w
+        w = w - RATE * (m / (1 - b1**t)) / (np.sqrt(v_hat) + EPS)
+    return w
+
+
+@pytest.mark.parametrize(
+    ("compressor", "c"),
+    [(TopK(0.05), lambda x: top(x, -(-x.size * 5 // 100))), (EFSignSGD(), sign), (NoCompression(), None)],
+    ids=["topk", "efsignsgd", "none"],
+)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_it_is_the_algorithm(compressor: Any, c: Any, passes: int) -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER)
+
+    done = train(lambda: Compression(compressor), adam, passes=passes)
+    start = {name: one.detach().numpy() for name, one in Model().named_parameters()}
+    for name, weights in done[0][0].items():
+        expected = stated(start[name], c if name == "matrix" else None)
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-5)
+        for others, _, _ in done[1:]:
+            assert weights.tobytes() == others[name].tobytes()
+    _, optimizer, ours = done[0]
+    assert optimizer.frozen
+    dense = 4 * (np.prod(SHAPE) + 7)
+    sent = ours.ledger.totals.bytes_sent - FREEZE_AFTER * dense
+    assert 0 <= sent < (STEPS - FREEZE_AFTER) * dense * (1.01 if c is None else 0.25)
+
+
+def test_before_it_freezes_it_is_adamw_bit_for_bit() -> None:
+    ours = train(
+        lambda: Compression(TopK(0.05)), lambda given: CompressedAdam(given, **SETTINGS, freeze_after=STEPS + 1)
+    )
+    theirs = train(lambda: Compression(NoCompression()), lambda given: torch.optim.AdamW(given, **SETTINGS))
+    for name, weights in ours[0][0].items():
+        assert weights.tobytes() == theirs[0][0][name].tobytes()
+    assert not ours[0][1].frozen
