@@ -1,7 +1,8 @@
-"""CompressedAdam against the algorithm in plain NumPy, and against AdamW. On real ranks: `multirank.cases_compressed_adam`."""
+"""CompressedAdam against the algorithm in plain NumPy, and against AdamW. Real ranks: `multirank`."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -141,3 +142,113 @@ def test_before_it_freezes_it_is_adamw_bit_for_bit() -> None:
     for name, weights in ours[0][0].items():
         assert weights.tobytes() == theirs[0][0][name].tobytes()
     assert not ours[0][1].frozen
+
+
+def test_a_state_of_adamw_goes_on_and_a_state_of_its_own_goes_on_bit_for_bit() -> None:
+    model, twin = Model(), Model()
+    adamw, ours = torch.optim.AdamW(model.parameters(), **SETTINGS), None
+    for step in range(STEPS):
+        for one in (model, twin) if ours is not None else (model,):
+            for parameter in one.parameters():
+                parameter.grad = torch.from_numpy(gradients_of(0, step, tuple(parameter.shape)))
+        if step == FREEZE_AFTER + 2:
+            ours = CompressedAdam(model.parameters(), freeze_after=FREEZE_AFTER)
+            ours.load_state_dict(adamw.state_dict())
+            assert ours.frozen
+            assert ours.param_groups[0]["lr"] == RATE
+            adamw = ours
+        if step == FREEZE_AFTER + 4:
+            twin.load_state_dict(model.state_dict())
+            second = CompressedAdam(twin.parameters(), freeze_after=1)
+            second.load_state_dict(copy.deepcopy(ours.state_dict()))
+            for parameter in twin.parameters():
+                parameter.grad = torch.from_numpy(gradients_of(0, step, tuple(parameter.shape)))
+        adamw.step()
+        if step >= FREEZE_AFTER + 4:
+            second.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+    frozen = ours.state[model.matrix]
+    assert frozen["frozen_at"] == FREEZE_AFTER + 2
+    assert int(frozen["step"]) == STEPS
+
+
+def test_what_never_had_a_gradient_stays_as_it_is_under_any_method() -> None:
+    def without_rows(gradient: np.ndarray) -> np.ndarray:
+        return gradient * (np.arange(len(gradient)) >= 5).reshape(-1, *[1] * (gradient.ndim - 1)).astype(np.float32)
+
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **{**SETTINGS, "weight_decay": 0.0}, freeze_after=FREEZE_AFTER)
+
+    start = Model().matrix.detach().numpy()
+    for compressor in (EFSignSGD(), Int8(), TopK(0.05)):
+        weights = train(lambda one=compressor: Compression(one), adam, change=without_rows)[0][0]["matrix"]
+        assert np.array_equal(weights[:5], start[:5])
+        assert (weights[5:] != start[5:]).all()
+
+
+def test_the_warm_up_has_a_compressor_of_its_own() -> None:
+    ours = train(
+        lambda: Compression(EFSignSGD()),
+        lambda given: CompressedAdam(given, **SETTINGS, freeze_after=FREEZE_AFTER, warm_up="int8"),
+        steps=FREEZE_AFTER,
+    )[0][2]
+    dense = FREEZE_AFTER * 4 * (np.prod(SHAPE) + 7)
+    assert dense / 4.2 < ours.ledger.totals.bytes_sent < dense / 3.5
+
+
+def test_momenta_follow_a_loss_scale() -> None:
+    class Scaler(torch.amp.GradScaler):
+        """One with a scale of its own for each step."""
+
+        def __init__(self) -> None:
+            super().__init__("cpu", init_scale=2.0**12)
+
+    def work(communicator: SimulatedCommunicator) -> np.ndarray:
+        model, scaler = Model(), Scaler()
+        optimizer = CompressedAdam(model.parameters(), **SETTINGS, freeze_after=FREEZE_AFTER)
+        compression = Compression(TopK(0.05), grad_scaler=scaler)
+        exchange = serve_simulated(compression, model, communicator, optimizer)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                own = torch.from_numpy(gradients_of(communicator.rank, step, tuple(parameter.shape)))
+                scaler.scale((parameter * own).sum()).backward()
+            exchange()
+            scaler.step(optimizer)
+            scaler.update(2.0 ** (10 + step % 4))
+        return model.matrix.detach().numpy()
+
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER)
+
+    scaled = SimulatedGroup(RANKS).run(work)[0]
+    plain = train(lambda: Compression(TopK(0.05)), adam)[0][0]["matrix"]
+    np.testing.assert_allclose(scaled, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ConfigurationError, "freeze_after=None is not possible; give the number of steps"),
+        ({"freeze_after": 0}, ConfigurationError, "freeze_after=0 is not possible"),
+        ({"freeze_after": 2.5}, ConfigurationError, "freeze_after=2.5 is not possible"),
+        ({"freeze_after": 5, "warm_up": "int5"}, SpecError, "int5"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CompressedAdam(Model().parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "message"),
+    [(SignSGD(), "signsgd does not go with CompressedAdam"), (DGC(0.05), r"betas=\(0\.9, 0\.95\)")],
+    ids=["signsgd", "dgc"],
+)
+def test_methods_that_make_no_momentum_are_refused(compressor: Any, message: str) -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER)
+
+    with pytest.raises((SpecError, ConfigurationError), match=message):
+        train(lambda: Compression(compressor), adam)

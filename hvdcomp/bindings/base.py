@@ -16,10 +16,9 @@ from hvdcomp.bindings.decisions import BatchInForce, make_coordinator
 from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
+from hvdcomp.bindings.units import Units
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES
-from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_same_levels
@@ -50,6 +49,7 @@ class Binding(Training):
 
     Attributes:
         presence: what this rank puts in for the step that has begun.
+        units: of gradients.
     """
 
     def __init__(
@@ -71,8 +71,6 @@ class Binding(Training):
     def meet(self, communicator: Ranks) -> None:
         """Makes all that knows the ranks, for those of this communicator."""
         self.communicator = communicator
-        self._loss_scale: float | None = None
-        self._warm_up: Compressor | None = None  # that the optimizer asked for last
         self._refused: str | None = None  # why this rank cannot make the step that has begun
         self._met = False  # whether the ranks have the same state, after they may have changed
         setup = self.setup
@@ -94,6 +92,7 @@ class Binding(Training):
         self._batch = None if self.coordinator is None else BatchInForce(self, self.coordinator)
         self._first_steps = FirstSteps(self, error)
         self.presence = PRESENCE
+        self.units = Units(self)
 
     # A change of the ranks, in an elastic job.
 
@@ -150,8 +149,9 @@ class Binding(Training):
         if self.coordinator is not None and self._batch is not None:
             self.coordinator.begin_step(self.learning_rates)
             self._batch.require_same()
-        self._follow_optimizer()
+        self.units.choose_compressor()
         self.engine.begin()
+        self.units.choose_momenta()
         self._waste.look()
         scale = self.loss_scale()  # once: on an accelerator the host waits for it
         self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
@@ -160,7 +160,7 @@ class Binding(Training):
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
-            self._follow_loss_scale(scale)
+            self.units.follow(scale)
 
     def check_presence(self, total: int) -> None:
         """Stops all ranks if one is missing, was configured otherwise, or has other levels.
@@ -201,7 +201,7 @@ class Binding(Training):
         return PRESENCE_BYTES
 
     def _sums(self) -> Sums | None:
-        return None if self.coordinator is None else self.coordinator.sums_of_step(1 / (self._loss_scale or 1.0))
+        return None if self.coordinator is None else self.coordinator.sums_of_step(self.units.inverse)
 
     def end_step(self) -> None:
         """To be called at the end of a step that did not go through `run_engine`."""
@@ -212,7 +212,7 @@ class Binding(Training):
         """Shows gradients that did not go through the engine to the coordinator, which looks at them if they are what
         its policy wants."""
         if self.coordinator is not None and self.coordinator.source == source:
-            self.coordinator.observe(gradients, 1 / (self._loss_scale or 1.0))
+            self.coordinator.observe(gradients, self.units.inverse)
 
     @property
     def needs_engine(self) -> bool:
@@ -244,20 +244,6 @@ class Binding(Training):
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
 
-    def _follow_optimizer(self) -> None:
-        """Compresses by what the optimizer asks for in the step that begins, if it asks."""
-        spec = self.warm_up()
-        if spec is not None and (self._warm_up is None or str(self._warm_up) != spec):
-            self._warm_up = parse_compressor(spec)
-        self.engine.planner.compress_by(None if spec is None else self._warm_up)
-
-    def _follow_loss_scale(self, scale: float | None) -> None:
-        if scale is None:
-            return
-        if self._loss_scale is not None and scale != self._loss_scale:
-            self.engine.scale_residuals(scale / self._loss_scale)
-        self._loss_scale = scale
-
     # What outlives a step, or a restart.
 
     @property
@@ -282,7 +268,7 @@ class Binding(Training):
             self.coordinator.receive()
             self._batch.apply()
         state = checkpoint.state_of(self.engine, self.coordinator, self.copy)
-        state["own"]["loss_scale"] = self._loss_scale
+        state["own"]["loss_scale"] = self.units.loss_scale
         if self.summed:
             state["own"]["op"] = "sum"
         return state
@@ -290,7 +276,7 @@ class Binding(Training):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Compression.load_state_dict`."""
         checkpoint.restore(state, self.engine, self.coordinator, self.place)
-        self._loss_scale = state["own"].get("loss_scale")
+        self.units.loss_scale = state["own"].get("loss_scale")
         if self._batch is not None:
             self._batch.follow()
 

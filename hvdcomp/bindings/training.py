@@ -97,8 +97,13 @@ class Training(ABC):
         """The spec of the compressor of all gradients in the step that begins; None for that of the training."""
         return None
 
+    def momenta_of_step(self) -> Mapping[str, Any]:
+        """By name, the momenta that gradients may be sent with in the step that begins, as the framework has them."""
+        return {}
+
     def take_back(self, means: Mapping[str, Array]) -> None:
-        """Takes away, in place, what gradients were sent with."""
+        """Takes away, in place, the momenta that gradients were sent with."""
+        return  # they were sent without
 
     @property
     def summed(self) -> bool:

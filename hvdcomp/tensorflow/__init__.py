@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdcomp.tensorflow.checkpoint import CompressionState, saved_state
+    from hvdcomp.tensorflow.compressed_adam import CompressedAdam
     from hvdcomp.tensorflow.simulated import serve_simulated
 
-__all__ = ["CompressionState", "saved_state", "serve_simulated"]
+_FILES = {
+    "CompressedAdam": "compressed_adam",
+    "CompressionState": "checkpoint",
+    "saved_state": "checkpoint",
+    "serve_simulated": "simulated",
+}
+__all__ = ["CompressedAdam", "CompressionState", "saved_state", "serve_simulated"]
 
 
 def __getattr__(name: str) -> Any:
     """Imports TensorFlow when what needs it is asked for: the core reads `hvdcomp.tensorflow.framework` without it."""
-    if name == "serve_simulated":
-        from hvdcomp.tensorflow.simulated import serve_simulated
-
-        return serve_simulated
-    if name in __all__:
-        from hvdcomp.tensorflow import checkpoint
-
-        return getattr(checkpoint, name)
+    if name in _FILES:
+        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,6 +36,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
+from hvdcomp.tensorflow.compressed_adam import CompressedAdam
 from hvdcomp.tensorflow.names import by_name
 from hvdcomp.tensorflow.optimizer import ScaledRate
 from hvdcomp.tensorflow.placement import device_of
@@ -140,6 +141,8 @@ class TensorFlowBinding(TensorFlowTraining):
         self._check(call)
         if self._optimizer is None:
             self._optimizer = call.optimizer
+            if isinstance(self._optimizer, CompressedAdam):
+                self.setup.compression.settings.require_momenta(self._optimizer.compressor_before)
         if self._grad_scaler is None:
             self._grad_scaler = call.loss_scale_optimizer
         names = {
@@ -155,7 +158,8 @@ class TensorFlowBinding(TensorFlowTraining):
         if changes_batch_size(settings.policy) and self._scaled is None:
             with tf.init_scope():
                 self._scaled = ScaledRate(self._known_optimizer())
-        casting = settings.policy is None and self.engine.passthrough
+        freezes = isinstance(self._optimizer, CompressedAdam)
+        casting = settings.policy is None and self.engine.passthrough and not freezes
         gradients = [call.gradients[place] for place in names]
         # Horovod compresses each gradient in a branch of its own, where no other branch can see the result.
         with _graph_of_call().as_default():
@@ -164,7 +168,9 @@ class TensorFlowBinding(TensorFlowTraining):
                 begun = _begun(lambda: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            begun = _begun(self._begin)
+            # The step before must have been counted, where that decides.
+            with tf.control_dependencies([self._optimizer.iterations.read_value()] if freezes else []):
+                begun = _begun(self._begin)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
                 put = in_graph if self._on_device is None else self._on_device.in_graph

@@ -16,6 +16,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.policies.request import Statistic
+from hvdcomp.tensorflow.compressed_adam import CompressedAdam, Momentum
 from hvdcomp.tensorflow.layout import matrix_of
 from hvdcomp.tensorflow.optimizer import ScaledRate, learning_rate_of, momentum_of, unwrapped
 
@@ -41,6 +42,9 @@ class TensorFlowTraining(Binding):
         self._grad_scaler = setup.grad_scaler
         self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
         self._scaled: ScaledRate | None = None
+        self._terms: dict[str, Array] = {}  # that were added to gradients in this step
+        if isinstance(self._optimizer, CompressedAdam):
+            setup.compression.settings.require_momenta(self._optimizer.compressor_before)
         tensors = [_described(name, variable) for name, variable in variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
@@ -48,10 +52,40 @@ class TensorFlowTraining(Binding):
         """`run_engine` on gradients of the variables' shapes, in an order of the caller's."""
         tensors = [self.engine.tensors[name] for name in names]
         given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
+        self._add_momenta(given)
         results = self.run_engine(given)
         return [results[one.name].reshape(one.own_shape) for one in tensors]
 
+    def _add_momenta(self, gradients: dict[str, Array]) -> None:
+        """Puts what is to be sent in the place of gradients; it changes no array."""
+        names = self.units.momenta.keys() & gradients.keys()
+        self._terms = {name: self._array_of(name) * self.units.weight(name) for name in names}
+        for name, term in self._terms.items():
+            gradients[name] = gradients[name] + term
+
+    def _array_of(self, name: str) -> Array:
+        mean = self.units.momenta[name].mean
+        array = mean.numpy() if self._on_device is None else self._on_device.arrays([mean.read_value()])[0]
+        return array.reshape(self.engine.tensors[name].shape)
+
     # What `Binding` asks of the framework.
+
+    def take_back(self, means: Mapping[str, Array]) -> None:
+        for name, term in self._terms.items():
+            means[name][...] -= term
+        self._terms = {}
+
+    def warm_up(self) -> str | None:
+        optimizer = self._optimizer
+        if not isinstance(optimizer, CompressedAdam) or optimizer.frozen:
+            return None
+        return optimizer.compressor_before
+
+    def momenta_of_step(self) -> Mapping[str, Momentum]:
+        optimizer = self._optimizer
+        if not isinstance(optimizer, CompressedAdam) or not optimizer.frozen:
+            return {}
+        return {name: optimizer.momentum(self._variables[name]) for name in self.trained()}
 
     def checksums(self, names: Sequence[str]) -> list[int]:
         return [_checksum(self._variables[name]) for name in names]

@@ -93,8 +93,8 @@ class CompressedAdam(torch.optim.AdamW):
                 group.setdefault(option, self.defaults[option])
             if not is_whole(group["freeze_after"], 1):
                 raise ConfigurationError(
-                    f"CompressedAdam: freeze_after={group['freeze_after']!r} is not possible; give the number of steps, "
-                    "at least 1, after which the second moment is frozen, 15 to 25 % of the training"
+                    f"CompressedAdam: freeze_after={group['freeze_after']!r} is not possible; give the number of "
+                    "steps, at least 1, after which the second moment is frozen, 15 to 25 % of the training"
                 )
 
     # What the binding of a `hvdcomp.Compression` asks, before each exchange.

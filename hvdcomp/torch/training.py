@@ -55,7 +55,6 @@ class TorchTraining(Binding):
         self._parameters = parameters
         self._optimizer = optimizer
         self._scaled: ScaledSteps | None = None
-        self._momenta: dict[str, Momentum] = {}  # that gradients are sent with in this step
         if isinstance(optimizer, CompressedAdam):
             setup.compression.settings.require_momenta(optimizer.compressor_before)
         tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
@@ -69,21 +68,18 @@ class TorchTraining(Binding):
 
     def begin(self) -> None:
         super().begin()
-        self._momenta = self._momenta_of_step()
         if self.coordinator is not None and self.coordinator.decision.sets_batch_size:
             self._scaled_steps().begin_step()
 
     def sent_with(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Adds to a gradient, in place, what it is sent with; to be called once before the engine gets it."""
-        momentum = self._momenta.get(name)
-        if momentum is not None:
-            gradient.add_(momentum.mean, alpha=momentum.weight * self._scale_of_gradients)
+        if name in self.units.momenta:
+            gradient.add_(self.units.momenta[name].mean, alpha=self.units.weight(name))
         return gradient
 
     def take_back(self, means: Mapping[str, torch.Tensor]) -> None:
-        for name in self._momenta.keys() & means.keys():
-            momentum = self._momenta[name]
-            means[name].sub_(momentum.mean, alpha=momentum.weight * self._scale_of_gradients)
+        for name in self.units.momenta.keys() & means.keys():
+            means[name].sub_(self.units.momenta[name].mean, alpha=self.units.weight(name))
 
     @property
     def plan_may_change(self) -> bool:
@@ -91,18 +87,6 @@ class TorchTraining(Binding):
         settings = self.setup.compression.settings
         follows = isinstance(self._optimizer, CompressedAdam)
         return settings.policy is not None or settings.compressor.level is not None or follows
-
-    @property
-    def _scale_of_gradients(self) -> float:
-        """What the mean of the ranks' gradients is multiplied with, to be what the optimizer gets."""
-        return (self._loss_scale or 1.0) / (self.communicator.world_size if self.summed else 1)
-
-    def _momenta_of_step(self) -> dict[str, Momentum]:
-        if not isinstance(self._optimizer, CompressedAdam):
-            return {}
-        momenta, plan, planner = self._optimizer.momenta(), self.engine.plan, self.engine.planner
-        lossy = {name: one for name, one in self._parameters.items() if not planner.sends_all(name, plan[name])}
-        return {name: momenta[one] for name, one in lossy.items() if one in momenta}
 
     def compress(self, tensor: torch.Tensor) -> Any:
         """Refuses what Horovod hands over, where something else averages gradients."""
@@ -132,6 +116,12 @@ class TorchTraining(Binding):
         optimizer = self._optimizer
         waits = isinstance(optimizer, CompressedAdam) and not optimizer.frozen
         return optimizer.compressor_before if waits else None
+
+    def momenta_of_step(self) -> Mapping[str, Momentum]:
+        if not isinstance(self._optimizer, CompressedAdam):
+            return {}
+        momenta = self._optimizer.momenta()
+        return {name: momenta[one] for name, one in self._parameters.items() if one in momenta}
 
     def momentum_of_optimizer(self) -> str | None:
         for group in getattr(self._optimizer, "param_groups", ()):

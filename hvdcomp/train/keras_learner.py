@@ -20,7 +20,7 @@ import tf_keras
 
 import hvdcomp
 from hvdcomp.compression import Compression
-from hvdcomp.tensorflow import CompressionState, saved_state
+from hvdcomp.tensorflow import CompressedAdam, CompressionState, saved_state
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -81,9 +81,12 @@ class KerasLearner(Learner):
                 options.lr, momentum=options.momentum, nesterov=options.nesterov, jit_compile=False
             )
         beta_1, beta_2 = options.betas
-        optimizer = tf_keras.optimizers.AdamW(
-            options.lr, options.weight_decay, beta_1, beta_2, epsilon=_ADAM_EPSILON, jit_compile=False
-        )
+        common: dict[str, Any] = {"weight_decay": options.weight_decay, "epsilon": _ADAM_EPSILON, "jit_compile": False}
+        if options.optimizer == "adamw":
+            optimizer = tf_keras.optimizers.AdamW(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
+        else:
+            common |= {"freeze_after": options.freeze_after, "warm_up": options.freeze_compression}
+            optimizer = CompressedAdam(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
         optimizer.exclude_from_weight_decay([one for one in self._model.trainable_variables if len(one.shape) <= 1])
         return optimizer
 
@@ -143,7 +146,11 @@ class KerasLearner(Learner):
         """The optimizer's step with the averaged gradients, clipped if that is asked for."""
         options, variables = self._options, self._model.trainable_variables
         if options.clip_norm:
-            gradients, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
+            clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
+            if options.optimizer == "compressed-adam":  # not where it would see the noise of a compressed momentum
+                frozen = self._optimizer.iterations >= options.freeze_after
+                clipped = [tf.where(frozen, own, one) for own, one in zip(gradients, clipped, strict=True)]
+            gradients = clipped
         if options.weight_decay and options.optimizer == "sgd":
             decay = options.weight_decay
             gradients = [gradient + decay * variable for gradient, variable in zip(gradients, variables, strict=True)]

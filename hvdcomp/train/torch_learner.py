@@ -111,7 +111,7 @@ class TorchLearner(Learner):
 
     @property
     def _clips(self) -> bool:
-        """Whether the norm of the averaged gradient is limited: not where it holds the noise of a compressed momentum."""
+        """Whether the norm of the averaged gradient is limited: not where compressed momenta have left noise in it."""
         return bool(self._options.clip_norm) and not getattr(self._optimizer, "frozen", False)
 
     def _clip(self) -> None:
