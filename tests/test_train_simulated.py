@@ -36,6 +36,10 @@ _KINDS = {
         *("--batch-size", "8", "--compression", "qsgd:bits=4"),
     ],
     "scatter": [*_MLP, "--steps", "10", "--compression", "int8:exchange=scatter"],
+    "momenta": [
+        *(*_GPT, "--steps", "6", "--optimizer", "compressed-adam", "--freeze-after", "3"),
+        *("--freeze-compression", "int8", "--compression", "efsignsgd"),
+    ],
     "dropout": [*_GPT, "--compression", "int8"],
 }
 _SAME = ("weights_sha256", "loss", "steps", "bytes_sent", "floats_sent", "compression_factor")
@@ -82,7 +86,7 @@ def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int
 
 @pytest.mark.alone
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kind", "ranks"), [("topk", 2), ("policy", 2), ("none", 2), ("gathered", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("topk", 2), ("policy", 2), ("none", 2), ("momenta", 2), ("gathered", 4)])
 def test_so_they_do_in_tensorflow(kind: str, ranks: int, tmp_path: Path) -> None:
     """On four ranks what is allreduced is left out: what Horovod fuses, and so the order of additions, varies."""
     pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")

@@ -165,12 +165,11 @@ class TensorFlowBinding(TensorFlowTraining):
         with _graph_of_call().as_default():
             if casting:
                 compressed = set(names.values())
-                begun = _begun(lambda: self._begin_casts(compressed))
+                begun = _begun(lambda _: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            # The step before must have been counted, where that decides.
-            with tf.control_dependencies([self._optimizer.iterations.read_value()] if freezes else []):
-                begun = _begun(self._begin)
+            # The steps that were made are read in the graph: only there is it known that this one is not counted yet.
+            begun = _begun(self._begin, self._optimizer.iterations if freezes else 0)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
                 put = in_graph if self._on_device is None else self._on_device.in_graph
@@ -206,8 +205,9 @@ class TensorFlowBinding(TensorFlowTraining):
 
     # While a graph runs.
 
-    def _begin(self) -> int:
+    def _begin(self, steps_made: Any = 0) -> int:
         """Begins a step on all ranks, or on none: afterwards Horovod waits for what each rank puts in."""
+        self.steps_made = int(steps_made)
         if self.is_stale:
             self.follow_ranks()
         alone = self.communicator.world_size == 1  # the others of an elastic job are gone: nothing is exchanged
@@ -282,10 +282,10 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
     return by_name(gradients_call(tensor).variables)
 
 
-def _begun(begin: Callable[[], int]) -> tf.Tensor:
-    """The operation that begins a step, in the graph that is being made."""
+def _begun(begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
+    """The operation that begins a step, in the graph that is being made; what begins it is given a number."""
     with tf.device("CPU:0"):  # what it returns need not go to a GPU
-        return tf.py_function(begin, [], tf.int64, name="hvdcomp_begin")
+        return tf.py_function(begin, [tf.identity(number)], tf.int64, name="hvdcomp_begin")
 
 
 def _graph_of_call() -> Any:

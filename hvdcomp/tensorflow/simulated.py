@@ -34,6 +34,8 @@ class SimulatedBinding(TensorFlowTraining):
 
     def exchange(self, gradients: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The means of the gradients of all variables, in their order."""
+        if self._optimizer is not None:
+            self.steps_made = int(self._optimizer.iterations)
         self.begin()
         if self._scaled is not None:
             self._scaled.begin_step()

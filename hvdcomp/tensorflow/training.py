@@ -31,11 +31,15 @@ class TensorFlowTraining(Binding):
         setup: what the user gave. Its `grad_scaler` and `optimizer` are those of Keras; None where they are not known.
         variables: all that are trained, by name.
         communicator: of the ranks that exchange.
+
+    Attributes:
+        steps_made: by the optimizer before the step that begins; kept only where that matters.
     """
 
     overlaps_with_policy = False
     results_in_place = False  # other operations of the graph may read a gradient later
     _on_device: DeviceTensors | None = None
+    steps_made = 0
 
     def __init__(self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: Ranks) -> None:
         self._variables = variables
@@ -77,13 +81,13 @@ class TensorFlowTraining(Binding):
 
     def warm_up(self) -> str | None:
         optimizer = self._optimizer
-        if not isinstance(optimizer, CompressedAdam) or optimizer.frozen:
+        if not isinstance(optimizer, CompressedAdam) or self.steps_made >= optimizer.freeze_after:
             return None
         return optimizer.compressor_before
 
     def momenta_of_step(self) -> Mapping[str, Momentum]:
         optimizer = self._optimizer
-        if not isinstance(optimizer, CompressedAdam) or not optimizer.frozen:
+        if not isinstance(optimizer, CompressedAdam) or self.steps_made < optimizer.freeze_after:
             return {}
         return {name: optimizer.momentum(self._variables[name]) for name in self.trained()}
 

@@ -17,6 +17,7 @@ import tf_keras
 import hvdcomp
 import hvdcomp.tensorflow
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.tensorflow import CompressedAdam
 from hvdcomp.tensorflow.keras import PolicyCallback
 from tests.multirank.everywhere import halves
 from tests.multirank.training_tensorflow import (
@@ -391,3 +392,21 @@ def case_refusals_in_fit() -> None:
     how = compression("topk:ratio=0.1", model.trainable_variables)
     model.compile(hvd_keras.DistributedOptimizer(sgd(), compression=how), cross_entropy(), jit_compile=True)
     assert "jit_compile=True" in raised(ConfigurationError, lambda: model.fit(data(1), verbose=0))
+
+
+def case_momenta_that_are_sent_whole_change_nothing() -> None:
+    def adam() -> CompressedAdam:
+        return CompressedAdam(1e-3, freeze_after=3, warm_up="int8", jit_compile=False)
+
+    results = []
+    for how in ("none", "topk:ratio=1"):  # only what may lose something is sent as momentum
+        model = fitted(how, steps=8, optimizer=adam())
+        assert model.optimizer.frozen
+        assert_same_everywhere(weights(model.trainable_variables))
+        results.append(weights(model.trainable_variables))
+    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-4)
+    model = fitted("efsignsgd", steps=8, optimizer=adam(), compile_options={"steps_per_execution": 4})
+    assert_same_everywhere(weights(model.trainable_variables))
+    assert 6 < model.ours.ledger.totals.compression_factor < 12
+    again = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(adam()))
+    assert (type(again), again.freeze_after, again.compressor_before) == (CompressedAdam, 3, "int8")

@@ -15,6 +15,7 @@ import torch
 import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
+from hvdcomp.torch import CompressedAdam
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics, halves
 from tests.multirank.models import WRAPPERS, Branches
@@ -533,3 +534,45 @@ def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
     expected = trained(WRAPPERS["nothing"], True)
     assert torch.equal(trained(WRAPPERS["torch.compile"], False), expected)
     assert torch.equal(trained(WRAPPERS["torch.compile of activation checkpointing"], True), expected)
+
+
+def compressed_adam(model: torch.nn.Module, how: Any, freeze_after: int = 3, **options: Any) -> torch.optim.Optimizer:
+    """Horovod's optimizer around ours."""
+    optimizer = CompressedAdam(model.parameters(), 1e-3, (0.9, 0.95), freeze_after=freeze_after, warm_up="int8")
+    return hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=how, **options
+    )
+
+
+def case_momenta_that_are_sent_whole_change_nothing() -> None:
+    for options, passes in (({}, 1), ({"op": hvd.Sum}, 1), ({"backward_passes_per_step": 2}, 2)):
+        results = []
+        for how in ("none", "topk:ratio=1"):  # only what may lose something is sent as momentum
+            model = small_model()
+            optimizer = compressed_adam(model, compression(how, model), **options)
+            train(model, optimizer, 8, passes)
+            assert optimizer.frozen
+            assert_same_everywhere(weights(model))
+            results.append(weights(model))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def case_compressed_momenta_keep_weights_identical() -> None:
+    for spec in ("efsignsgd", "powersgd:rank=2"):
+        model = small_model()
+        how = compression(spec, model)
+        optimizer = compressed_adam(model, how)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # makes a step of its own
+        train(model, optimizer, 3)
+        before = how.ledger.totals.bytes_sent
+        train(model, optimizer, 9)
+        assert_same_everywhere(weights(model))
+        assert how.ledger.totals.bytes_sent - before < 2 * before, spec
+        saved = optimizer.state_dict()
+        assert {one["frozen_at"] for one in saved["state"].values()} == {3}
+
+
+def case_momenta_need_a_result_in_units_of_gradients() -> None:
+    model = small_model()
+    optimizer = compressed_adam(model, compression("signsgd", model))
+    assert "signsgd does not go with CompressedAdam" in raised(ValueError, lambda: train(model, optimizer, 1))
