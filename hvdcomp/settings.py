@@ -62,12 +62,18 @@ class Settings:
         for compressor in self.compressors:
             require_matches(compressor, names)
 
-    def require_momenta(self, warm_up: str) -> None:
+    def require_momenta(self, warm_up: str, local_steps: int) -> None:
         """Raises SpecError if the ranks cannot send momenta in place of gradients after a warm-up.
 
         Args:
             warm_up: the spec of the warm-up's compressor.
+            local_steps: from one exchange to the next.
         """
+        if local_steps > 1 and isinstance(self.policy, Policy):
+            raise SpecError(
+                f"local_steps={local_steps} of CompressedAdam does not go with the policy {self.policy}, which counts "
+                "steps with an exchange; leave one of the two out"
+            )
         methods = (*self.compressors, parse_compressor(warm_up))
         for leaf in (leaf for method in methods for leaf in method.leaves()):
             if not leaf.in_units:

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from hvdcomp import (  # noqa: E402
     DGC,
+    Accordion,
     Compression,
     ConfigurationError,
     EFSignSGD,
@@ -252,3 +253,66 @@ def test_methods_that_make_no_momentum_are_refused(compressor: Any, message: str
 
     with pytest.raises((SpecError, ConfigurationError), match=message):
         train(lambda: Compression(compressor), adam)
+
+
+def stated_with_local_steps(
+    start: dict[str, np.ndarray], c: dict[str, Callable[[np.ndarray], np.ndarray]], every: int
+) -> dict[str, np.ndarray]:
+    """0/1 Adam's algorithm 1 after its variance is frozen, with AdamW's decay, and any C."""
+    b1, b2 = BETAS
+    weights = {}
+    for name, w in start.items():
+        m, v, w = np.zeros_like(w, np.float64), np.zeros_like(w, np.float64), w.astype(np.float64)
+        for t in range(1, FREEZE_AFTER + 1):
+            g = sum(gradients_of(rank, t - 1, w.shape).astype(np.float64) for rank in range(RANKS)) / RANKS
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            w = (1 - RATE * DECAY) * w - RATE * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + EPS)
+        scale = np.sqrt(v / (1 - b2**FREEZE_AFTER)) + EPS
+        anchor, own = w, [m] * RANKS
+        moved, rests, rates = [np.zeros_like(w)] * RANKS, [np.zeros_like(w)] * RANKS, 0.0
+        for t in range(FREEZE_AFTER + 1, STEPS + 1):
+            rate = RATE / (1 - b1**t)
+            own = [b1 * m + (1 - b1) * gradients_of(rank, t - 1, w.shape) for rank, m in enumerate(own)]
+            moved = [u + rate * m for u, m in zip(moved, own, strict=True)]
+            rates += rate
+            anchor = (1 - RATE * DECAY) * anchor
+            if t % every:
+                continue
+            wanted = [u / rates + d for u, d in zip(moved, rests, strict=True)]
+            sent = [c[name](one) for one in wanted]
+            rests = [one - s for one, s in zip(wanted, sent, strict=True)]
+            m = sum(sent) / RANKS
+            anchor = anchor - rates * m / scale
+            own, moved, rates = [m] * RANKS, [np.zeros_like(w)] * RANKS, 0.0
+        weights[name] = anchor
+    return weights
+
+
+def test_local_steps_are_the_algorithm() -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=3)
+
+    start = {name: one.detach().numpy() for name, one in Model().named_parameters()}
+    for compressor, c in ((EFSignSGD(), sign), (NoCompression(), lambda x: x)):
+        done = train(lambda one=compressor: Compression(one), adam)
+        expected = stated_with_local_steps(start, {"matrix": c, "vector": lambda x: x}, 3)
+        for name, weights in done[0][0].items():
+            np.testing.assert_allclose(weights, expected[name], rtol=2e-5, atol=2e-5)
+            for others, _, _ in done[1:]:
+                assert weights.tobytes() == others[name].tobytes()
+        assert done[0][1].in_sync
+        totals, dense = done[0][2].ledger.totals, 4 * (np.prod(SHAPE) + 7)
+        assert totals.dense_bytes == STEPS * dense
+        if isinstance(compressor, NoCompression):  # steps 6, 9 and 12 of those after the fourth
+            assert 0 <= totals.bytes_sent - (FREEZE_AFTER + 3) * dense < 100
+    apart = train(lambda: Compression(EFSignSGD()), adam, steps=STEPS - 1)
+    assert not apart[0][1].in_sync
+    assert not np.array_equal(apart[0][0]["matrix"], apart[1][0]["matrix"])
+
+
+def test_local_steps_do_not_go_with_a_policy() -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=3)
+
+    with pytest.raises(SpecError, match="local_steps=3 of CompressedAdam does not go with the policy accordion"):
+        train(lambda: Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05), steps_per_epoch=4), adam)

@@ -42,7 +42,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         assert open_options <= {
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
             "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout", "steps", "until", "evaluate_every",
-            "simulate_ranks", "link",
+            "simulate_ranks", "link", "freeze_after",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -91,7 +91,19 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
         ({"metrics_address": ""}, "--metrics-address '': an address of rank 0's host"),
         ({"tensorboard": True}, "--tensorboard writes below --output"),
-        ({"optimizer": "lamb"}, "--optimizer 'lamb' is unknown; choose one of sgd, adamw"),
+        ({"optimizer": "lamb"}, "--optimizer 'lamb' is unknown; choose one of sgd, adamw, compressed-adam"),
+        ({"freeze_after": 5}, "--freeze-after 5 is of --optimizer compressed-adam; leave it out with --optimizer sgd"),
+        ({"optimizer": "compressed-adam", "freeze_after": 0}, "--freeze-after 0: at least 1 step"),
+        ({"local_steps": 2}, "--local-steps 2 is of --optimizer compressed-adam"),
+        ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
+        (
+            {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},
+            "--local-steps 2: --framework torch has it alone",
+        ),
+        (
+            {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "evaluate_every": 3, "validation_samples": 9},
+            "--evaluate-every 3 has to be a multiple of 2",
+        ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
         ({"betas": (0.9,)}, "--betas 0.9: two numbers"),
         ({"betas": (0.9, 1.0)}, "--betas 0.9,1: two numbers"),
@@ -187,7 +199,8 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
     """Any other option may change when a run goes on. A new one among these would refuse all earlier checkpoints."""
     assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
         "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
-        "data", "data_dir", "framework", "gamma", "image_size", "label_noise", "lr", "memory", "milestones", "model",
+        "data", "data_dir", "framework", "freeze_after", "freeze_compression", "gamma", "image_size", "label_noise",
+        "local_steps", "lr", "memory", "milestones", "model",
         "momentum", "nesterov", "optimizer", "output", "policy", "samples", "schedule", "seed", "sequence_length",
         "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip

@@ -217,7 +217,7 @@ class Binding(Training):
     @property
     def needs_engine(self) -> bool:
         """Whether the step that has begun has to go through the engine, whatever its plan."""
-        return self.coordinator is not None and self.coordinator.needs_engine
+        return self.units.engine_only or (self.coordinator is not None and self.coordinator.needs_engine)
 
     # Settings and refusals.
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 
 from hvdcomp import kernels
+from hvdcomp.bindings.adam import warn_of_harm
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
@@ -75,6 +76,7 @@ class FirstSteps:
                 training.engine.levels.find()  # now: a policy may choose them much later, and they may be impossible
             if training.coordinator is not None:
                 training.coordinator.start_log()
+            warn_of_harm(training.adam(), training.engine)
         self._settings_agreed, self._weights_agreed = True, weights_due
 
     def _facts(self) -> dict[str, Any]:

@@ -93,6 +93,10 @@ class Training(ABC):
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
 
+    def adam(self) -> str | None:
+        """The class of the optimizer, if it is known to be an Adam."""
+        return None
+
     def warm_up(self) -> str | None:
         """The spec of the compressor of all gradients in the step that begins; None for that of the training."""
         return None

@@ -24,11 +24,13 @@ class Units:
     Attributes:
         loss_scale: of the step that has begun; None where it is not known.
         momenta: by name, what gradients are sent with in that step, as the framework has it.
+        engine_only: whether that step needs the engine, whatever its plan.
     """
 
     def __init__(self, training: Training) -> None:
         self.loss_scale: float | None = None
         self.momenta: Mapping[str, Any] = {}
+        self.engine_only = False
         self._training = training
         self._warm_up: Compressor | None = None  # that the optimizer asked for last
 
@@ -55,12 +57,17 @@ class Units:
     def choose_momenta(self) -> None:
         """Notes the momenta of a step, when its plan is fixed."""
         momenta, planner = self._training.momenta_of_step(), self._training.engine.planner
+        self.engine_only = any(one.sent_always for one in momenta.values())
         # Where all is sent nothing is lost, and nothing has to be added.
-        self.momenta = {name: one for name, one in momenta.items() if not planner.sends_all(name, planner.plan[name])}
+        self.momenta = {
+            name: one
+            for name, one in momenta.items()
+            if one.sent_always or not planner.sends_all(name, planner.plan[name])
+        }
 
-    def weight(self, name: str) -> float:
-        """By what the momentum of a tensor is multiplied, to be added to this rank's gradient."""
+    @property
+    def of_momenta(self) -> float:
+        """By what momenta are multiplied, to be in the units of this rank's gradients."""
         training = self._training
-        # The optimizer has it in the units of what it gets: without a loss scale, and of a sum of all ranks.
-        ranks = training.communicator.world_size if training.summed else 1
-        return float(self.momenta[name].weight * (self.loss_scale or 1.0) / ranks)
+        # The optimizer has them in the units of what it gets: without a loss scale, and of a sum of all ranks.
+        return (self.loss_scale or 1.0) / (training.communicator.world_size if training.summed else 1)

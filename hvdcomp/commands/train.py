@@ -141,6 +141,12 @@ _START = (
     shown="15 % of the run",
 )
 @_option("--freeze-compression", "Of compressed-adam: how gradients are sent before that.", metavar="SPEC")
+@_option(
+    "--local-steps",
+    "Of compressed-adam in PyTorch: steps of each rank by itself from one exchange to the next, after freezing.",
+    type=int,
+    metavar="K",
+)
 @_option("--weight-decay", "Of SGD an L2 penalty on all parameters; of AdamW the decay of all matrices.", type=float)
 @_option("--schedule", "How the learning rate falls: at --milestones, or along a cosine.", type=click.Choice(SCHEDULES))
 @click.option(

@@ -72,6 +72,7 @@ class Compressor(Described):
             larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`.
         sent_is_own: whether C(x) follows from this rank's x alone. If the ranks work on each other's parts it does not,
             and a step does not show how much of x this rank would have kept by itself.
+        harms_adam: whether error feedback of the method is known to let Adam learn badly (docs/adam.md).
         in_units: whether the result is in the units of gradients, so that momentum can be made of it.
         nested: whether C, applied at a harder level to what C kept of x at a softer level, gives what C gives of x at
             the harder level. Such methods keep elements of x.
@@ -90,6 +91,7 @@ class Compressor(Described):
     lossless: ClassVar[bool] = False
     variance: ClassVar[float] = 0.0
     sent_is_own: ClassVar[bool] = True
+    harms_adam: ClassVar[bool] = False
     in_units: ClassVar[bool] = True
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1

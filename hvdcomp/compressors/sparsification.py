@@ -33,6 +33,7 @@ class ByRatio(Compressor):
     ]
 
     level_name: ClassVar[str | None] = "ratio"
+    harms_adam: ClassVar[bool] = True
 
     def most_elements(self, budget: float, size: int) -> int:
         """Of a tensor of `size` elements, the most whose payload is within `budget` bytes; 1 if that of none is."""

@@ -150,6 +150,13 @@ class Engine:
         self.ledger.record(StepCost(*sums, step=self.step_number, parts=cost.parts))
         self.step_number += 1
 
+    def enter_alone(self, names: Set[str], bytes_beside: int = 0) -> None:
+        """Enters, as a step of its own, one in which this rank kept its gradients, and the binding sent so much."""
+        part = self.planner.costs_of_nothing(names)
+        dense = sum(cost.dense_bytes for cost in part.values())
+        self.ledger.record(StepCost(bytes_beside, dense, step=self.step_number, parts=(part,)))
+        self.step_number += 1
+
     # A step.
 
     def step(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import tensorflow as tf
 import tf_keras
@@ -13,7 +14,8 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_whole
 
 
-class Momentum(NamedTuple):
+@dataclass(frozen=True)
+class Momentum:
     """What a variable's gradient is sent with.
 
     Attributes:
@@ -23,6 +25,7 @@ class Momentum(NamedTuple):
 
     mean: tf.Variable
     weight: float
+    sent_always: ClassVar[bool] = False
 
 
 @tf_keras.utils.register_keras_serializable(package="hvdcomp")

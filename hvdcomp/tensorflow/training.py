@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdcomp.arrays.types import Array
+from hvdcomp.bindings.adam import name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -48,7 +49,7 @@ class TensorFlowTraining(Binding):
         self._scaled: ScaledRate | None = None
         self._terms: dict[str, Array] = {}  # that were added to gradients in this step
         if isinstance(self._optimizer, CompressedAdam):
-            setup.compression.settings.require_momenta(self._optimizer.compressor_before)
+            setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1)
         tensors = [_described(name, variable) for name, variable in variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
@@ -63,9 +64,12 @@ class TensorFlowTraining(Binding):
     def _add_momenta(self, gradients: dict[str, Array]) -> None:
         """Puts what is to be sent in the place of gradients; it changes no array."""
         names = self.units.momenta.keys() & gradients.keys()
-        self._terms = {name: self._array_of(name) * self.units.weight(name) for name in names}
+        self._terms = {name: self._array_of(name) * self._weight_of(name) for name in names}
         for name, term in self._terms.items():
             gradients[name] = gradients[name] + term
+
+    def _weight_of(self, name: str) -> float:
+        return float(self.units.momenta[name].weight * self.units.of_momenta)
 
     def _array_of(self, name: str) -> Array:
         mean = self.units.momenta[name].mean
@@ -78,6 +82,9 @@ class TensorFlowTraining(Binding):
         for name, term in self._terms.items():
             means[name][...] -= term
         self._terms = {}
+
+    def adam(self) -> str | None:
+        return name_of_adam(self._optimizer)
 
     def warm_up(self) -> str | None:
         optimizer = self._optimizer

@@ -62,6 +62,7 @@ class TorchBinding(TorchTraining):
         super().meet(communicator)
         self._everyone = Everyone(communicator)
         self._casting = False
+        self._alone = False  # whether the step has no exchange
         self._pending: dict[str, torch.Tensor] = {}
         self._results: dict[str, torch.Tensor] = {}
         self._open = 0  # tensors of this step that were not decompressed yet
@@ -70,7 +71,12 @@ class TorchBinding(TorchTraining):
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
         if not self._open or self.is_stale:
-            self.begin()
+            self._alone = not self.exchanges
+            if not self._alone:
+                self.begin()
+        if self._alone:
+            self._open += 1
+            return torch.zeros(1, dtype=torch.int64), Ticket("", False, tensor)  # Horovod wants something to allreduce
         if self._casting:
             sent = self._passthrough.compress(tensor)
             self._open += 1
@@ -86,6 +92,8 @@ class TorchBinding(TorchTraining):
         return torch.full((1,), self.presence), Ticket(name, False, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        if self._alone:
+            return self._keep(ticket)
         if ticket is UNCHANGED:
             result = tensor
         elif ticket.cast:
@@ -99,6 +107,14 @@ class TorchBinding(TorchTraining):
             self._passthrough.end()
             self.end_step()
         return result
+
+    def _keep(self, ticket: Ticket) -> torch.Tensor:
+        """This rank's own gradient, in a step without an exchange."""
+        assert ticket.gradient is not None
+        self._open -= 1
+        if not self._open:
+            self.engine.enter_alone(self._horovods.own, PRESENCE_BYTES * len(self._horovods.own))
+        return ticket.gradient
 
     def begin(self) -> None:
         """`Binding.begin`, and which way the step takes."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,16 +14,58 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_whole
 
 
-class Momentum(NamedTuple):
-    """What a parameter's gradient is sent with.
+@dataclass(frozen=True)
+class Momentum:
+    """What a gradient is sent with: g + b1 / (1 - b1) m, the momentum divided by 1 - b1.
 
     Attributes:
-        mean: of the gradients so far, as Adam has it; the same on all ranks, and in the parameter's shape.
-        weight: by which it is multiplied before it is added to a gradient.
+        mean: m, the first moment before this step; the same on all ranks.
+        weight: b1 / (1 - b1).
+
+    Class attributes:
+        sent_always: whether it is sent also where nothing is lost.
     """
 
     mean: torch.Tensor
     weight: float
+    sent_always: ClassVar[bool] = False
+
+    def add_to(self, gradient: torch.Tensor, scale: float) -> None:
+        """Makes of a gradient, in place, what is sent. scale: by which the gradient is multiplied."""
+        gradient.add_(self.mean, alpha=self.weight * scale)
+
+    def take_from(self, mean: torch.Tensor, scale: float) -> None:
+        """Makes of the mean of what the ranks sent, in place, what the optimizer gets."""
+        mean.sub_(self.mean, alpha=self.weight * scale)
+
+
+@dataclass(frozen=True)
+class LocalMomenta:
+    """What is sent in the place of a gradient after local steps: the mean of the momenta since the last exchange, by
+    their rates, divided by 1 - b1. The optimizer gets the mean of it.
+
+    Attributes:
+        mean: m of this rank, before this step.
+        weight: b1 / (1 - b1).
+        moved: the sum of rate times m over the steps since the last exchange, without this one.
+        share: this step's part of the sum of the rates.
+        of_moved: the factor of `moved`.
+    """
+
+    mean: torch.Tensor
+    weight: float
+    moved: torch.Tensor
+    share: float
+    of_moved: float
+    sent_always: ClassVar[bool] = True
+
+    def add_to(self, gradient: torch.Tensor, scale: float) -> None:
+        """As of `Momentum`."""
+        gradient.mul_(self.share).add_(self.mean, alpha=self.weight * self.share * scale)
+        gradient.add_(self.moved, alpha=self.of_moved * scale)
+
+    def take_from(self, mean: torch.Tensor, scale: float) -> None:
+        """As of `Momentum`."""
 
 
 class CompressedAdam(torch.optim.AdamW):
@@ -42,6 +85,11 @@ class CompressedAdam(torch.optim.AdamW):
     compressor, has the same result. `clip_grad_norm_` would see the noise of the compression, which is larger than the
     gradient: clip in the first steps only, `if not optimizer.frozen`.
 
+    With `local_steps` above 1 each rank makes that number of steps with its own momentum, and the ranks then exchange
+    the mean of the momenta since the last exchange, by which all of them move from where they were equal: the local
+    steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. In between the ranks' weights
+    differ: save and evaluate when `in_sync`.
+
     Where the second moment is zero when it is frozen, the element never had a gradient, and stays as it is: its moment
     becomes infinite in the state. Let rare rows of embeddings have a gradient before.
 
@@ -49,15 +97,18 @@ class CompressedAdam(torch.optim.AdamW):
         params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
         freeze_after: steps of a parameter before its second moment is frozen; 15 to 25 % of the training. A state of
             `torch.optim.AdamW` can be loaded, whose steps count.
-        warm_up: the compressor of the steps before, as a spec: one that does no harm to AdamW, such as "int8", "int4"
-            or "none".
+        warm_up: the compressor of the steps before, as a spec: one that does no harm to AdamW, such as "int8", "int4",
+            "powersgd:rank=4" or "none".
+        local_steps: after that, the ranks exchange in steps whose number is a multiple of this.
 
     Attributes:
         frozen: whether the next step is one with frozen second moments. Those of parameters that have begun later than
             others may follow later.
+        in_sync: whether all ranks have the same weights now.
+        exchanges: whether gradients are exchanged in the next step.
 
     Raises:
-        ConfigurationError: without `freeze_after`, or for one that is no number of steps.
+        ConfigurationError: without `freeze_after`, or for numbers of steps that are none.
         SpecError: for a `warm_up` that is no compressor.
     """
 
@@ -71,9 +122,12 @@ class CompressedAdam(torch.optim.AdamW):
         *,
         freeze_after: int | None = None,
         warm_up: str = "none",
+        local_steps: int = 1,
     ) -> None:
+        self._sums: dict[torch.Tensor, float] = {}  # of the rates that momenta were sent with in this step
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self.defaults |= {"freeze_after": freeze_after, "warm_up": str(parse_compressor(warm_up))}
+        spec = str(parse_compressor(warm_up))
+        self.defaults |= {"freeze_after": freeze_after, "warm_up": spec, "local_steps": local_steps}
         self._complete()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -89,12 +143,17 @@ class CompressedAdam(torch.optim.AdamW):
     def _complete(self) -> None:
         """Gives all groups what they lack: Horovod makes an optimizer anew of its groups, and AdamW's have less."""
         for group in self.param_groups:
-            for option in ("freeze_after", "warm_up"):
+            for option in ("freeze_after", "warm_up", "local_steps"):
                 group.setdefault(option, self.defaults[option])
             if not is_whole(group["freeze_after"], 1):
                 raise ConfigurationError(
                     f"CompressedAdam: freeze_after={group['freeze_after']!r} is not possible; give the number of "
                     "steps, at least 1, after which the second moment is frozen, 15 to 25 % of the training"
+                )
+            if not is_whole(group["local_steps"], 1):
+                raise ConfigurationError(
+                    f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
+                    "from one exchange to the next, 1 for an exchange in each"
                 )
 
     # What the binding of a `hvdcomp.Compression` asks, before each exchange.
@@ -105,6 +164,11 @@ class CompressedAdam(torch.optim.AdamW):
         return str(self.param_groups[0]["warm_up"])
 
     @property
+    def local_steps(self) -> int:
+        """As given."""
+        return int(self.param_groups[0]["local_steps"])
+
+    @property
     def frozen(self) -> bool:
         for group in self.param_groups:
             steps = [int(self.state[one]["step"]) for one in group["params"] if one in self.state]
@@ -112,16 +176,46 @@ class CompressedAdam(torch.optim.AdamW):
                 return False
         return bool(self.state)
 
-    def momenta(self) -> dict[torch.Tensor, Momentum]:
+    @property
+    def in_sync(self) -> bool:
+        return self.local_steps == 1 or not self.frozen or self._steps % self.local_steps == 0
+
+    @property
+    def exchanges(self) -> bool:
+        return self.local_steps == 1 or not self.frozen or (self._steps + 1) % self.local_steps == 0
+
+    @property
+    def _steps(self) -> int:
+        return max((int(state["step"]) for state in self.state.values()), default=0)
+
+    def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
         """What each gradient is to be sent with in the next step, by parameter; without those that are sent alone."""
         self._freeze()
         return {
-            parameter: Momentum(state["exp_avg"], group["betas"][0] / (1 - group["betas"][0]))
+            parameter: self._momentum(parameter, group)
             for group in self.param_groups
             for parameter in group["params"]
-            if "frozen_at" in (state := self.state.get(parameter, {}))
+            if self._is_frozen(parameter)
         }
 
+    def _momentum(self, parameter: torch.Tensor, group: dict[str, Any]) -> Momentum | LocalMomenta:
+        state, b1 = self.state[parameter], group["betas"][0]
+        if group["local_steps"] == 1:
+            return Momentum(state["exp_avg"], b1 / (1 - b1))
+        rate = self._rate(group, state)
+        self._sums[parameter] = total = state["rates"] + rate
+        share, of_moved = (rate / total, 1 / (total * (1 - b1))) if total else (1.0, 0.0)
+        return LocalMomenta(state["exp_avg"], b1 / (1 - b1), state["moved"], share, of_moved)
+
+    @staticmethod
+    def _rate(group: dict[str, Any], state: dict[str, Any]) -> float:
+        """By what the next first moment is multiplied, with the correction of its bias."""
+        return float(group["lr"]) / (1 - float(group["betas"][0]) ** (int(state["step"]) + 1))
+
+    def _is_frozen(self, parameter: torch.Tensor) -> bool:
+        return "frozen_at" in self.state.get(parameter, ())
+
+    @torch.no_grad()
     def _freeze(self) -> None:
         """Freezes the second moments that are due."""
         for group in self.param_groups:
@@ -131,6 +225,10 @@ class CompressedAdam(torch.optim.AdamW):
                     state["frozen_at"] = step
                     # An element without a gradient so far gets no step, whatever noise compression makes of it.
                     state["exp_avg_sq"].masked_fill_(state["exp_avg_sq"] == 0, math.inf)
+                    if group["local_steps"] > 1:
+                        state["anchor"] = parameter.detach().clone()
+                        state["moved"] = torch.zeros_like(parameter)
+                        state["rates"] = 0.0
 
     # A step.
 
@@ -142,36 +240,62 @@ class CompressedAdam(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self._freeze()
-        frozen = {
-            parameter: parameter.grad
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None and "frozen_at" in self.state.get(parameter, {})
-        }
-        for parameter in frozen:
+        alone = not self.exchanges  # what is not frozen yet waits for a step in which it is exchanged
+        given = {one: one.grad for group in self.param_groups for one in group["params"] if one.grad is not None}
+        frozen = {one for one in given if self._is_frozen(one)}
+        for parameter in given if alone else frozen:
             parameter.grad = None
         try:
             super().step()
         finally:
-            for parameter, gradient in frozen.items():
+            for parameter, gradient in given.items():
                 parameter.grad = gradient
         for group in self.param_groups:
             self._step_frozen(group, [one for one in group["params"] if one in frozen])
+        self._sums.clear()
         return loss
 
     def _step_frozen(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """The step of parameters whose second moment is frozen."""
         if not parameters:
             return
-        rate, (b1, b2) = float(group["lr"]), group["betas"]
+        (b1, b2), kept = group["betas"], 1 - float(group["lr"]) * group["weight_decay"]
         states = [self.state[one] for one in parameters]
-        means = [state["exp_avg"] for state in states]
+        rates = [self._rate(group, state) for state in states]
         torch._foreach_add_([state["step"] for state in states], 1)
-        torch._foreach_lerp_(means, [one.grad for one in parameters if one.grad is not None], 1 - b1)
-        if group["weight_decay"]:
-            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
         scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
         torch._foreach_div_(scales, [math.sqrt(1 - b2 ** state["frozen_at"]) for state in states])
         torch._foreach_add_(scales, group["eps"])
-        rates = [-rate / (1 - b1 ** int(state["step"])) for state in states]
-        torch._foreach_addcdiv_(parameters, means, scales, rates)
+        if group["local_steps"] > 1:
+            torch._foreach_mul_([state["anchor"] for state in states], kept)
+            met = [one in self._sums for one in parameters]
+            for parameter, state, scale, rate, meets in zip(parameters, states, scales, rates, met, strict=True):
+                move = self._meet if meets else _move_alone
+                move(parameter, state, scale, rate, b1, kept)
+            return
+        means = [state["exp_avg"] for state in states]
+        torch._foreach_lerp_(means, [one.grad for one in parameters if one.grad is not None], 1 - b1)
+        torch._foreach_mul_(parameters, kept)
+        torch._foreach_addcdiv_(parameters, means, scales, [-rate for rate in rates])
+
+    def _meet(
+        self, parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
+    ) -> None:
+        """The step in which the ranks have exchanged their momenta: from where they last were equal."""
+        assert parameter.grad is not None
+        torch.mul(parameter.grad, 1 - b1, out=state["exp_avg"])
+        state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter])
+        parameter.copy_(state["anchor"])
+        state["moved"].zero_()
+        state["rates"] = 0.0
+
+
+def _move_alone(
+    parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
+) -> None:
+    """The step of one rank by its own momentum."""
+    assert parameter.grad is not None
+    state["exp_avg"].lerp_(parameter.grad, 1 - b1)
+    parameter.mul_(kept).addcdiv_(state["exp_avg"], scale, value=-rate)
+    state["moved"].add_(state["exp_avg"], alpha=rate)
+    state["rates"] += rate

@@ -93,9 +93,8 @@ class DDPBinding(TorchTraining):
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # of a step that casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan, and its wire
-        # What is nothing but casts in every step needs no question in any: that would cost a latency.
-        self._may_change = self.plan_may_change
         self._asked = True
+        self._kept: set[str] | None = None  # tensors of a step without an exchange; None in one with
         self._step: list[_Taken] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._batches: list[Sequence[str]] = []  # names in each of DDP's buckets, in the latest step
@@ -122,9 +121,13 @@ class DDPBinding(TorchTraining):
             The means, in the bucket's place.
         """
         if bucket.index() == 0:
-            self.begin()
+            self._kept = None if self.exchanges else set()
+            if self._kept is None:
+                self.begin()
         names = [self._names[parameter] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
+        if self._kept is not None:
+            return self._keep(buffer, bucket.is_last(), self._kept | set(names))
         gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
         whole = self._wire is not None or buffer.is_sparse
         if whole:
@@ -140,13 +143,23 @@ class DDPBinding(TorchTraining):
             self._end()
         return future
 
+    def _keep(self, buffer: torch.Tensor, is_last: bool, names: set[str]) -> torch.futures.Future[torch.Tensor]:
+        """Leaves this rank its own gradients; `names` are of those so far."""
+        self._kept = names
+        if is_last:
+            self.engine.enter_alone(names)
+        future = _future(buffer)
+        future.set_result(buffer)
+        return future
+
     def begin(self) -> None:
         """`Binding.begin`, and which way the step takes."""
         self._step.clear()
         self._pending.clear()
         super().begin()
         self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
-        self._asked = self._wire is None or self._may_change
+        # What is nothing but casts in every step needs no question in any: that would cost a latency.
+        self._asked = self._wire is None or self.plan_may_change
         if self._asked:
             self._everyone.ask(self.presence, UNNAMED)
         if self._wire is None:

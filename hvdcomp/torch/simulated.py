@@ -58,6 +58,9 @@ class SimulatedBinding(TorchTraining):
         """Puts means in the place of the gradients; to be called after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
+        if not self.exchanges:
+            self.engine.enter_alone(gradients.keys())
+            return
         self.begin()
         wires = {one.wire_dtype(self.engine.tensors[name].dtype) for name, one in self.engine.plan.items()}
         casts = self.engine.passthrough and not self.needs_engine and len(wires) == 1

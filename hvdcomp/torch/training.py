@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from hvdcomp.bindings.adam import name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.torch.compressed_adam import CompressedAdam, Momentum
+from hvdcomp.torch.compressed_adam import CompressedAdam, LocalMomenta, Momentum
 from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 from hvdcomp.torch.packing import packed, unpacked
 from hvdcomp.torch.parameters import with_plain_names
@@ -56,7 +57,12 @@ class TorchTraining(Binding):
         self._optimizer = optimizer
         self._scaled: ScaledSteps | None = None
         if isinstance(optimizer, CompressedAdam):
-            setup.compression.settings.require_momenta(optimizer.compressor_before)
+            setup.compression.settings.require_momenta(optimizer.compressor_before, optimizer.local_steps)
+            if self.summed and optimizer.local_steps > 1:
+                raise ConfigurationError(
+                    f"CompressedAdam: local_steps={optimizer.local_steps} does not go with op=hvd.Sum, since a rank "
+                    "that steps alone has no sum; use op=hvd.Average"
+                )
         tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
 
@@ -74,12 +80,12 @@ class TorchTraining(Binding):
     def sent_with(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Adds to a gradient, in place, what it is sent with; to be called once before the engine gets it."""
         if name in self.units.momenta:
-            gradient.add_(self.units.momenta[name].mean, alpha=self.units.weight(name))
+            self.units.momenta[name].add_to(gradient, self.units.of_momenta)
         return gradient
 
     def take_back(self, means: Mapping[str, torch.Tensor]) -> None:
         for name in self.units.momenta.keys() & means.keys():
-            means[name].sub_(self.units.momenta[name].mean, alpha=self.units.weight(name))
+            self.units.momenta[name].take_from(means[name], self.units.of_momenta)
 
     @property
     def plan_may_change(self) -> bool:
@@ -112,12 +118,20 @@ class TorchTraining(Binding):
         scaler = self.setup.grad_scaler
         return None if scaler is None else float(scaler.get_scale())
 
+    def adam(self) -> str | None:
+        return name_of_adam(self._optimizer)
+
     def warm_up(self) -> str | None:
         optimizer = self._optimizer
         waits = isinstance(optimizer, CompressedAdam) and not optimizer.frozen
         return optimizer.compressor_before if waits else None
 
-    def momenta_of_step(self) -> Mapping[str, Momentum]:
+    @property
+    def exchanges(self) -> bool:
+        """Whether gradients are exchanged in the step that begins; the same on all ranks."""
+        return not isinstance(self._optimizer, CompressedAdam) or self._optimizer.exchanges
+
+    def momenta_of_step(self) -> Mapping[str, Momentum | LocalMomenta]:
         if not isinstance(self._optimizer, CompressedAdam):
             return {}
         momenta = self._optimizer.momenta()

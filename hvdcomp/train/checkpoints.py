@@ -45,7 +45,10 @@ _MAY_CHANGE = {
 }
 _RANKS = "ranks"
 # Options that earlier versions did not have, and what they did.
-_BEFORE = {"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0}
+_BEFORE = {
+    **{"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0},
+    **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1},
+}
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 """What of a run a checkpoint keeps as it is."""

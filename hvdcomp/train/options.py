@@ -94,6 +94,7 @@ class TrainingOptions:
     betas: tuple[float, float] = (0.9, 0.95)  # adamw
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
+    local_steps: int = 1  # compressed-adam, after that: from one exchange to the next
     weight_decay: float | None = None
     schedule: str = "step"
     milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
@@ -262,6 +263,7 @@ class TrainingOptions:
                 self.backward_passes_per_step >= 1,
                 f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
             ),
+            *self._checks_of_local_steps(),
             *self._checks_of_simulation(),
             (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
             (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
@@ -299,6 +301,29 @@ class TrainingOptions:
         for right, message in checks:
             if not right:
                 raise SetupError(message)
+
+    def _checks_of_local_steps(self) -> list[tuple[bool, str]]:
+        every, what = self.local_steps, f"--local-steps {self.local_steps}"
+        return [
+            (every >= 1, f"{what}: at least 1"),
+            (
+                every <= 1 or self.optimizer == "compressed-adam",
+                f"{what} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
+            ),
+            (every <= 1 or self.framework == "torch", f"{what}: --framework torch has it alone"),
+            (
+                every <= 1 or (self.steps is not None and self.steps % every == 0),
+                f"{what}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
+            ),
+            (
+                every <= 1 or (self.evaluate_every or 0) % every == 0,
+                f"{what}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
+            ),
+            (
+                every <= 1 or self.checkpoint_folder is None,
+                f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+            ),
+        ]
 
     def _checks_of_simulation(self) -> list[tuple[bool, str]]:
         ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
@@ -358,7 +383,17 @@ class TrainingOptions:
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
 
     def for_steps(self, steps_per_epoch: int) -> TrainingOptions:
-        """These options, resolved, with what depends on the length of the run."""
+        """These options, resolved, with what depends on the length of the run.
+
+        Raises:
+            SetupError: an epoch ends where the ranks have no common weights.
+        """
+        evaluated = self.evaluate_every is not None or (self.steps or 0) <= steps_per_epoch
+        if self.local_steps > 1 and not evaluated and steps_per_epoch % self.local_steps:
+            raise SetupError(
+                f"--local-steps {self.local_steps}: an epoch of {steps_per_epoch} steps would end while the ranks have "
+                f"weights of their own; give --evaluate-every N, a multiple of {self.local_steps}"
+            )
         if self.optimizer != "compressed-adam" or self.freeze_after is not None:
             return self
         steps = self.steps or self.epochs * steps_per_epoch

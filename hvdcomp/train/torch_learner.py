@@ -76,6 +76,7 @@ class TorchLearner(Learner):
             betas=options.betas,
             freeze_after=options.freeze_after,
             warm_up=options.freeze_compression,
+            local_steps=options.local_steps,
         )
 
     def compression(self, spec: str, **options: Any) -> Compression:

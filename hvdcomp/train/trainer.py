@@ -57,7 +57,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
         saved = checkpoints.find()
     ranks.together(lambda: _check_outputs(options, ranks, saved))
     data, steps = ranks.together(lambda: _data(options, ranks))
-    options = options.for_steps(steps)
+    options = ranks.together(lambda: options.for_steps(steps))
     learner = ranks.together(lambda: make_learner(options, data, ranks))
     ranks.check_same({"training samples": len(data.train_x), "classes": data.classes})
     learner.broadcast()

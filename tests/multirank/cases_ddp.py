@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
+from hvdcomp.torch import CompressedAdam
 from hvdcomp.torch.packing import packed, unpacked
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics
@@ -700,3 +701,24 @@ def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
     for way, wrap in WRAPPERS.items():
         assert torch.equal(trained(wrap), expected), way
     assert torch.equal(trained(WRAPPERS["nothing"], WRAPPERS["torch.compile"]), expected)
+
+
+def case_local_steps_end_with_equal_weights() -> None:
+    for how in ("efsignsgd", "none"):
+        model = large_model()
+        distributed = DistributedDataParallel(model, bucket_cap_mb=1.5)
+        optimizer = CompressedAdam(
+            model.parameters(), 1e-5, freeze_after=4, warm_up="int8", local_steps=4
+        )
+        ours = hvdcomp.Compression.from_spec(how)
+        hvdcomp.ddp.register(distributed, ours, optimizer)
+        train(distributed, optimizer, steps=10)
+        assert not optimizer.in_sync
+        assert len({tuple(one[:8].tolist()) for one in gathered(weights(model))}) == dist.get_world_size()
+        train(distributed, optimizer, steps=2)
+        assert optimizer.in_sync
+        assert_same_everywhere(weights(model))
+        assert ours.ledger.steps == 12
+        plain = ours.ledger.last
+        train(distributed, optimizer, steps=1)
+        assert (ours.ledger.last.bytes_sent, ours.ledger.last.dense_bytes) == (0, plain.dense_bytes), how

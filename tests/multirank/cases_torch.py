@@ -536,9 +536,13 @@ def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
     assert torch.equal(trained(WRAPPERS["torch.compile of activation checkpointing"], True), expected)
 
 
-def compressed_adam(model: torch.nn.Module, how: Any, freeze_after: int = 3, **options: Any) -> torch.optim.Optimizer:
+def compressed_adam(
+    model: torch.nn.Module, how: Any, freeze_after: int = 3, local_steps: int = 1, **options: Any
+) -> torch.optim.Optimizer:
     """Horovod's optimizer around ours."""
-    optimizer = CompressedAdam(model.parameters(), 1e-3, (0.9, 0.95), freeze_after=freeze_after, warm_up="int8")
+    optimizer = CompressedAdam(
+        model.parameters(), 1e-3, (0.9, 0.95), freeze_after=freeze_after, warm_up="int8", local_steps=local_steps
+    )
     return hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=how, **options
     )
@@ -576,3 +580,17 @@ def case_momenta_need_a_result_in_units_of_gradients() -> None:
     model = small_model()
     optimizer = compressed_adam(model, compression("signsgd", model))
     assert "signsgd does not go with CompressedAdam" in raised(ValueError, lambda: train(model, optimizer, 1))
+
+
+def case_local_steps_end_with_equal_weights() -> None:
+    model = small_model()
+    how = compression("efsignsgd", model)
+    optimizer = compressed_adam(model, how, freeze_after=4, local_steps=4)
+    train(model, optimizer, 11)
+    assert not optimizer.in_sync
+    train(model, optimizer, 1)
+    assert_same_everywhere(weights(model))
+    everything = len(list(model.parameters()))
+    train(model, optimizer, 1)
+    assert how.ledger.last.bytes_sent == 8 * everything  # by which Horovod knows that a rank goes on
+    assert how.ledger.steps == 13
