@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +16,13 @@ torch = pytest.importorskip("torch")
 from hvdcomp import (  # noqa: E402
     DGC,
     Accordion,
+    ByName,
     Compression,
     ConfigurationError,
     EFSignSGD,
     Int8,
     NoCompression,
+    NoMemory,
     SignSGD,
     SpecError,
     TopK,
@@ -106,6 +110,7 @@ def stated(w: np.ndarray, c: Callable[[np.ndarray], np.ndarray] | None) -> np.nd
             sent = momenta if c is None else [c(one) for one in momenta]
             rests = [one - s for one, s in zip(momenta, sent, strict=True)]
             m = sum(sent) / RANKS
+            v_hat = np.maximum(v, 0.01 * v.mean()) / (1 - b2**FREEZE_AFTER)
         w = w - RATE * DECAY * w
         w = w - RATE * (m / (1 - b1**t)) / (np.sqrt(v_hat) + EPS)
     return w
@@ -234,6 +239,8 @@ def test_momenta_follow_a_loss_scale() -> None:
         ({}, ConfigurationError, "freeze_after=None is not possible; give the number of steps"),
         ({"freeze_after": 0}, ConfigurationError, "freeze_after=0 is not possible"),
         ({"freeze_after": 2.5}, ConfigurationError, "freeze_after=2.5 is not possible"),
+        ({"freeze_after": 5, "local_steps": 0}, ConfigurationError, "local_steps=0 is not possible"),
+        ({"freeze_after": 5, "floor": -1}, ConfigurationError, "floor=-1 is not possible; give a share from 0 to 1"),
         ({"freeze_after": 5, "warm_up": "int5"}, SpecError, "int5"),
     ],
 )
@@ -267,7 +274,7 @@ def stated_with_local_steps(
             g = sum(gradients_of(rank, t - 1, w.shape).astype(np.float64) for rank in range(RANKS)) / RANKS
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             w = (1 - RATE * DECAY) * w - RATE * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + EPS)
-        scale = np.sqrt(v / (1 - b2**FREEZE_AFTER)) + EPS
+        scale = np.sqrt(np.maximum(v, 0.01 * v.mean()) / (1 - b2**FREEZE_AFTER)) + EPS
         anchor, own = w, [m] * RANKS
         moved, rests, rates = [np.zeros_like(w)] * RANKS, [np.zeros_like(w)] * RANKS, 0.0
         for t in range(FREEZE_AFTER + 1, STEPS + 1):
@@ -316,3 +323,45 @@ def test_local_steps_do_not_go_with_a_policy() -> None:
 
     with pytest.raises(SpecError, match="local_steps=3 of CompressedAdam does not go with the policy accordion"):
         train(lambda: Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05), steps_per_epoch=4), adam)
+
+
+def test_a_policy_sets_levels_after_the_warm_up() -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER)
+
+    def compression() -> Compression:
+        return Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05, interval=1), steps_per_epoch=2)
+
+    dense = 4 * (np.prod(SHAPE) + 7)
+    sent = [
+        train(compression, adam, steps=steps)[0][2].ledger.totals.bytes_sent for steps in (FREEZE_AFTER, STEPS)
+    ]
+    assert FREEZE_AFTER * dense <= sent[0] < FREEZE_AFTER * dense * 1.01
+    assert 0.05 * dense < (sent[1] - sent[0]) / (STEPS - FREEZE_AFTER) < 0.5 * dense
+    weights = [one[0]["matrix"] for one in train(compression, adam)]
+    assert all(np.array_equal(one, weights[0]) for one in weights)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "compressor", "warns"),
+    [
+        (torch.optim.AdamW, TopK(0.05), True),
+        (torch.optim.AdamW, EFSignSGD(), True),
+        (torch.optim.Adam, ByName({"matrix": TopK(0.05), "*": NoCompression()}), True),
+        (torch.optim.AdamW, Int8(), False),
+        (torch.optim.SGD, TopK(0.05), False),
+        (functools.partial(CompressedAdam, freeze_after=2), TopK(0.05), False),
+    ],
+)
+def test_error_feedback_under_a_stock_adam_is_warned_of(optimizer: Any, compressor: Any, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(lambda: Compression(compressor), lambda given: optimizer(given, lr=1e-3), steps=2)
+    said = [str(one.message) for one in caught if "learns badly with error feedback of" in str(one.message)]
+    assert len(said) == warns
+    assert not said or str(next(iter(compressor.leaves()))) in said[0]
+
+
+def test_without_memory_nothing_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    train(lambda: Compression(TopK(0.05), memory=NoMemory()), lambda given: torch.optim.AdamW(given), steps=2)
+    assert not [one for one in recwarn if "learns badly" in str(one.message)]

@@ -101,7 +101,10 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "--local-steps 2: --framework torch has it alone",
         ),
         (
-            {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "evaluate_every": 3, "validation_samples": 9},
+            {
+                **{"optimizer": "compressed-adam", "local_steps": 2, "steps": 4},
+                **{"evaluate_every": 3, "validation_samples": 9},
+            },
             "--evaluate-every 3 has to be a multiple of 2",
         ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),

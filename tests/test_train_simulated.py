@@ -40,6 +40,10 @@ _KINDS = {
         *(*_GPT, "--steps", "6", "--optimizer", "compressed-adam", "--freeze-after", "3"),
         *("--freeze-compression", "int8", "--compression", "efsignsgd"),
     ],
+    "local_steps": [
+        *(*_GPT, "--steps", "9", "--optimizer", "compressed-adam", "--freeze-after", "4", "--local-steps", "3"),
+        *("--lr", "1e-4", "--freeze-compression", "powersgd:rank=2", "--compression", "efsignsgd"),
+    ],
     "dropout": [*_GPT, "--compression", "int8"],
 }
 _SAME = ("weights_sha256", "loss", "steps", "bytes_sent", "floats_sent", "compression_factor")

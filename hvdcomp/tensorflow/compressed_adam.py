@@ -11,7 +11,7 @@ import tf_keras
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.described import is_whole
+from hvdcomp.specs.described import is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
     Args:
         learning_rate, options: as of `tf_keras.optimizers.AdamW`, but for `amsgrad`.
         freeze_after: steps before the second moments are frozen; 15 to 25 % of the training.
-        warm_up: the compressor of the steps before, as a spec: "none", or "int8" or "int4", which do no harm to AdamW.
+        warm_up, floor: as of `hvdcomp.torch.CompressedAdam`.
 
     Raises:
-        ConfigurationError: without `freeze_after`, or for one that is no number of steps; for `amsgrad`.
+        ConfigurationError: without `freeze_after`, or for one that is no number of steps; for a floor that is no share;
+            for `amsgrad`.
         SpecError: for a `warm_up` that is no compressor.
     """
 
@@ -54,6 +55,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         *,
         freeze_after: int | None = None,
         warm_up: str = "none",
+        floor: float = 0.01,
         name: str = "CompressedAdam",
         **options: Any,
     ) -> None:
@@ -62,11 +64,16 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
                 f"CompressedAdam: freeze_after={freeze_after!r} is not possible; give the number of steps, at least 1, "
                 "after which the second moment is frozen, 15 to 25 % of the training"
             )
+        if not (is_number(floor) and 0 <= floor <= 1):
+            raise ConfigurationError(
+                f"CompressedAdam: floor={floor!r} is not possible; give a share from 0 to 1, such as 0.01"
+            )
         if options.get("amsgrad"):
             raise ConfigurationError("CompressedAdam: amsgrad=True has no meaning where the second moment is frozen")
         super().__init__(learning_rate, name=name, **options)
         self.freeze_after = int(freeze_after or 0)
         self.compressor_before = str(parse_compressor(warm_up))
+        self.floor = floor
 
     @property
     def frozen(self) -> bool:
@@ -87,15 +94,16 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         of_second = 1 - tf.pow(tf.cast(self.beta_2, dtype), tf.cast(last, dtype))
         m.assign_add((gradient - m) * (1 - self.beta_1))
         # An element without a gradient so far gets no step, whatever noise compression makes of it.
-        kept = tf.where(v == 0, tf.cast(math.inf, dtype), v)
+        floored = tf.where(v == 0, tf.cast(math.inf, dtype), tf.maximum(v, tf.reduce_mean(v) * self.floor))
+        frozen = tf.where(step == self.freeze_after + 1, floored, v)
         adapted = v + (tf.square(gradient) - v) * (1 - self.beta_2)
-        v.assign(tf.where(step > self.freeze_after, kept, adapted))
+        v.assign(tf.where(step > self.freeze_after, frozen, adapted))
         rate = tf.cast(self.learning_rate, dtype) * tf.sqrt(of_second) / of_first
         variable.assign_sub((m * rate) / (tf.sqrt(v) + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
         """As of `tf_keras.optimizers.Optimizer`."""
-        own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before}
+        own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before, "floor": self.floor}
         return {**super().get_config(), **own}
 
     def _place(self, variable: tf.Variable) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.described import is_whole
+from hvdcomp.specs.described import is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class LocalMomenta:
         """As of `Momentum`."""
 
 
+_OWN = ("freeze_after", "warm_up", "local_steps", "floor")  # options of a group that AdamW does not have
+
+
 class CompressedAdam(torch.optim.AdamW):
     """AdamW that stops to adapt its second moment, so that the ranks can exchange momenta in place of gradients.
 
@@ -100,6 +103,9 @@ class CompressedAdam(torch.optim.AdamW):
         warm_up: the compressor of the steps before, as a spec: one that does no harm to AdamW, such as "int8", "int4",
             "powersgd:rank=4" or "none".
         local_steps: after that, the ranks exchange in steps whose number is a multiple of this.
+        floor: the least second moment that is frozen, as a share of the mean of its tensor. Without one, compression's
+            noise, which is as large everywhere, throws elements far whose second moment is small; 0 for none, as
+            published.
 
     Attributes:
         frozen: whether the next step is one with frozen second moments. Those of parameters that have begun later than
@@ -123,11 +129,12 @@ class CompressedAdam(torch.optim.AdamW):
         freeze_after: int | None = None,
         warm_up: str = "none",
         local_steps: int = 1,
+        floor: float = 0.01,
     ) -> None:
         self._sums: dict[torch.Tensor, float] = {}  # of the rates that momenta were sent with in this step
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         spec = str(parse_compressor(warm_up))
-        self.defaults |= {"freeze_after": freeze_after, "warm_up": spec, "local_steps": local_steps}
+        self.defaults |= dict(zip(_OWN, (freeze_after, spec, local_steps, floor), strict=True))
         self._complete()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -143,7 +150,7 @@ class CompressedAdam(torch.optim.AdamW):
     def _complete(self) -> None:
         """Gives all groups what they lack: Horovod makes an optimizer anew of its groups, and AdamW's have less."""
         for group in self.param_groups:
-            for option in ("freeze_after", "warm_up", "local_steps"):
+            for option in _OWN:
                 group.setdefault(option, self.defaults[option])
             if not is_whole(group["freeze_after"], 1):
                 raise ConfigurationError(
@@ -154,6 +161,10 @@ class CompressedAdam(torch.optim.AdamW):
                 raise ConfigurationError(
                     f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
                     "from one exchange to the next, 1 for an exchange in each"
+                )
+            if not (is_number(group["floor"]) and 0 <= group["floor"] <= 1):
+                raise ConfigurationError(
+                    f"CompressedAdam: floor={group['floor']!r} is not possible; give a share from 0 to 1, such as 0.01"
                 )
 
     # What the binding of a `hvdcomp.Compression` asks, before each exchange.
@@ -223,8 +234,11 @@ class CompressedAdam(torch.optim.AdamW):
                 state = self.state.get(parameter)
                 if state and "frozen_at" not in state and (step := int(state["step"])) >= group["freeze_after"]:
                     state["frozen_at"] = step
+                    v = state["exp_avg_sq"]
+                    unused = v == 0
+                    v.clamp_(min=v.mean() * group["floor"])
                     # An element without a gradient so far gets no step, whatever noise compression makes of it.
-                    state["exp_avg_sq"].masked_fill_(state["exp_avg_sq"] == 0, math.inf)
+                    v.masked_fill_(unused, math.inf)
                     if group["local_steps"] > 1:
                         state["anchor"] = parameter.detach().clone()
                         state["moved"] = torch.zeros_like(parameter)
