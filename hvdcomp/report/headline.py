@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdcomp.report.table import Group, Section
+from hvdcomp.report.groups import Group
+from hvdcomp.report.runs import three_digits
+from hvdcomp.report.series import seconds_to_target
+from hvdcomp.report.table import Section
 from hvdcomp.report.turns import RATES
 
 _AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
@@ -13,11 +16,26 @@ _MORE = 1.1  # times fewer bytes: what is worth a sentence
 
 
 def headline(section: Section) -> list[str]:
-    """The sentences: who won in bytes and in quality, and what is predicted for the slowest link; none of one run."""
+    """The sentences: who was first at a target, who won in bytes and in quality, and what is predicted for the slowest
+    link; none of one run."""
     known = [group for group in section.groups if group.quality is not None and group.factor is not None]
     if len(known) < 2 or section.metric is None:
         return []
-    return [*_bytes_and_quality(section, known), *_slow_link(section)]
+    return [*_first_at_target(section), *_bytes_and_quality(section, known), *_slow_link(section)]
+
+
+def _first_at_target(section: Section) -> Iterator[str]:
+    """Which series reached the target in the shortest time, if all did the same work for the same one."""
+    groups = [group for group in section.groups if group.target is not None]
+    times = {group: seconds for group in groups if group.always_reached and (seconds := seconds_to_target(group))}
+    if len({(group.work, group.target) for group in groups}) != 1 or len(times) < 2:
+        return
+    fastest = min(times, key=lambda group: times[group])
+    said = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
+    reference = section.reference
+    if reference in times and reference is not fastest:
+        said += f", {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}"
+    yield f"{said}." if section.simulated is None else f"{said} ({section.simulated})."
 
 
 def _bytes_and_quality(section: Section, known: list[Group]) -> Iterator[str]:
