@@ -166,20 +166,22 @@ def test_a_reference_is_plain_and_preferably_always_there(tmp_path: Path) -> Non
 def test_the_headline_says_who_was_first_at_the_target(tmp_path: Path) -> None:
     write_seed(tmp_path / "dense", seconds=4.0)
     write_seed(tmp_path / "topk", "topk:ratio=0.01", seconds=1.0, factor=50)
-    assert headline(section_of(tmp_path))[0] == (
-        "topk:ratio=0.01 reached accuracy=0.8 first, in 3.00 seconds of training, 4.0 times as fast as dense training."
-    )
+    write_seed(tmp_path / "dgc", "dgc:ratio=0.001", seconds=1.0, factor=100, accuracies=(0.1, 0.2, 0.3, 0.4, 0.8))
+    assert headline(section_of(tmp_path)) == [
+        "topk:ratio=0.01 reached accuracy=0.8 first, in 3.00 seconds of training, 4.0 times as fast as dense training.",
+        "dgc:ratio=0.001 sent fewest bytes to get there, 4.0 MB, 60.0 times fewer than dense training.",
+    ]
     write_seed(tmp_path / "int8", "int8", seconds=0.1, target="accuracy=0.7")
-    assert "first" not in headline(section_of(tmp_path))[0], "different targets are not compared"
+    assert headline(section_of(tmp_path)) == [], "different targets are not compared"
 
 
 def test_without_seeds_or_targets_there_is_no_table_of_series(tmp_path: Path) -> None:
-    write_seed(tmp_path / "runs" / "dense", target=None)
-    result = report(tmp_path / "runs", "--output", tmp_path / "out")
-    assert result.exit_code == 0, result.output
-    assert "Seeds" not in result.output + (tmp_path / "out/report.html").read_text()
-    (row,) = json.loads((tmp_path / "out/report.json").read_text())["series"]
+    write_seed(tmp_path / "dense", target=None)
+    assert not section_of(tmp_path).has_series
+    (row,) = section_of(tmp_path).series
     assert (row["seeds"], row["loss_ci95"]) == (1, None)
+    write_seed(tmp_path / "topk", "topk:ratio=0.01")
+    assert section_of(tmp_path).has_series
 
 
 def test_a_band_is_over_the_steps_that_all_seeds_have() -> None:

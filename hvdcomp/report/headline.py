@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich import filesize
+
 from hvdcomp.report.groups import Group
 from hvdcomp.report.runs import three_digits
-from hvdcomp.report.series import seconds_to_target
+from hvdcomp.report.series import mean_to_target
 from hvdcomp.report.table import Section
 from hvdcomp.report.turns import RATES
 
@@ -21,21 +23,28 @@ def headline(section: Section) -> list[str]:
     known = [group for group in section.groups if group.quality is not None and group.factor is not None]
     if len(known) < 2 or section.metric is None:
         return []
-    return [*_first_at_target(section), *_bytes_and_quality(section, known), *_slow_link(section)]
+    ended = _at_target(section) if section.has_targets else _bytes_and_quality(section, known)
+    return [*ended, *_slow_link(section)]
 
 
-def _first_at_target(section: Section) -> Iterator[str]:
-    """Which series reached the target in the shortest time, if all did the same work for the same one."""
+def _at_target(section: Section) -> Iterator[str]:
+    """Which series reached the target first, and with fewest bytes, if all did the same work for the same one."""
     groups = [group for group in section.groups if group.target is not None]
-    times = {group: seconds for group in groups if group.always_reached and (seconds := seconds_to_target(group))}
-    if len({(group.work, group.target) for group in groups}) != 1 or len(times) < 2:
+    there = [group for group in groups if group.always_reached]
+    if len({(group.work, group.target) for group in groups}) != 1 or len(there) < 2:
         return
-    fastest = min(times, key=lambda group: times[group])
+    times = {group: mean_to_target(group, "trained_seconds") or 0.0 for group in there}
+    sent = {group: mean_to_target(group, "bytes_sent") or 0.0 for group in there}
+    fastest, fewest = min(there, key=lambda group: times[group]), min(there, key=lambda group: sent[group])
+    dense = section.reference if section.reference in there else None
     said = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
-    reference = section.reference
-    if reference in times and reference is not fastest:
-        said += f", {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}"
+    if dense is not None and dense is not fastest and times[fastest]:
+        said += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
     yield f"{said}." if section.simulated is None else f"{said} ({section.simulated})."
+    said = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
+    if dense is not None and dense is not fewest and sent[fewest]:
+        said += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
+    yield f"{said}."
 
 
 def _bytes_and_quality(section: Section, known: list[Group]) -> Iterator[str]:

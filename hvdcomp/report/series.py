@@ -112,15 +112,15 @@ def _unfinished(group: Group) -> list[str]:
     return [f"{count} {printable(status)}" for status, count in counts.items()]
 
 
+def mean_to_target(group: Group, name: str) -> float | None:
+    """What the target took ("step", "bytes_sent" or "trained_seconds"), over the runs that reached it; None of none."""
+    known = _to_target(group, name)
+    return None if known is None else known.mean
+
+
 def _to_target(group: Group, name: str) -> Estimate | None:
     """What the target took, over the runs that reached it."""
     return estimate(_by_seed(group.runs, lambda run: None if run.reached is None else finite(run.reached[name])))
-
-
-def seconds_to_target(group: Group) -> float | None:
-    """The mean over the runs that reached their target, or None if none did."""
-    known = _to_target(group, "trained_seconds")
-    return None if known is None else known.mean
 
 
 def _speed(group: Group, spec: str, others: Iterable[Group]) -> dict[str, Any]:
@@ -128,12 +128,12 @@ def _speed(group: Group, spec: str, others: Iterable[Group]) -> dict[str, Any]:
 
     Of several such the fastest counts, but one that always reached the target before one that did not.
     """
-    mine = seconds_to_target(group)
+    mine = mean_to_target(group, "trained_seconds")
     rivals = [other for other in others if other.spec == spec and other.is_plain and other.work == group.work]
     times = {
         rival: seconds
         for rival in rivals
-        if rival.target == group.target and (seconds := seconds_to_target(rival)) is not None
+        if rival.target == group.target and (seconds := mean_to_target(rival, "trained_seconds")) is not None
     }
     column = f"speed_to_target_vs_{spec}"
     if not mine or not times:
