@@ -221,6 +221,15 @@ def test_curves_have_bands_over_bytes_and_seconds_and_the_target(tmp_path: Path)
     assert figures["loss-bytes"][1].axes[0].collections, "the training loss has bands too"
 
 
+def test_seeds_without_a_common_step_have_a_line_each(tmp_path: Path) -> None:
+    write_seed(tmp_path / "one", seed=0)
+    file = write_seed(tmp_path / "two", seed=1) / "evaluations.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(record | {"step": record["step"] + 1}) + "\n" for record in records))
+    (axes,) = figures_of(section_of(tmp_path))["accuracy-bytes"][1].axes
+    assert [line.get_ydata().tolist() for line in axes.lines if len(line.get_xdata()) == 3] == [[10, 50, 80]] * 2
+
+
 def test_a_loss_that_is_the_target_is_drawn_with_it(tmp_path: Path) -> None:
     write_seed(tmp_path / "dense", target="loss=1.3")
     figures = figures_of(section_of(tmp_path))

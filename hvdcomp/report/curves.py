@@ -152,9 +152,13 @@ def _told(runs: list[Run], of: str) -> list[Run]:
 
 
 def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
+    """The mean and the band; a line for each run where they have no step in common, as policies change their number."""
     if not curves:
         return
     band = band_of(curves)
+    if not band.x.size:
+        for curve in curves:
+            axes.plot(curve.x, curve.y, **style)
     axes.plot(band.x, band.mean, **style)
     if len(curves) > 1:
         axes.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0)
