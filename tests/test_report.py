@@ -21,6 +21,7 @@ from hvdcomp.cli import main
 from hvdcomp.report.curves import draw_section, smooth
 from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import RunError, find_runs
+from hvdcomp.report.series import series_cells
 from hvdcomp.report.table import cells, make_sections
 
 HOSTILE = "topk<script>alert(1)</script>\"'[red]$x_$\x1b[31m"
@@ -160,7 +161,7 @@ def test_unfinished_run_with_truncated_last_line(tmp_path):
     assert run.steps["step"].tolist() == list(range(1, 60))
     (row,) = read_table(folder)
     assert row["status"] == "unfinished"
-    assert row["quality"] == run.epochs["accuracy"][-1]
+    assert row["quality"] == run.evaluations["accuracy"][-1]
     assert row["compression_factor"] == pytest.approx(10)
     assert 20 <= row["ms_per_step"] < 22
     shown = cells(row)
@@ -207,6 +208,10 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
         ("steps.jsonl", {"ms": 10**400}, "is too large a number"),
         ("steps.jsonl", [1, 2], "line 2 is not a record of a run: [1, 2]"),
         ("steps.jsonl", {"step": 1e308}, "1e+308 is not the number of a step"),
+        ("summary.json", {"until": "accuracy=0.9"}, "until: 'accuracy=0.9' must be a table"),
+        ("summary.json", {"until": {"target": "speed=2", "reached": False}}, "'speed=2' is no target"),
+        ("summary.json", {"until": {"target": "loss=2", "reached": 1}}, "until: reached: 1 must be"),
+        ("summary.json", {"until": {"target": "loss=2", "reached": True, "step": "9"}}, '"9" is not a number'),
         ("epochs.jsonl", {"accuracy": {}}, "line 2 is not a record of a run: {} is not a number"),
     ],
 )
@@ -325,10 +330,13 @@ def test_json_and_csv_say_what_the_table_says(tmp_path):
     assert result.exit_code == 0, result.output
     expected = read_table(tmp_path / "runs")
     sections = make_sections(find_runs([tmp_path / "runs"])[0])
-    assert json.loads((tmp_path / "out/report.json").read_text())["rows"] == expected
-    with (tmp_path / "out/report.csv").open(newline="") as file:
-        written = list(csv.DictReader(file))
-    assert written == [{key: "" if v is None else str(v) for key, v in row.items()} for row in expected]
+    series = [row for section in sections for row in section.series]
+    document = json.loads((tmp_path / "out/report.json").read_text())
+    assert (document["rows"], document["series"]) == (expected, series)
+    for name, rows in (("report.csv", expected), ("series.csv", series)):
+        with (tmp_path / "out" / name).open(newline="") as file:
+            written = list(csv.DictReader(file))
+        assert written == [{key: "" if v is None else str(v) for key, v in row.items()} for row in rows]
     page = (tmp_path / "out/report.html").read_text()
     for row in expected:
         for text in cells(row)[:2] + cells(row)[4:6]:
@@ -348,9 +356,14 @@ def test_json_and_csv_say_what_the_table_says(tmp_path):
     assert sentence in " ".join(result.output.split())
     assert 0 < page.index(sentence) < page.index("<table")
     shown = re.findall(r'<td data-heading="([^"]+)"[^>]*>([^<]*)<', page)
-    named = [(heading, text.partition(" (")[0]) for one in sections for row in one.rows for heading, text in
-             zip(one.headings[2:], cells(row)[2:], strict=True)]  # fmt: skip
-    assert shown == named
+    named = []
+    for one in sections:
+        if one.has_series:
+            for row in one.series:
+                named += zip(one.series_headings[1:], series_cells(row, one.series_headings)[1:], strict=True)
+        for row in sorted(one.rows, key=lambda row: row["kind"] == "seed"):  # each seed's are unfolded below the others
+            named += zip(one.headings[2:], cells(row)[2:], strict=True)
+    assert shown == [(heading, text.partition(" (")[0]) for heading, text in named]
 
 
 def test_hostile_strings_are_harmless(tmp_path):
@@ -441,7 +454,7 @@ def test_only_a_diverging_loss_is_cut_off(tmp_path):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (section,) = make_sections(find_runs([run])[0])
     figures = {name: figure for name, _, figure in draw_section(section)}
-    assert next(iter(figures)) == "loss-bytes", "what each byte bought comes first"
+    assert next(iter(figures)) == "accuracy-bytes", "what each byte bought comes first"
     for against in ("bytes", "steps"):
         assert figures[f"loss-{against}"].axes[0].get_ylim() == (0, 6.0)
         assert "cut off" in figures[f"loss-{against}"].axes[0].get_ylabel()

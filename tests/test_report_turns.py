@@ -49,10 +49,13 @@ def write_runs(folder: Path) -> None:
 
 def test_steps_in_turns_count_and_predictions_stand_beside_them(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs")
+    options = {"batch_size": 32, "simulate_ranks": 4, "link": None}
+    write_run(tmp_path / "runs" / "simulated", "topk:ratio=0.01", backend="simulated", options=options)
     turns = load_turns(write_turns(tmp_path / "turns.json"))
     (section,) = make_sections(find_runs([tmp_path / "runs"])[0], turns=turns)
     rows = {row["run"]: row for row in section.rows}
-    assert [rows[name]["turns_ms"] for name in ("dense", "topk", "tensorflow")] == [120.0, 40.0, None]
+    names = ("dense", "topk", "tensorflow", "simulated")
+    assert [rows[name]["turns_ms"] for name in names] == [120.0, 40.0, None, None]
     assert rows["topk"]["ms_per_step"] == 30.0
     assert rows["topk"]["speed_vs_baseline"] == 3.0
     assert rows["tensorflow"]["speed_vs_baseline"] is None

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import RunError, find_runs
+from hvdcomp.report.series import series_cells
 from hvdcomp.report.table import Section, cells, make_sections, policy_line
 from hvdcomp.terminal import make_console, make_table, print_table
 
@@ -22,7 +23,7 @@ from hvdcomp.terminal import make_console, make_table, print_table
     default="report",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where to write report.html, report.json, report.csv and the figures.",
+    help="Where to write report.html, report.json, report.csv, series.csv and the figures.",
 )
 @click.option(
     "--baseline",
@@ -45,7 +46,8 @@ def command(
     """Make a table and a web page from training runs.
 
     Each RUN is the folder of one run of `hvdcomp train`, or a folder that is searched for such folders. Runs
-    that differ only in their seed are shown by their mean and spread. A run may still be going.
+    that differ only in their seed are one series, shown by its mean and spread: over seeds in a table, over bytes
+    and seconds as a band. A run may still be going.
     """
     console = make_console()
     try:
@@ -64,6 +66,8 @@ def command(
         console.print(Text(section.title, "bold"), soft_wrap=True)
         for sentence in headline(section):
             console.print(Text(sentence))
+        if section.has_series:
+            print_table(console, _series_table(section))
         print_table(console, _terminal_table(section, wide=console.width >= 100))
         for note in section.notes():
             console.print(Text(note))
@@ -79,9 +83,25 @@ def command(
     except OSError as error:
         place = output if error.filename is None else error.filename
         raise click.ClickException(f"the report cannot be written: {error.strerror or error}: {place}") from None
-    console.print(f"Wrote {page} with report.json, report.csv and the figures as PNG and SVG.", soft_wrap=True)
+    tables = "report.json, report.csv, series.csv"
+    console.print(f"Wrote {page} with {tables} and the figures as PNG and SVG.", soft_wrap=True)
     if open_page:
         click.launch(str(page))
+
+
+def _series_table(section: Section) -> Table:
+    """A row for each series: what its runs came to."""
+    numbers = [heading.replace(" ", "\n") for heading in section.series_headings[1:]]
+    table = make_table(section.series_headings[0], *numbers, numbers=numbers)
+    for row in section.series:
+        name, *texts = series_cells(row, section.series_headings)
+        table.add_row(Text(name, "cyan"), *map(_spread_below, texts))
+    return table
+
+
+def _spread_below(text: str) -> str:
+    """What stands in parentheses goes to a line of its own."""
+    return text.replace(" (", "\n").rstrip(")")
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
@@ -99,6 +119,5 @@ def _terminal_table(section: Section, wide: bool) -> Table:
             first.append(f"\n{spec}", "cyan")
         if row["kind"] != "seed" and (policy := policy_line(row)):
             first.append(f"\n{policy}", "green")
-        spread_below = [text.replace(" (", "\n").rstrip(")") for text in texts]
-        table.add_row(first, *(Text(text, "bold red" if text == "NO" else "") for text in spread_below))
+        table.add_row(first, *(Text(_spread_below(text), "bold red" if text == "NO" else "") for text in texts))
     return table

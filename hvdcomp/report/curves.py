@@ -1,17 +1,21 @@
-"""Draws the curves of one section of the report: loss, accuracy or perplexity, and time per step."""
+"""Draws the curves of one section of the report: accuracy or perplexity, training loss, and time per step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hvdcomp.report.bands import Curve, band_of
+from hvdcomp.report.groups import Group
 from hvdcomp.report.runs import PHASES, Run
-from hvdcomp.report.table import Group, Section
+from hvdcomp.report.table import Section
 from hvdcomp.report.turns import RATES
+from hvdcomp.train.target import Target
 
 # Okabe and Ito's palette less its yellow and black, which vanish on a light or a dark page.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
@@ -21,16 +25,33 @@ LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labe
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
 HALF_WIDTH = 5.4  # inches, of a figure that has another beside it, or the whole of a phone
 _LEGEND_WIDTH = 64  # characters that fit into it
-_AXIS_LABELS = {"accuracy": "test accuracy (%)", "perplexity": "test perplexity"}
+_PERCENT = "accuracy"  # the only metric that is drawn as a percentage, and does not diverge
+_SEVERAL = " Line: mean over the seeds, at the steps that all finished runs have. Band: lowest to highest of them."
+
+
+@dataclass(frozen=True)
+class Against:
+    """What a curve is drawn against: the name of its figures, the label of the axis, and the words of a caption."""
+
+    name: str
+    label: str
+    words: str
+
+
+_BYTES = Against("bytes", "megabytes sent by each rank", "the megabytes that each rank sent")
+_SECONDS = Against("seconds", "seconds of training", "the seconds of training, without evaluations")
+_STEPS = Against("steps", "step", "the number of steps")
 
 
 def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
     """Yield (short name, caption, figure) for each kind of curve that the section has data for.
 
-    What each byte bought comes first. Times are those of steps in turns where there are such: those of single trainings
-    cannot be compared.
+    What each byte and each second bought comes first. Times are those of steps in turns where there are such: those of
+    single trainings cannot be compared.
     """
-    yield from _draw_curves(section, against_bytes=True)
+    yield from _draw_quality(section, _BYTES)
+    yield from _draw_quality(section, _SECONDS)
+    yield from _draw_loss(section, _BYTES)
     if section.in_turns:
         caption = "Time of one step: measured here, all methods in turns"
         if section.predicted:
@@ -41,64 +62,150 @@ def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
             "Time of one step, after the first epoch: median, quartiles and the span of 90% of the steps; on "
             "the right, the medians of its phases where they were measured"
         )
-        yield "time", caption, _draw_times(section)
-    yield from _draw_curves(section, against_bytes=False)
-
-
-def _draw_curves(section: Section, against_bytes: bool) -> Iterator[tuple[str, str, Figure]]:
-    place = "bytes" if against_bytes else "steps"
-    against = "the megabytes that each rank sent" if against_bytes else "the number of steps"
-    if _drawn(section):
-        shown = "running mean over 2% of the run's steps; faintly, the loss of each step"
-        caption = f"Training loss against {against}: {shown}"
-        yield f"loss-{place}", caption, _curves(section, against_bytes, "training loss", _draw_loss)
-    if section.metric is not None:
-        label = _AXIS_LABELS[section.metric]
-        caption = f"{label[0].upper()}{label[1:]} after each epoch, against {against}"
-        yield f"{section.metric}-{place}", caption, _curves(section, against_bytes, label, _draw_quality)
+        yield "time", f"{caption}.{_simulated(section)}", _draw_times(section)
+    yield from _draw_loss(section, _STEPS)
+    yield from _draw_quality(section, _STEPS)
 
 
 def _drawn(section: Section) -> bool:
     return any(run.steps["step"].size for run in section.runs)
 
 
-def _curves(
-    section: Section, against_bytes: bool, y_label: str, draw: Callable[[Axes, Run, bool, dict], None]
-) -> Figure:
-    """The curves of all runs, against bytes sent or against steps; no wider than a phone can show."""
+def _simulated(section: Section) -> str:
+    """What a caption has to say of times of simulated ranks."""
+    return "" if section.simulated is None else f" Simulated ranks: {section.simulated}."
+
+
+def _draw_loss(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
+    """The training loss; that of each step is shown behind its running mean where a series has one run."""
+    if not _drawn(section):
+        return
+    figure, axes = _figure(section)
+    for group, style in _styled(section):
+        curves = [_loss_curve(run, against) for run in _told(group.finished or group.runs, "steps")]
+        if len(curves) == 1:
+            (raw,) = curves
+            axes.plot(raw.x, raw.y, color=style["color"], linewidth=0.5, alpha=0.25, zorder=0.5, rasterized=True)
+        _draw_band(axes, [Curve(curve.steps, curve.x, smooth(curve.y)) for curve in curves], style)
+    _finish(axes, section, against, "training loss", limited=True)
+    caption = f"Training loss against {against.words}: running mean over 2% of the run's steps"
+    if any(len(group.runs) == 1 for group in section.groups):
+        caption += "; faintly, the loss of each step" + (" of a single run" if _has_bands(section) else "")
+    yield f"loss-{against.name}", f"{caption}.{_of_several(section)}", figure
+
+
+def _loss_curve(run: Run, against: Against) -> Curve:
+    steps = run.steps["step"]
+    x = np.nancumsum(run.steps["bytes_sent"]) / 1e6 if against is _BYTES else steps
+    return Curve(steps, x, run.steps["loss"])
+
+
+def _draw_quality(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
+    """What the evaluations found, and the targets; the loss too, where it is a target."""
+    targets = dict.fromkeys(group.target for group in section.groups if group.target is not None)
+    metrics = dict.fromkeys((section.metric, *(target.metric for target in targets)))
+    for metric in filter(None, metrics):
+        curves = {
+            group: [_quality_curve(run, against, metric) for run in _told(group.runs, "evaluations")]
+            for group in section.groups
+        }
+        if not any(np.isfinite(curve.x + curve.y).any() for those in curves.values() for curve in those):
+            continue
+        figure, axes = _figure(section)
+        for group, style in _styled(section):
+            ended = [_quality_curve(run, against, metric) for run in _told(group.finished, "evaluations")]
+            _draw_band(axes, ended or curves[group], style)
+            for curve in curves[group]:
+                axes.plot(curve.x[-1:], curve.y[-1:], marker="o", markersize=3, color=style["color"])
+        shown = [target for target in targets if target.metric == metric]
+        for target in shown:
+            _draw_target(axes, target)
+        label = " ".join((*_parts(section), metric)) + (" (%)" if metric == _PERCENT else "")
+        _finish(axes, section, against, label, limited=metric != _PERCENT)
+        caption = f"{label[0].upper()}{label[1:]} against {against.words}.{_of_several(section)} Dot: end of a run."
+        if shown:
+            caption += f" Horizontal line: the target, {' and '.join(map(str, shown))}."
+        caption += _simulated(section) if against is _SECONDS else ""
+        name = metric if metric == section.metric else f"evaluated-{metric}"
+        yield f"{name}-{against.name}", caption, figure
+
+
+def _quality_curve(run: Run, against: Against, metric: str) -> Curve:
+    evaluations = run.evaluations
+    steps = evaluations["step"]
+    if against is _BYTES:
+        x = evaluations["bytes_sent"] / 1e6
+    else:
+        x = evaluations["trained_seconds"] if against is _SECONDS else steps
+    return Curve(steps, x, evaluations[metric] * (100 if metric == _PERCENT else 1))
+
+
+def _parts(section: Section) -> list[str]:
+    """The part of the data that the evaluations are of; none if they are not all of one."""
+    parts = {run.part for run in section.runs if run.part is not None}
+    return sorted(parts) if len(parts) == 1 else []
+
+
+def _told(runs: list[Run], of: str) -> list[Run]:
+    """The runs that have any steps, or evaluations."""
+    return [run for run in runs if getattr(run, of)["step"].size]
+
+
+def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
+    """The mean and the band; a line for each run where they have no step in common, as policies change their number."""
+    if not curves:
+        return
+    band = band_of(curves)
+    if not band.x.size:
+        for curve in curves:
+            axes.plot(curve.x, curve.y, **style)
+    axes.plot(band.x, band.mean, **style)
+    if len(curves) > 1:
+        axes.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def _draw_target(axes: Axes, target: Target) -> None:
+    value = target.value * (100 if target.metric == _PERCENT else 1)
+    axes.axhline(value, color=INK, linewidth=1, linestyle=(0, (6, 3)), zorder=0.8)
+    place = axes.get_yaxis_transform()  # a share of the width, and a value
+    axes.text(0.01, value, f"target {value:g}", transform=place, color=INK, fontsize=8, va="bottom")
+
+
+def _has_bands(section: Section) -> bool:
+    return any(len(group.runs) > 1 for group in section.groups)
+
+
+def _of_several(section: Section) -> str:
+    return _SEVERAL if _has_bands(section) else ""
+
+
+def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
+    """Each series, and how its line is drawn."""
+    for number, group in enumerate(section.groups):
+        yield group, {"color": COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
+
+
+def _figure(section: Section) -> tuple[Figure, Axes]:
+    """A figure with the legend of all series below it; no wider than a phone can show."""
     labels = [_legend_label(group) for group in section.groups]
     columns = max(1, min(3, _LEGEND_WIDTH // (max(map(len, labels)) + 8)))
     figure = Figure(figsize=(HALF_WIDTH, 3.8 + 0.22 * (len(labels) // columns)), layout="constrained")
     axes = figure.subplots()
-    handles = []
-    for number, group in enumerate(section.groups):
-        style: dict[str, Any] = {"color": COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
-        for run in group.runs:
-            draw(axes, run, against_bytes, style)
-        handles += axes.plot([], [], **style)
-    if against_bytes and any((run.steps["bytes_sent"] > 0).any() for run in section.runs):
-        axes.set_xscale("log")
-    axes.set_xlabel("megabytes sent by each rank" if against_bytes else "step")
-    tidy(axes)
-    cut = y_label != _AXIS_LABELS["accuracy"] and limit_height(axes)
-    axes.set_ylabel(f"{y_label} (higher values cut off)" if cut else y_label)
+    handles = [line for _, style in _styled(section) for line in axes.plot([], [], **style)]
     legend = figure.legend(handles, labels, ncols=columns, **LEGEND)
     for text in legend.get_texts():
         text.set_parse_math(False)
-    return figure
+    return figure, axes
 
 
-def _draw_loss(axes: Axes, run: Run, against_bytes: bool, style: dict) -> None:
-    loss, steps = run.steps["loss"], run.steps["step"]
-    x = np.nancumsum(run.steps["bytes_sent"]) / 1e6 if against_bytes else steps
-    axes.plot(x, loss, color=style["color"], linewidth=0.5, alpha=0.25, zorder=0.5, rasterized=True)
-    axes.plot(x, smooth(loss), **style)
-
-
-def _draw_quality(axes: Axes, run: Run, against_bytes: bool, style: dict) -> None:
-    values = run.epochs["accuracy"] * 100 if run.metric == "accuracy" else run.epochs["perplexity"]
-    x = run.epochs["bytes_sent"] / 1e6 if against_bytes else run.epochs["step"]
-    axes.plot(x, values, marker="o" if values.size <= 30 else None, markersize=3, **style)
+def _finish(axes: Axes, section: Section, against: Against, y_label: str, limited: bool) -> None:
+    """What all curves have in common: axes, their labels, and how high they reach."""
+    if against is _BYTES and any((run.steps["bytes_sent"] > 0).any() for run in section.runs):
+        axes.set_xscale("log")
+    axes.set_xlabel(against.label)
+    tidy(axes)
+    cut = limited and limit_height(axes)
+    axes.set_ylabel(f"{y_label} (higher values cut off)" if cut else y_label)
 
 
 def _draw_turns(section: Section) -> Figure:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hvdcomp.report.table import Group, Section
+from rich import filesize
+
+from hvdcomp.report.groups import Group
+from hvdcomp.report.runs import three_digits
+from hvdcomp.report.series import mean_to_target
+from hvdcomp.report.table import Section
 from hvdcomp.report.turns import RATES
 
 _AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
@@ -13,11 +18,33 @@ _MORE = 1.1  # times fewer bytes: what is worth a sentence
 
 
 def headline(section: Section) -> list[str]:
-    """The sentences: who won in bytes and in quality, and what is predicted for the slowest link; none of one run."""
+    """The sentences: who was first at a target, who won in bytes and in quality, and what is predicted for the slowest
+    link; none of one run."""
     known = [group for group in section.groups if group.quality is not None and group.factor is not None]
     if len(known) < 2 or section.metric is None:
         return []
-    return [*_bytes_and_quality(section, known), *_slow_link(section)]
+    ended = _at_target(section) if section.has_targets else _bytes_and_quality(section, known)
+    return [*ended, *_slow_link(section)]
+
+
+def _at_target(section: Section) -> Iterator[str]:
+    """Which series reached the target first, and with fewest bytes, if all did the same work for the same one."""
+    groups = [group for group in section.groups if group.target is not None]
+    there = [group for group in groups if group.always_reached]
+    if len({(group.work, group.target) for group in groups}) != 1 or len(there) < 2:
+        return
+    times = {group: mean_to_target(group, "trained_seconds") or 0.0 for group in there}
+    sent = {group: mean_to_target(group, "bytes_sent") or 0.0 for group in there}
+    fastest, fewest = min(there, key=lambda group: times[group]), min(there, key=lambda group: sent[group])
+    dense = section.reference if section.reference in there else None
+    said = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
+    if dense is not None and dense is not fastest and times[fastest]:
+        said += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
+    yield f"{said}." if section.simulated is None else f"{said} ({section.simulated})."
+    said = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
+    if dense is not None and dense is not fewest and sent[fewest]:
+        said += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
+    yield f"{said}."
 
 
 def _bytes_and_quality(section: Section, known: list[Group]) -> Iterator[str]:

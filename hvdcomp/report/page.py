@@ -1,5 +1,5 @@
-"""Writes a report to a folder: report.html, which needs no other file and no network; report.json and
-report.csv; and every figure as PNG and SVG."""
+"""Writes a report to a folder: report.html, which needs no other file and no network; report.json, report.csv and
+series.csv; and every figure as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from hvdcomp.files import csv_of, replace_files
 from hvdcomp.report.curves import HALF_WIDTH, draw_section
 from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.headline import headline
-from hvdcomp.report.runs import Run
+from hvdcomp.report.runs import SERIES_FILE, Run
+from hvdcomp.report.series import series_cells
 from hvdcomp.report.table import Section, cells, policy_line
 
 
@@ -30,7 +31,8 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
-    document = {"hvdcomp": version("hvdcomp"), "rows": rows}
+    series = [row for section in sections for row in section.series]
+    document = {"hvdcomp": version("hvdcomp"), "rows": rows, "series": series}
     files: dict[str, bytes] = {}
     shown = [_render(files, section, number) for number, section in enumerate(sections, start=1)]
     loader = jinja2.PackageLoader("hvdcomp.report", ".")
@@ -38,6 +40,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     page = environment.get_template("report.html").render(sections=shown)
     files["report.json"] = json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
     files["report.csv"] = csv_of(rows)
+    files[SERIES_FILE] = csv_of(series)
     files["report.html"] = page.encode("utf-8", errors="replace")
     replace_files({folder / name: content for name, content in files.items()})
     return folder / "report.html"
@@ -49,18 +52,27 @@ def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str,
     A policy's decisions are shown of one run in each group, and with the details of the others.
     """
     figures = _add_figures(files, f"{number}", draw_section(section))
-    first = [next((run for run in group.runs if run.decisions is not None), None) for group in section.groups]
+    places = {run: place for place, run in enumerate(section.runs, start=1)}
     details = []
-    for place, run in enumerate(section.runs, start=1):
-        decisions = _add_figures(files, f"{number}-run{place}", draw_decisions(run))
-        if run in first:
-            figures += decisions
-        details.append({**_details(run), "figures": [] if run in first else decisions})
+    for group in section.groups:
+        first = next((run for run in group.runs if run.decisions is not None), None)
+        runs = []
+        for run in group.runs:
+            decisions = _add_figures(files, f"{number}-run{places[run]}", draw_decisions(run))
+            if run is first:
+                figures += decisions
+            runs.append({**_details(run), "figures": [] if run is first else decisions})
+        details.append({"label": group.label, "runs": runs})
+    shown = [(cells(row, section.in_turns, section.predicted), policy_line(row), row) for row in section.rows]
+    series = [series_cells(row, section.series_headings) for row in section.series] if section.has_series else []
     return {
         "title": section.title,
         "headline": headline(section),
+        "series_headings": section.series_headings,
+        "series": series,
         "headings": section.headings,
-        "rows": [(cells(row, section.in_turns, section.predicted), policy_line(row), row) for row in section.rows],
+        "rows": [row for row in shown if row[2]["kind"] != "seed"],
+        "seeds": [row for row in shown if row[2]["kind"] == "seed"],
         "notes": section.notes(),
         "figures": figures,
         "details": details,

@@ -1,5 +1,5 @@
-"""Reads the folders that `hvdcomp train` writes: steps.jsonl, epochs.jsonl, with a policy decisions.jsonl and, at a
-run's end, summary.json.
+"""Reads the folders that `hvdcomp train` writes: steps.jsonl, evaluations.jsonl, epochs.jsonl, with a policy
+decisions.jsonl and, at a run's end, summary.json.
 
 A run that is still going, or was killed, has no summary and perhaps half a last line; what there is, is read.
 """
@@ -20,22 +20,27 @@ from hvdcomp.exchange import compression_factor
 from hvdcomp.files import parse_json
 from hvdcomp.report.decisions import MOST_STEPS, Decisions, load_decisions
 from hvdcomp.specs.typed import typed
+from hvdcomp.train.options import SIMULATED
+from hvdcomp.train.target import Target
 
-RUN_FILES = ("steps.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
+RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
+SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
 METRICS = ("accuracy", "perplexity")
+PARTS = ("test", "validation")  # of the data, that an evaluation is of
 PHASES = ("encode", "communicate", "decode")
 _HINT = "remove it to have the run read as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
 _NUMBERS = (
-    *METRICS, "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step", "compression_factor", "world_size",
-    "ranks_per_host", "seed",
+    *METRICS, "loss", "ms_per_step", "bytes_sent", "bytes_sent_per_step", "bytes_in_node_per_step",
+    "compression_factor", "trained_seconds", "world_size", "ranks_per_host", "seed",
 )  # fmt: skip
-# Options that say where and with which seed a run went; what was run is told by the others and by the spec.
+_TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
 _LONGEST = 60  # characters of a value in a message
+# Options that say where and with which seed a run went; what was run is told by the others and by the spec.
 _NOT_COMPARED = {
-    "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite", "progress",
-    "residuals", "seed", "tensorboard",
+    "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
+    "progress", "residuals", "seed", "tensorboard",
 }  # fmt: skip
 
 
@@ -52,15 +57,16 @@ def printable(value: Any) -> str:
 class Run:
     """One training run: what `hvdcomp train` left in `folder`.
 
-    `steps` and `epochs` hold one float array per field, NaN where a value is missing; `summary` is empty for
-    an unfinished run; `decisions` is None without a policy that decides anything.
+    `steps` and `evaluations` hold one float array per field, NaN where a value is missing; `part` of an evaluation is
+    the place in PARTS. `summary` is empty for an unfinished run; `decisions` is None without a policy that decides
+    anything.
     """
 
     name: str
     folder: Path
     summary: dict[str, Any]
     steps: dict[str, np.ndarray]
-    epochs: dict[str, np.ndarray]
+    evaluations: dict[str, np.ndarray]
     decisions: Decisions | None = None
 
     def text(self, key: str) -> str | None:
@@ -110,7 +116,7 @@ class Run:
     def metric(self) -> str | None:
         """Which of METRICS the run was evaluated by, or None before the first evaluation."""
         for metric in METRICS:
-            if self.summary.get(metric) is not None or np.isfinite(self.epochs[metric]).any():
+            if self.summary.get(metric) is not None or np.isfinite(self.evaluations[metric]).any():
                 return metric
         return None
 
@@ -120,7 +126,33 @@ class Run:
         if self.metric is None:
             return None
         reported = self.number(self.metric)
-        return reported if reported is not None or self.summary else last(self.epochs[self.metric])
+        return reported if reported is not None or self.summary else last(self.evaluations[self.metric])
+
+    @property
+    def part(self) -> str | None:
+        """Which of PARTS the run was evaluated on while it went on, or None before the first evaluation."""
+        known = last(self.evaluations["part"])
+        return None if known is None else PARTS[int(known)]
+
+    @property
+    def target(self) -> Target | None:
+        """The quality at which the run was to end, if any."""
+        until = self.summary.get("until")
+        return None if until is None else Target.parse(until["target"])
+
+    @property
+    def reached(self) -> dict[str, float] | None:
+        """The step, the bytes sent and the seconds of training at which the target was reached, or None."""
+        until = self.summary.get("until") or {}
+        return {key: as_number(until.get(key)) for key in _TARGET_NUMBERS} if until.get("reached") else None
+
+    @property
+    def simulated_link(self) -> str | None:
+        """For which link the exchanges of simulated ranks were predicted, in words; None of real ranks."""
+        if self.text("backend") != SIMULATED:
+            return None
+        link = self.options.get("link")
+        return "a link that takes no time" if link is None else printable(link)
 
     @property
     def ms_per_step(self) -> float | None:
@@ -201,6 +233,14 @@ def shortened(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def three_digits(value: float) -> str:
+    """Three significant digits but at most two decimals; without an exponent below a million."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - int(np.floor(np.log10(abs(value)))))
+    return f"{value:.{min(decimals, 2)}f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
 def last(values: np.ndarray) -> float | None:
     return finite(values[-1]) if values.size else None
 
@@ -244,7 +284,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
 def _is_report(path: Path) -> bool:
     if path.is_dir():
         return all((path / name).exists() for name in REPORT_FILES)
-    return path.name in REPORT_FILES or path.suffix in (".png", ".svg")
+    return path.name in (*REPORT_FILES, SERIES_FILE) or path.suffix in (".png", ".svg")
 
 
 def _read_run(folder: Path, name: str) -> Run:
@@ -261,10 +301,19 @@ def _read_run(folder: Path, name: str) -> Run:
     phases = (f"{phase}_ms" for phase in PHASES)
     sent = ("bytes_sent", "bytes_in_node", "dense_bytes")
     step_fields = ("step", "epoch", "loss", "learning_rate", "ms", *sent, *phases)
-    epoch_fields = ("epoch", "step", "test_loss", "bytes_sent", *METRICS)
     steps = _read_columns(folder / "steps.jsonl", step_fields)
-    epochs = _read_columns(folder / "epochs.jsonl", epoch_fields)
-    return Run(name, folder, summary, steps, epochs, _read_decisions(folder / "decisions.jsonl"))
+    return Run(name, folder, summary, steps, _read_evaluations(folder), _read_decisions(folder / "decisions.jsonl"))
+
+
+def _read_evaluations(folder: Path) -> dict[str, np.ndarray]:
+    """The evaluations of a run; of one of an earlier version those at the ends of epochs, all on the test part."""
+    fields = ("step", "part", "loss", "bytes_sent", "trained_seconds", *METRICS)
+    if (folder / "evaluations.jsonl").exists():
+        return _read_columns(folder / "evaluations.jsonl", fields)
+    epochs = _read_columns(folder / "epochs.jsonl", (*fields, "test_loss"))
+    epochs["part"][:] = PARTS.index("test")
+    epochs["loss"] = epochs.pop("test_loss")
+    return epochs
 
 
 def _check_summary(path: Path, summary: dict[str, Any]) -> None:
@@ -278,8 +327,19 @@ def _check_summary(path: Path, summary: dict[str, Any]) -> None:
         for key in _TEXTS:
             typed(str | None, summary.get(key), key)
         typed(Mapping[str, Any] | None, summary.get("options"), "options")
-    except ValueError as error:
+        _check_target(typed(Mapping[str, Any] | None, summary.get("until"), "until"))
+    except (TypeError, ValueError) as error:
         raise RunError(f"{path}: {error}; {_HINT}") from None
+
+
+def _check_target(until: Mapping[str, Any] | None) -> None:
+    """Raises TypeError or ValueError if what a summary says of a target is not what it can be."""
+    if until is None:
+        return
+    Target.parse(typed(str, until.get("target"), "until: target"))
+    typed(bool, until.get("reached"), "until: reached")
+    for key in _TARGET_NUMBERS:
+        as_number(until.get(key))
 
 
 def _read_decisions(path: Path) -> Decisions | None:
@@ -314,6 +374,10 @@ def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
 
 def _field(record: dict[str, Any], field: str) -> float:
     """Raises TypeError or ValueError if a field of a record is not what it can be."""
+    if field == "part" and field in record:
+        if record[field] not in PARTS:
+            raise ValueError(f"{shortened(record[field])} is not a part of the data: {' or '.join(PARTS)}")
+        return PARTS.index(record[field])
     value = as_number(record.get(field))
     if field in ("step", "epoch") and not (np.isnan(value) or 0 <= value <= MOST_STEPS):
         raise ValueError(f"{shortened(record[field])} is not the number of a {field}")

@@ -11,88 +11,16 @@ import numpy as np
 from rich import filesize
 
 from hvdcomp.perfmodel import NOISY
-from hvdcomp.report.runs import PHASES, Run, RunError, printable
+from hvdcomp.report.groups import Group
+from hvdcomp.report.runs import PHASES, Run, RunError, printable, three_digits
+from hvdcomp.report.series import series_headings, series_notes, series_rows
 from hvdcomp.report.turns import RATES, Turns
 
 _NO_BREAK = "\u00a0"  # space within a line of a heading
-_WORK_OPTIONS = ("framework", "batch_size", "backward_passes_per_step", "sequence_length", "image_size")
 _AVERAGED = (
     *("quality", "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step"),
     *("compression_factor", "speed_vs_baseline"),
 )
-
-
-@dataclass(eq=False)
-class Group:
-    """Runs of one experiment, one for each seed. `label` names it in legends."""
-
-    runs: list[Run]
-    label: str = ""
-    baseline_ms: float | None = None
-    turns: Turns | None = None
-
-    @property
-    def turns_ms(self) -> float | None:
-        """Median of a step that was measured in turns with the other methods, or None."""
-        return None if self.turns is None or self.spec is None else self.turns.ms.get(self.spec)
-
-    @property
-    def compared_ms(self) -> float | None:
-        """The time of a step that is compared with that of another group."""
-        return self.ms_per_step if self.turns_ms is None else self.turns_ms
-
-    def columns(self) -> dict[str, float | None]:
-        """What is known of a step in turns and on other networks."""
-        predicted = {} if self.turns is None or self.spec is None else self.turns.predicted_ms.get(self.spec, {})
-        return {"turns_ms": self.turns_ms, **{f"predicted_ms_{rate}": predicted.get(rate) for rate in RATES}}
-
-    @property
-    def setting(self) -> tuple[str | None, ...]:
-        """Model, data and number of ranks."""
-        return tuple(self.runs[0].text(key) for key in ("model", "data", "world_size"))
-
-    @property
-    def work(self) -> tuple[str | None, ...]:
-        """What two groups must share for the times of their steps to be compared."""
-        options = self.runs[0].compared_options
-        return (*self.setting, *(options.get(key) for key in _WORK_OPTIONS))
-
-    @property
-    def spec(self) -> str | None:
-        return self.runs[0].spec
-
-    @property
-    def metric(self) -> str | None:
-        return next((run.metric for run in self.runs if run.metric), None)
-
-    @property
-    def ms_per_step(self) -> float | None:
-        known = [run.ms_per_step for run in self.runs if run.ms_per_step is not None]
-        return float(np.mean(known)) if known else None
-
-    @property
-    def quality(self) -> float | None:
-        """The mean of the runs' last accuracies (0 to 1) or perplexities."""
-        known = [run.quality for run in self.runs if run.quality is not None]
-        return float(np.mean(known)) if known else None
-
-    @property
-    def factor(self) -> float | None:
-        """The mean of the runs' compression factors."""
-        known = [run.compression_factor for run in self.runs if run.compression_factor is not None]
-        return float(np.mean(known)) if known else None
-
-    def phase(self, phase: str) -> float | None:
-        """Mean over the runs of the median milliseconds of one of PHASES, or None if it was not measured."""
-        known = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
-        return float(np.mean(known)) if known else None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for the group, of numbers rather than texts; and one for each run if it has several."""
-        if len(self.runs) == 1:
-            return [_row("run", self.runs[0].name, self.runs, self)]
-        average = _row("mean", f"mean of {len(self.runs)} runs", self.runs, self)
-        return [average, *(_row("seed", run.name, [run], self) for run in self.runs)]
 
 
 @dataclass(eq=False)
@@ -120,7 +48,7 @@ class Section:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [row for group in self.groups for row in group.rows()]
+        return [row for group in self.groups for row in _rows(group)]
 
     @property
     def headings(self) -> list[str]:
@@ -129,6 +57,32 @@ class Section:
         predicted = [f"Predicted ms{_NO_BREAK}at {rates}"] if self.predicted else []
         return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *predicted,
                 f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
+
+    @property
+    def has_series(self) -> bool:
+        """Whether any series has several runs or a target, so that there is more to say of it than of a run."""
+        return self.has_targets or any(len(group.runs) > 1 for group in self.groups)
+
+    @property
+    def has_targets(self) -> bool:
+        return any(group.target is not None for group in self.groups)
+
+    @property
+    def series(self) -> list[dict[str, Any]]:
+        """A row for each series: what its runs came to."""
+        return series_rows(self.groups)
+
+    @property
+    def series_headings(self) -> list[str]:
+        return series_headings(self.groups)
+
+    @property
+    def simulated(self) -> str | None:
+        """What the times of simulated ranks are, if there are such."""
+        links = [run.simulated_link for run in self.runs if run.simulated_link is not None]
+        if not links:
+            return None
+        return f"computing measured, exchange predicted for {' and '.join(sorted(set(links)))}"
 
     @property
     def turns(self) -> Turns | None:
@@ -148,13 +102,17 @@ class Section:
     def notes(self) -> list[str]:
         """What has to be said of the table for its times to be read rightly."""
         notes = []
-        sizes = {run.count("world_size") for run in self.runs if run.summary}
-        if self.runs and all(run.shares_one_machine for run in self.runs if run.summary) and sizes:
-            ranks = " or ".join(str(size) for size in sorted(size for size in sizes if size))
+        real = [run for run in self.runs if run.summary and run.simulated_link is None]
+        if real and all(run.shares_one_machine for run in real):
+            sizes = sorted({run.count("world_size") or 0 for run in real})
+            ranks = " or ".join(map(str, sizes)) + (" real" if self.simulated else "")
             notes.append(
                 f"The {ranks} ranks of a run share one machine: they take its cores from each other, and what they "
                 "exchange passes through its memory. Compression has little to gain here, and may be slower."
             )
+        if self.simulated:
+            notes.append(f"Simulated ranks: {self.simulated}. What packets and sockets cost a processor is left out.")
+        notes += series_notes(self.groups)
         if self.turns is not None:
             notes.append(
                 "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "
@@ -229,7 +187,7 @@ def _set_labels(groups: list[Group]) -> None:
     """Label each group with its spec, its policy and the options that tell it from others of that spec."""
     for group in groups:
         rivals = [g for g in groups if g.spec == group.spec and g.setting[:2] == group.setting[:2]]
-        described = {id(g): {**g.runs[0].compared_options, "ranks": g.setting[2]} for g in rivals}
+        described = {id(g): _described(g) for g in rivals}
         own = described[id(group)]
         telling = [k for k in own if k != "policy" and any(other.get(k) != own[k] for other in described.values())]
         run = group.runs[0]
@@ -238,6 +196,13 @@ def _set_labels(groups: list[Group]) -> None:
             group.label = f"{run.name} ({run.status})" + (f": {group.label}" if group.label else "")
         elif telling:
             group.label += " (" + ", ".join(f"{key}={own[key]}" for key in telling) + ")"
+
+
+def _described(group: Group) -> dict[str, str | None]:
+    """What a label may tell of a group: its options, and its ranks, which are an option only if they are simulated."""
+    options = {key: value for key, value in group.runs[0].compared_options.items() if key != "simulate_ranks"}
+    ranks = group.setting[2]
+    return {**options, "ranks": ranks if group.runs[0].simulated_link is None else f"{ranks} simulated"}
 
 
 def _set_turns(groups: list[Group], turns: Turns) -> None:
@@ -267,6 +232,14 @@ def _set_baselines(groups: list[Group], wanted: str | None) -> list[Group]:
             same_work = (other for other in groups if answers(other) and other.work == group.work)
             group.baseline_ms = next((other.compared_ms for other in same_work), None)
     return list(filter(answers, groups))
+
+
+def _rows(group: Group) -> list[dict[str, Any]]:
+    """One row for the group, of numbers rather than texts; and one for each run if it has several."""
+    if len(group.runs) == 1:
+        return [_row("run", group.runs[0].name, group.runs, group)]
+    average = _row("mean", f"mean of {len(group.runs)} runs", group.runs, group)
+    return [average, *(_row("seed", run.name, [run], group) for run in group.runs)]
 
 
 def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
@@ -328,13 +301,13 @@ def cells(row: dict[str, Any], in_turns: bool = False, predicted: bool = False) 
     def plain(value: Any, show: Callable[[Any], str] = str) -> str:
         return "-" if value is None else show(value)
 
-    phases = [plain(row[f"{phase}_ms"], _short) for phase in PHASES]
-    times = [number("ms_per_step", _short)]
+    phases = [plain(row[f"{phase}_ms"], three_digits) for phase in PHASES]
+    times = [number("ms_per_step", three_digits)]
     if in_turns:
         alone = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
-        times = [alone if row["turns_ms"] is None else _short(row["turns_ms"])]
+        times = [alone if row["turns_ms"] is None else three_digits(row["turns_ms"])]
     if predicted:
-        there = [plain(row[f"predicted_ms_{rate}"], _short) for rate in RATES]
+        there = [plain(row[f"predicted_ms_{rate}"], three_digits) for rate in RATES]
         times.append("-" if row["turns_ms"] is None else " / ".join(there))
     return [
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
@@ -342,7 +315,7 @@ def cells(row: dict[str, Any], in_turns: bool = False, predicted: bool = False) 
         plain(row["world_size"]),
         number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
         number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))) + _within_nodes(row),
-        number("compression_factor", lambda v: f"{_short(v)}x"),
+        number("compression_factor", lambda v: f"{three_digits(v)}x"),
         *times,
         plain(row["speed_vs_baseline"], lambda v: f"{v:.2f}x"),
         plain(row["identical"], lambda same: "yes" if same else "NO"),
@@ -361,11 +334,3 @@ def policy_line(row: dict[str, Any]) -> str | None:
     if row["policy"] is None or row["decisions"] is None:
         return row["policy"]
     return f"{row['policy']} ({row['decisions']} decision{'' if row['decisions'] == 1 else 's'})"
-
-
-def _short(value: float) -> str:
-    """Three significant digits but at most two decimals; without an exponent below a million."""
-    if value == 0:
-        return "0"
-    decimals = max(0, 2 - int(np.floor(np.log10(abs(value)))))
-    return f"{value:.{min(decimals, 2)}f}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -65,9 +65,10 @@ class Turns:
     def fits(self, setting: tuple[str | None, ...], options: Mapping[str, str]) -> bool:
         """Whether steps of a run with this (model, data, ranks) and these options are such steps."""
         plain = options.get("framework", "torch") == "torch" and options.get("backward_passes_per_step", "1") == "1"
+        real = options.get("simulate_ranks", "None") == "None"
         constant = options.get("policy", "None") == "None"
         same = setting == (self.model, self.data, str(self.world_size))
-        return plain and constant and same and options.get("batch_size") == str(self.batch_size)
+        return plain and real and constant and same and options.get("batch_size") == str(self.batch_size)
 
 
 def load_turns(file: Path) -> Turns:
