@@ -64,12 +64,8 @@ class Ranks(Communicator):
         for name, values in ((RANKS_PER_NODE, given), (self.GROUPING, may_group)):
             if len(set(values)) > 1:
                 raise ConfigurationError(f"the ranks' environments differ in {name}; set it alike on all ranks")
-        if given[0] < 0:
-            raise ConfigurationError(
-                f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
-                "or leave it out"
-            )
         if given[0]:
+            _check_given(given[0])
             return [rank // given[0] for rank in range(self.world_size)]
         if len(set(sizes)) > 1:  # where the numbers of nodes say nothing
             raise UnevenNodesError(
@@ -134,6 +130,25 @@ class Ranks(Communicator):
                 f"{self.world_size} ranks together {gathered}. The same tensors must be compressed alike on every "
                 "rank: give all ranks the same model, and change levels on all of them between the same two steps."
             )
+
+
+def given_ranks_per_node() -> int | None:
+    """Ranks a node, where the user has set them in the environment.
+
+    Raises:
+        ConfigurationError: for what is no such number.
+    """
+    given, _ = _from_environment("")
+    _check_given(given)
+    return given or None
+
+
+def _check_given(ranks_per_node: int) -> None:
+    if ranks_per_node < 0:
+        raise ConfigurationError(
+            f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
+            "or leave it out"
+        )
 
 
 def _from_environment(grouping: str) -> tuple[int, int]:
