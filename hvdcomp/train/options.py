@@ -313,8 +313,8 @@ class TrainingOptions:
             *(
                 (
                     link == NO_TIME or _is_rate(link),
-                    f"--link {link!r} is not a rate: 100mbit, 1gbit, 10gbit, or {NO_TIME} for a link that takes no time; "
-                    "several stand between commas",
+                    f"--link {link!r} is not a rate: 100mbit, 1gbit, 10gbit, or {NO_TIME} for one that takes no time; "
+                    "put commas between several",
                 )
                 for link in links
             ),
