@@ -39,7 +39,7 @@ import click
 
 from hvdcomp.files import replace_files, replace_text
 from hvdcomp.terminal import make_console
-from hvdcomp.train.options import NO_TIME, TEXT_DATA, TrainingOptions
+from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
 from hvdcomp.train.target import Target
 
 ROOT = Path(__file__).parents[1]
@@ -92,8 +92,8 @@ WORKLOADS = {
         },
         "loss=0.85",
     ),
-    "gpt": Workload(_GPT, "loss=2.2"),
-    "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.2", beside="gpt"),
+    "gpt": Workload(_GPT, "loss=2.7"),
+    "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.7", beside="gpt"),
     "lstm": Workload(
         {
             "model": "lstm",
@@ -104,7 +104,7 @@ WORKLOADS = {
             "steps": 500,
             "evaluate_every": 25,
         },
-        "loss=2.5",
+        "loss=2.55",
     ),
 }
 
@@ -136,8 +136,10 @@ def _methods(*specs: str, **attributes: Any) -> list[Method]:
     return [Method(spec, **attributes) for spec in specs]
 
 
+# What int4 leaves over cannot be sent by these later: their noise is too large for error feedback.
+_BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
-    # The second moment of compressed-adam freezes after steps that are sent as these are.
+    # The steps of compressed-adam before it freezes, by default sent as int4.
     Method("none", {"compressed-adam": {"freeze_compression": "none"}}),
     Method("fp16", {"compressed-adam": {"freeze_compression": "fp16"}}),
     Method("bf16", {"compressed-adam": {"freeze_compression": "bf16"}}),
@@ -158,11 +160,13 @@ METHODS = (
         left_out={"gpt-frozen": "its votes have no magnitude, and the frozen second moment is of gradients"},
     ),
     *_methods("onebit", "onebit:per_row=True", "efsignsgd"),
-    *_methods("qsgd:bits=4", "qsgd:bits=2", "terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
+    *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
+    *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
     *_methods("int8", "int4", "int4:rounding=stochastic", "fp8", "fp8:format=e5m2"),
     *_methods("powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1"),
-    *_methods("powersgd:rank=4,alternating=True", "powersgd:rank=1,alternating=True", "atomo:rank=4", "atomo:rank=2"),
-    *_methods("int8:exchange=scatter", "int4:exchange=scatter", "qsgd:bits=4,exchange=scatter"),
+    *_methods("powersgd:rank=4,alternating=True", "powersgd:rank=1,alternating=True"),
+    *_methods("atomo:rank=4", "atomo:rank=2", changes=_BEFORE_NOISE),
+    *_methods("int8:exchange=scatter", "int4:exchange=scatter"),
     *_methods("terngrad:exchange=scatter", "natural:exchange=scatter", "fp8:exchange=scatter"),
     *_methods("onebit:exchange=scatter", "efsignsgd:exchange=scatter"),
     *_methods("two_level(topk:ratio=0.01)", "two_level(topk:ratio=0.001)", "two_level(powersgd:rank=4)"),
@@ -646,7 +650,9 @@ defaults for the rest. Only the compressor differs, and:
 - with `dgc`, momentum is left to the compressor;
 - with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a hundredth, or, where the norm
   of a step is clipped as well, a tenth;
-- methods with `two_level` have two nodes of two ranks.
+- methods with `two_level` have two nodes of two ranks;
+- with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the factor
+  too; with `qsgd` and `atomo` as `int8`, and with `none` and casts as the others.
 
 {FINDINGS}
 {findings.strip()}
