@@ -651,8 +651,8 @@ defaults for the rest. Only the compressor differs, and:
 - with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a hundredth, or, where the norm
   of a step is clipped as well, a tenth;
 - methods with `two_level` have two nodes of two ranks;
-- with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the factor
-  too; with `qsgd` and `atomo` as `int8`, and with `none` and casts as the others.
+- with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the
+  factor too; with `qsgd` and `atomo` they are sent as `int8`, and with `none` and the casts like all others.
 
 {FINDINGS}
 {findings.strip()}

@@ -125,7 +125,7 @@ def test_ranks_may_share_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HVDCOMP_RANKS_PER_NODE", "2")
     options = [*_MLP, "--steps", "3", "--compression", "two_level(topk:ratio=0.01)"]
     summary = _simulated(4, tmp_path, *options)
-    assert summary["bytes_in_node_per_step"] > 0
+    assert (summary["bytes_in_node_per_step"] > 0, summary["ranks_per_host"]) == (True, 2)
     assert summary["identical"]
     for given, said in (("3", "the same number of ranks on every node"), ("two", "'two' is not allowed")):
         monkeypatch.setenv("HVDCOMP_RANKS_PER_NODE", given)

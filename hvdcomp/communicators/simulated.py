@@ -18,7 +18,7 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import Contribution, InProcessCommunicator, InProcessGroup, results_of
 
-Cost = Callable[[str, int, int], float]
+LinkCost = Callable[[str, int, int], float]
 """Seconds of a collective: its kind, the bytes that each rank hands over, and the ranks that take part."""
 
 Moment = np.ndarray
@@ -41,7 +41,7 @@ class SimulatedGroup(InProcessGroup):
     def __init__(
         self,
         size: int,
-        costs: Sequence[Cost | None] = (None,),
+        costs: Sequence[LinkCost | None] = (None,),
         timer: Callable[[], float] = time.thread_time,
         ranks_per_node: int | None = None,
     ) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup
-from hvdcomp.communicators.ranks import given_ranks_per_node
-from hvdcomp.communicators.simulated import Cost
+from hvdcomp.communicators import (
+    LinkCost,
+    SimulatedCommunicator,
+    SimulatedGroup,
+    asked_ranks_per_node,
+    check_ranks_per_node,
+)
 from hvdcomp.perfmodel import network_of_link, parse_rate
 from hvdcomp.train.options import NO_TIME, SIMULATED, TrainingOptions, links_of
 from hvdcomp.train.ranks import Ranks
@@ -25,13 +29,13 @@ class SimulatedRanks(Ranks):
     backend = SIMULATED
     controller = "threads"
 
-    def __init__(self, communicator: SimulatedCommunicator, links: tuple[str, ...]) -> None:
+    def __init__(self, communicator: SimulatedCommunicator, links: tuple[str, ...], ranks_per_node: int) -> None:
         self.communicator = communicator
         self.links = links
         exchange = f"that of exchanges is predicted for {' and '.join(links)}" if links else "an exchange takes none"
         self.note = f"simulated ranks: the time of computing is measured, and {exchange}"
         self.rank, self.size = communicator.rank, communicator.world_size
-        self.local_rank, self.local_size = 0, 1  # as if each had a host of its own
+        self.local_rank, self.local_size = self.rank % ranks_per_node, ranks_per_node
 
     def now(self) -> float:
         return self.communicator.now()
@@ -57,11 +61,18 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
     timer = time.thread_time if options.framework == "torch" else time.perf_counter
     links = links_of(options.link)
     costs = [_cost(link) for link in links] or [None]
-    group = SimulatedGroup(options.simulate_ranks, costs, timer, given_ranks_per_node())
-    return group.run(lambda communicator: run(SimulatedRanks(cast(SimulatedCommunicator, communicator), links)))[0]
+    ranks_per_node = asked_ranks_per_node()
+    check_ranks_per_node(ranks_per_node)
+    group = SimulatedGroup(options.simulate_ranks, costs, timer, ranks_per_node or None)
+
+    def run_one(communicator: Any) -> Any:
+        # Where nobody has asked for nodes, each rank counts as on a host of its own.
+        return run(SimulatedRanks(communicator, links, ranks_per_node or 1))
+
+    return group.run(run_one)[0]
 
 
-def _cost(link: str) -> Cost | None:
+def _cost(link: str) -> LinkCost | None:
     if link == NO_TIME:
         return None
     network = network_of_link(parse_rate(link), LATENCY_S)
