@@ -1,193 +1,856 @@
-"""What every compressor does to accuracy: trains the reference models with each, at two levels, over three seeds.
+"""What every compressor does to accuracy: trains reference models with each on four simulated ranks, over three seeds.
 
-    horovodrun -np 2 python benchmarks/convergence.py            # both data sets; about 40 minutes on two cores
-    horovodrun -np 2 python benchmarks/convergence.py --data digits --only topk --only powersgd
+    python benchmarks/convergence.py --dry-run                 # what would be trained
+    python benchmarks/convergence.py                           # everything; many hours of each core
+    python benchmarks/convergence.py --workload mnist1d --only topk --only 'powersgd*' --seeds 0
+    python benchmarks/convergence.py --page-only               # the page, from the runs that are there
 
-Each run goes to a folder of its own below --runs and is skipped when it is there already, so that an interrupted
-benchmark goes on where it stopped. At the end rank 0 writes the table of all runs found there to --table.
+Each run is a process of its own with one thread, and writes to a folder of its own below --runs. One that is there
+already, complete and of the same settings, is not trained again, so that an interrupted benchmark goes on where it
+stopped. In the end all runs found there make the page --table and the plot beside it.
+
+A run is timed on several links at once (docs/simulated-ranks.md). What a rank computes is measured, on a machine that
+may be busy. So that rows can be compared, all rows of a workload get one time of computing a step: the median over its
+runs, or --compute-ms. What encoding and decoding take is the method's own.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import math
+import os
+import re
+import shlex
+import signal
 import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 
-SEEDS = (0, 1, 2)
+from hvdcomp.files import replace_files, replace_text
+from hvdcomp.terminal import make_console
+from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
+from hvdcomp.train.target import Target
+
+ROOT = Path(__file__).parents[1]
+RANKS = 4
+LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
+ALL_LINKS = ",".join((NO_TIME, *LINKS))  # the first one's times are those of computing alone
+UNCOMPRESSED = ("none", "fp16")  # the better of which counts as what one has without hvdcomp
+NODES = {"HVDCOMP_RANKS_PER_NODE": "2"}  # of the methods with two levels
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its training.
+
+    Attributes:
+        options: of `hvdcomp train`.
+        target: of the validation part, to which steps, bytes and seconds are counted.
+        beside: the workload whose uncompressed runs are those to compare with; None for its own.
+    """
+
+    options: dict[str, Any]
+    target: str
+    beside: str | None = None
+
+    @property
+    def metric(self) -> str:
+        return "perplexity" if self.options["data"] in TEXT_DATA else "accuracy"
+
+
+_GPT = {
+    "model": "gpt",
+    "data": "text",
+    "optimizer": "adamw",
+    "lr": 2e-3,
+    "schedule": "cosine",
+    "warm_up": 0.1,
+    "steps": 600,
+    "evaluate_every": 25,
+}
+WORKLOADS = {
+    "mnist1d": Workload(
+        {
+            "model": "cnn1d",
+            "data": "mnist1d",
+            "optimizer": "sgd",
+            "lr": 0.05,
+            "schedule": "cosine",
+            "steps": 400,
+            "evaluate_every": 10,
+        },
+        "loss=0.85",
+    ),
+    "gpt": Workload(_GPT, "loss=2.7"),
+    "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.7", beside="gpt"),
+    "lstm": Workload(
+        {
+            "model": "lstm",
+            "data": "text",
+            "optimizer": "sgd",
+            "lr": 2.0,
+            "schedule": "cosine",
+            "steps": 500,
+            "evaluate_every": 25,
+        },
+        "loss=2.55",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor at two levels, and what its training needs beside it."""
+    """How gradients are sent.
 
-    specs: tuple[str, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        changes: of the options, by workload or optimizer; `lr` is a factor.
+        left_out: of which workloads, and why.
+    """
+
+    spec: str
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def options(self, workload: Workload, name: str) -> dict[str, Any]:
+        changes = {**self.changes.get(workload.options["optimizer"], {}), **self.changes.get(name, {})}
+        factor = changes.pop("lr", 1.0)
+        return {**workload.options, **changes, "lr": workload.options["lr"] * factor, "compression": self.spec}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return NODES if self.spec.startswith("two_level") else {}
 
 
+def _methods(*specs: str, **attributes: Any) -> list[Method]:
+    return [Method(spec, **attributes) for spec in specs]
+
+
+# What int4 leaves over cannot be sent by these later: their noise is too large for error feedback.
+_BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
-    Method(("none",)),
-    Method(("fp16",)),
-    Method(("bf16",)),
-    Method(("topk:ratio=0.01", "topk:ratio=0.001")),
-    Method(("randomk:ratio=0.1", "randomk:ratio=0.01")),
-    Method(("mstopk:ratio=0.01", "mstopk:ratio=0.001")),
-    # Momentum is DGC's own; the optimizer's must be 0.
-    Method(("dgc:ratio=0.01", "dgc:ratio=0.001"), {"momentum": 0.0}),
-    Method(("redsync:ratio=0.01", "redsync:ratio=0.001")),
-    Method(("sidco:ratio=0.01", "sidco:ratio=0.001")),
-    Method(("signsgd",), {"lr_factor": 0.01}),
-    Method(("onebit", "onebit:per_row=True")),
-    Method(("efsignsgd",)),
-    Method(("qsgd:bits=4", "qsgd:bits=2")),
-    Method(("terngrad",)),
-    Method(("natural",)),
-    Method(("globalqsgd:bits=8", "globalqsgd:bits=4")),
-    Method(("powersgd:rank=2", "powersgd:rank=1")),
-    Method(("powersgd:rank=2,alternating=True", "powersgd:rank=1,alternating=True")),
-    Method(("atomo:rank=4", "atomo:rank=2")),
+    # The steps of compressed-adam before it freezes, by default sent as int4.
+    Method("none", {"compressed-adam": {"freeze_compression": "none"}}),
+    Method("fp16", {"compressed-adam": {"freeze_compression": "fp16"}}),
+    Method("bf16", {"compressed-adam": {"freeze_compression": "bf16"}}),
+    *_methods("topk:ratio=0.01", "topk:ratio=0.001", "randomk:ratio=0.1", "randomk:ratio=0.01"),
+    *_methods("mstopk:ratio=0.01", "mstopk:ratio=0.001", "redsync:ratio=0.01", "redsync:ratio=0.001"),
+    *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
+    # Momentum is DGC's own: the optimizer has none.
+    *_methods(
+        "dgc:ratio=0.01",
+        "dgc:ratio=0.001",
+        changes={"sgd": {"momentum": 0.0}, "adamw": {"betas": (0.0, 0.95)}},
+        left_out={"gpt-frozen": "what is sent there is a momentum already"},
+    ),
+    # A vote has no magnitude. SGD's rate is to be that of signs, and clipping makes the norm that of dense steps.
+    *_methods(
+        "signsgd",
+        changes={"mnist1d": {"lr": 0.01}, "lstm": {"lr": 0.1}},
+        left_out={"gpt-frozen": "its votes have no magnitude, and the frozen second moment is of gradients"},
+    ),
+    *_methods("onebit", "onebit:per_row=True", "efsignsgd"),
+    *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
+    *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
+    *_methods("int8", "int4", "int4:rounding=stochastic", "fp8", "fp8:format=e5m2"),
+    *_methods("powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1"),
+    *_methods("powersgd:rank=4,alternating=True", "powersgd:rank=1,alternating=True"),
+    *_methods("atomo:rank=4", "atomo:rank=2", changes=_BEFORE_NOISE),
+    *_methods("int8:exchange=scatter", "int4:exchange=scatter"),
+    *_methods("terngrad:exchange=scatter", "natural:exchange=scatter", "fp8:exchange=scatter"),
+    *_methods("onebit:exchange=scatter", "efsignsgd:exchange=scatter"),
+    *_methods("two_level(topk:ratio=0.01)", "two_level(topk:ratio=0.001)", "two_level(powersgd:rank=4)"),
+    *_methods("two_level(int4)", "two_level(efsignsgd)"),
 )
 
-DATA: dict[str, dict[str, Any]] = {
-    "digits": {"model": "cnn", "data": "digits", "epochs": 15},
-    "stdlib-text": {
-        "model": "lstm",
-        "data": "stdlib-text",
-        "epochs": 6,
-        "batch_size": 16,
-        "sequence_length": 32,
-        "text_size": 50_000,
-    },
-}
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a workload with a method and a seed."""
+
+    workload: str
+    method: Method
+    seed: int
+    runs: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.workload / re.sub(r"[^\w.=]+", "-", self.method.spec).strip("-") / f"seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.workload} {self.method.spec} seed {self.seed}"
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Of `hvdcomp train`, but for where it writes."""
+        own = self.method.options(WORKLOADS[self.workload], self.workload)
+        return {**own, "simulate_ranks": RANKS, "link": ALL_LINKS, "seed": self.seed}
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of `hvdcomp`."""
+        words = ["train"]
+        for name, value in self.options.items():
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+        return [*words, "--output", str(self.folder), "--overwrite", "--no-progress"]
+
+    @property
+    def command(self) -> str:
+        """What a user would write."""
+        settings = [f"{name}={value}" for name, value in self.method.environment.items()]
+        return " ".join([*settings, "hvdcomp", shlex.join(self.words)])
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Of the run in the folder, if it is complete and was trained with these options."""
+        found = _json(self.folder / "summary.json") or {}
+        wanted = json.loads(json.dumps(self.options))
+        same = all(found.get("options", {}).get(name) == value for name, value in wanted.items())
+        return found if same and found.get("status") in ("finished", "diverged") else None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was noted beside the run: its commit, its seconds, and what went wrong."""
+        return _json(self.folder / "run.json") or {}
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
 
-def folder_of(runs: Path, data: str, spec: str, seed: int) -> Path:
-    """Where a run is written; a spec string becomes a file name."""
-    return runs / data / spec.replace(":", "-").replace(",", "-").replace("=", "") / f"seed{seed}"
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
-def run_all(runs: Path, chosen: tuple[str, ...], only: tuple[str, ...]) -> None:
-    """Trains what is not there yet, on every rank together."""
-    import horovod.torch as hvd
+def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[Run]:
+    """All runs asked for, in order: one seed of everything before the next seed.
 
-    from hvdcomp.train.options import TrainingOptions
-    from hvdcomp.train.trainer import train
+    Args:
+        only: patterns of specs, or names of compressors; none for all.
+    """
 
-    todo = [
-        (data, spec, seed, method.options)
-        for data in chosen
+    def is_chosen(spec: str) -> bool:
+        return not only or any(fnmatch.fnmatchcase(spec, one) or re.split("[:(]", spec)[0] == one for one in only)
+
+    return [
+        Run(name, method, seed, runs)
+        for seed in seeds
+        for name in workloads
         for method in METHODS
-        for spec in method.specs
-        for seed in SEEDS
-        if not only or spec.partition(":")[0] in only
+        if is_chosen(method.spec) and name not in method.left_out
     ]
-    for number, (data, spec, seed, options) in enumerate(todo):
-        folder = folder_of(runs, data, spec, seed)
-        if hvd.broadcast_object((folder / "summary.json").exists(), name="convergence.exists"):
-            continue
-        if hvd.rank() == 0:
-            print(f"[{number + 1}/{len(todo)}] {data} {spec} seed {seed}", flush=True)
-        extra = dict(options)
-        factor = extra.pop("lr_factor", None)
-        settings = TrainingOptions(
-            **DATA[data], **extra, compression=spec, seed=seed, output=folder, overwrite=True, progress=False
-        )
-        if factor is not None:
-            settings = TrainingOptions(**{**vars(settings), "lr": factor * settings.resolved().lr})
-        train(settings)
 
 
-def table(runs: Path) -> str:
-    """The table of all finished runs, in Markdown: mean over the seeds, and the range in brackets."""
-    lines = []
-    for data in DATA:
-        groups = {
-            spec: [
-                json.loads(file.read_text())
-                for seed in SEEDS
-                if (file := folder_of(runs, data, spec, seed) / "summary.json").exists()
-            ]
-            for method in METHODS
-            for spec in method.specs
+class Trainer:
+    """Trains runs, some at a time, each in a process of its own.
+
+    Args:
+        say: shows a line.
+    """
+
+    def __init__(self, workers: int, say: Callable[[str], None]) -> None:
+        self._workers = workers
+        self._say = say
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._commit = commit()
+
+    def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
+        """Trains them all; returns those that failed.
+
+        Args:
+            took: seconds of runs that are there already, by workload.
+        """
+        seconds = {name: list(values) for name, values in took.items()}
+        failed, left = [], list(todo)
+        with ThreadPoolExecutor(self._workers) as pool:
+            futures = {pool.submit(self._one, run): run for run in todo}
+            try:
+                for number, future in enumerate(as_completed(futures), 1):
+                    run, about = futures[future], future.result()
+                    left.remove(run)
+                    seconds.setdefault(run.workload, []).append(about["seconds"])
+                    if about["error"] is not None:
+                        failed.append(run)
+                    line = f"[{number}/{len(todo)}] {run}: {_outcome(run, about)}, {about['seconds']:.0f} s"
+                    self._say(f"{line}; {_left(left, seconds, self._workers)}")
+            except BaseException:
+                self._stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return failed
+
+    def _one(self, run: Run) -> dict[str, Any]:
+        """Trains one run, and notes how that went. What a stopped one leaves counts as unfinished."""
+        run.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "run.json"):
+            (run.folder / name).unlink(missing_ok=True)
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **run.method.environment}
+        start = time.monotonic()
+        with (run.folder / "log.txt").open("wb") as log:
+            with self._lock:
+                if self._stopped:
+                    raise KeyboardInterrupt
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "hvdcomp", *run.words],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends the others
+                )
+                self._processes.add(process)
+            code = process.wait()
+            with self._lock:
+                self._processes.remove(process)
+        if self._stopped:
+            raise KeyboardInterrupt
+        error = None
+        if run.summary is None:
+            lines = (run.folder / "log.txt").read_text(errors="replace").split("\n")
+            error = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
+        about = {
+            "command": run.command,
+            "commit": self._commit,
+            "seconds": time.monotonic() - start,
+            "error": error,
         }
-        groups = {spec: group for spec, group in groups.items() if group}
-        if not groups:
-            continue
-        metric = "accuracy" if data == "digits" else "perplexity"
-        settings = ", ".join(f"{key} {value}" for key, value in DATA[data].items())
-        lines += [
-            "",
-            f"## {data}",
-            "",
-            f"{settings}; 2 ranks, seeds {', '.join(map(str, SEEDS))}.",
-            "",
-            f"| compressor | {metric} | bytes per step | compression factor | converged |",
-            "|---|---|---|---|---|",
+        replace_text(run.folder / "run.json", json.dumps(about, indent=2) + "\n")
+        return about
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._processes:
+                process.terminate()
+
+
+def commit() -> str:
+    """The commit of the sources, with a plus sign if they differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks/convergence.py")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _outcome(run: Run, about: Mapping[str, Any]) -> str:
+    if about["error"] is not None:
+        return f"failed: {about['error']}"
+    assert run.summary is not None
+    loss = run.summary["validation_loss"]
+    return f"{run.summary['status']}, loss {'-' if loss is None else format(loss, '.4f')}"
+
+
+def _left(left: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
+    """About how long the rest takes, by the runs of the same workload so far, or of all."""
+    everything = statistics.mean(one for values in seconds.values() for one in values)
+    total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in left)
+    minutes = total / max(1, min(workers, len(left))) / 60
+    return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
+
+
+# What came out.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run came to.
+
+    Attributes:
+        factor: dense bytes over those sent.
+        loss, quality: of the validation part in the end; None if it diverged.
+        compute_ms, coding_ms: of a step, the computing without and the encoding and decoding of the method.
+        reached: the evaluation that reached the target.
+    """
+
+    run: Run
+    factor: float
+    loss: float | None
+    quality: float | None
+    compute_ms: float
+    coding_ms: float
+    reached: dict[str, Any] | None
+
+    def seconds(self, link: str, compute_ms: float) -> float:
+        """To the target on a link, with so much computing in each step."""
+        assert self.reached is not None
+        on_links = self.reached["trained_seconds_on_links"]
+        waited = on_links[link] - on_links[NO_TIME]
+        return waited + self.reached["step"] * (compute_ms + self.coding_ms) / 1000
+
+
+def outcome_of(run: Run) -> Outcome:
+    assert run.summary is not None
+    workload = WORKLOADS[run.workload]
+    steps, evaluations = run.records("steps.jsonl"), run.records("evaluations.jsonl")
+    coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
+    alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+    target = Target.parse(workload.target)
+    finite = [one for one in evaluations if one["loss"] is not None and one[workload.metric] is not None]
+    ended = run.summary["status"] == "finished" and evaluations and finite[-1:] == evaluations[-1:]
+    last = evaluations[-1] if ended else {"loss": None, workload.metric: None}
+    return Outcome(
+        run,
+        run.summary["compression_factor"],
+        last["loss"],
+        last[workload.metric],
+        statistics.median(alone),
+        statistics.median(coding),
+        next((one for one in finite if target.is_reached(one)), None),
+    )
+
+
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's, 95 %, by degrees of freedom
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval; that is not known of one value."""
+    if len(values) < 2:
+        return statistics.mean(values), math.nan
+    quantile = _T[min(len(values) - 1, len(_T)) - 1]
+    return statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """All finished runs of a method in a workload.
+
+    Attributes:
+        dense: the losses of uncompressed training, by seed.
+        label: the method, and the workload if it is not that of the table.
+    """
+
+    label: str
+    outcomes: tuple[Outcome, ...]
+    dense: Mapping[int, float]
+
+    @property
+    def factor(self) -> float:
+        return statistics.mean(one.factor for one in self.outcomes)
+
+    @property
+    def difference(self) -> list[float]:
+        """By how many percent the loss is above that of dense training with the same seed; empty if any diverged."""
+        if any(one.loss is None for one in self.outcomes):
+            return []
+        return [
+            100 * (one.loss / self.dense[one.run.seed] - 1)
+            for one in self.outcomes
+            if one.loss is not None and one.run.seed in self.dense
         ]
-        dense = [run[metric] for run in groups.get("none", []) if run.get(metric) is not None]
-        lines += [_row(spec, group, metric, dense) for spec, group in groups.items()]
-    return "\n".join(lines) + "\n"
+
+    @property
+    def reached(self) -> list[Outcome]:
+        return [one for one in self.outcomes if one.reached is not None]
+
+    def seconds(self, link: str, compute_ms: float) -> float | None:
+        """To the target, the mean; None unless all runs reached it."""
+        if len(self.reached) < len(self.outcomes):
+            return None
+        return statistics.mean(one.seconds(link, compute_ms) for one in self.reached)
 
 
-def _row(spec: str, group: list[dict[str, Any]], metric: str, dense: list[float]) -> str:
-    values = [run[metric] for run in group if run["status"] == "finished" and run.get(metric) is not None]
-    scale = 100 if metric == "accuracy" else 1
-    shown = "-"
-    verdict = "no: diverged"
-    if values:
-        shown = f"{scale * statistics.mean(values):.2f} ({scale * min(values):.2f} to {scale * max(values):.2f})"
-        verdict = _verdict(statistics.mean(values), statistics.mean(dense) if dense else None, metric)
-        if len(values) < len(group):
-            verdict = f"{len(group) - len(values)} of {len(group)} runs diverged"
-    sent = statistics.mean(run["bytes_sent_per_step"] for run in group)
-    factor = statistics.mean(run["compression_factor"] for run in group)
-    return f"| `{spec}` | {shown} | {sent:,.0f} | {factor:.1f} | {verdict} |"
+@dataclass(frozen=True)
+class Table:
+    """The rows of a workload.
+
+    Attributes:
+        compute_ms: of a step, of all rows.
+        runs, failed: of this workload.
+    """
+
+    name: str
+    rows: list[Row]
+    compute_ms: float
+    runs: list[Run]
+    failed: list[Run]
+
+    @property
+    def workload(self) -> Workload:
+        return WORKLOADS[self.name]
+
+    def better_uncompressed(self, link: str) -> float | None:
+        """Seconds to the target of the better of none and fp16."""
+        plain = [row for row in self.rows if row.outcomes[0].run.method.spec in UNCOMPRESSED]
+        if self.workload.beside is not None:
+            beside = [row for row in plain if row.outcomes[0].run.workload == self.workload.beside]
+            plain = beside or plain
+        return min((one for row in plain if (one := row.seconds(link, self.compute_ms)) is not None), default=None)
 
 
-def _verdict(value: float, dense: float | None, metric: str) -> str:
-    """Whether a method reached the dense result: within one point of accuracy, or 10 % of perplexity."""
-    if dense is None:
+def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | None) -> Table | None:
+    """The table of a workload; None if nothing of it is there."""
+    beside = WORKLOADS[name].beside
+    everything = planned([name], seeds, (), runs)
+    others = [] if beside is None else planned([beside], seeds, UNCOMPRESSED, runs)
+    found = [outcome_of(run) for run in [*others, *everything] if run.summary is not None]
+    own = [one for one in found if one.run.workload == name]
+    if not own:
+        return None
+    in_others = {one.run.seed: one.loss for one in found if (one.run.workload, one.run.method.spec) == (beside, "none")}
+    in_own = {one.run.seed: one.loss for one in own if one.run.method.spec == "none"}
+    dense = {seed: loss for seed, loss in (in_others or in_own).items() if loss is not None}
+    grouped: dict[tuple[str, str], list[Outcome]] = {}
+    for one in found:
+        grouped.setdefault((one.run.workload, one.run.method.spec), []).append(one)
+    rows = [
+        Row(f"`{spec}`" + ("" if workload == name else f" ({workload})"), tuple(outcomes), dense)
+        for (workload, spec), outcomes in grouped.items()
+    ]
+    rows.sort(key=lambda row: row.factor)
+    failed = [run for run in everything if run.summary is None and run.about.get("error") is not None]
+    chosen = compute_ms or statistics.median(one.compute_ms for one in own)
+    return Table(name, rows, chosen, [one.run for one in own], failed)
+
+
+# The page.
+
+
+def lines_of(table: Table) -> list[str]:
+    """A workload's section, in Markdown."""
+    workload = table.workload
+    options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
+    columns = ["method", "factor", "validation loss", workload.metric, "to dense (%)", "steps", "MB sent"]
+    columns += [f"s at {shown}" for shown in LINKS.values()]
+    lines = [
+        f"## {table.name}",
+        "",
+        f"{options}; {RANKS} ranks, seeds {_listed(sorted({run.seed for run in table.runs}))}. Target: "
+        f"{workload.target}. A step computes for {table.compute_ms:.1f} ms.",
+        "",
+        f"| {' | '.join(columns)} |",
+        f"|---|{'--:|' * (len(columns) - 1)}",
+        *(_row(table, row) for row in table.rows),
+        "",
+    ]
+    left_out: dict[str, list[str]] = {}
+    for method in METHODS:
+        if table.name in method.left_out:
+            left_out.setdefault(method.left_out[table.name], []).append(f"`{method.spec}`")
+    lines += [f"Left out: {_listed(specs)}, as {why}.\n" for why, specs in left_out.items()]
+    for run in table.failed:
+        lines += [f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}", ""]
+    return lines
+
+
+def _row(table: Table, row: Row) -> str:
+    losses = [one.loss for one in row.outcomes if one.loss is not None]
+    qualities = [one.quality for one in row.outcomes if one.quality is not None]
+    percent = table.workload.metric == "accuracy"
+    shown = [100 * one for one in qualities] if percent else qualities
+    diverged = len(row.outcomes) - len(losses)
+    cells = [
+        row.label + (f"; {diverged} of {len(row.outcomes)} diverged" if diverged else ""),
+        f"{row.factor:.1f}",
+        _with_interval(losses, ".4f"),
+        _with_interval(shown, ".2f"),
+        _with_interval(row.difference, "+.2f"),
+    ]
+    missed = len(row.outcomes) - len(row.reached)
+    if missed:
+        cells += [f"{missed} of {len(row.outcomes)} missed it", *["-"] * (1 + len(LINKS))]
+        return f"| {' | '.join(cells)} |"
+    reached = [one.reached for one in row.reached if one.reached is not None]
+    cells += [
+        f"{statistics.mean(one['step'] for one in reached):.0f}",
+        f"{statistics.mean(one['bytes_sent'] for one in reached) / 1e6:.2f}",
+        *(_time(table, row, link) for link in LINKS),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _time(table: Table, row: Row, link: str) -> str:
+    seconds, plain = row.seconds(link, table.compute_ms), table.better_uncompressed(link)
+    assert seconds is not None
+    return f"{seconds:.1f}" + ("" if plain is None else f" ({plain / seconds:.2f} x)")
+
+
+def _with_interval(values: Sequence[float], form: str) -> str:
+    if not values:
         return "-"
-    if metric == "accuracy":
-        lost = 100 * (dense - value)
-        return "yes" if lost <= 1 else f"{lost:.1f} points below dense"
-    worse = value / dense - 1
-    return "yes" if worse <= 0.1 else f"{100 * worse:.0f} % above dense"
+    mean, half = mean_and_interval(values)
+    return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
 
 
-INTRODUCTION = """# What every compressor does to accuracy
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(str, values))
 
-Made by `horovodrun -np 2 python benchmarks/convergence.py`, which trains the reference models of `hvdcomp train` with
-the options named below, and defaults for the rest. Only the compressor differs (and, for `dgc`, momentum is left to the
-compressor; for `signsgd`, whose result is a sign instead of a gradient, the learning rate is a hundredth). "converged"
-says whether the mean over the seeds is within one point of dense accuracy, or within 10 % of dense perplexity. Bytes
-are what one rank hands to the collectives in a step; the compression factor is dense bytes over sent bytes.
 
-The text model is trained for 258 steps only, with the learning rate that suits dense training: methods that hold much
-back are still catching up when it ends, and the table shows that as it is.
+AT_LEAST, WITHIN, BEST = (15, 50), (1, 3), 5
 
-The models are small: small tensors go dense, and with the numbers that ride along they bound the factor that a model of
-this size can reach.
+
+def best_of(table: Table, factor: float, percent: float) -> list[Row]:
+    """The rows that send so much less and whose mean loss is so close to dense, the best loss first."""
+    chosen = [
+        row
+        for row in table.rows
+        if row.factor >= factor and row.difference and statistics.mean(row.difference) <= percent
+    ]
+    return sorted(chosen, key=lambda row: statistics.mean(row.difference))
+
+
+def best_lines(tables: Sequence[Table]) -> list[str]:
+    """Who sends little and is as good as dense."""
+    lines = [
+        "## The best that send little",
+        "",
+        f"The {BEST} with the lowest loss, with their factors and what their loss is above dense.",
+        "",
+        "| workload | factor at least | loss within | methods |",
+        "|---|--:|--:|---|",
+    ]
+    for table in tables:
+        for factor in AT_LEAST:
+            for percent in WITHIN:
+                rows = best_of(table, factor, percent)
+                shown = [
+                    f"{row.label} ({row.factor:.0f} x, {statistics.mean(row.difference):+.1f} %)" for row in rows[:BEST]
+                ]
+                more = f" and {len(rows) - BEST} more" if len(rows) > BEST else ""
+                lines.append(f"| {table.name} | {factor} | {percent} % | {_listed(shown) or 'none'}{more} |")
+    return [*lines, ""]
+
+
+FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-- end of findings -->"
+
+
+def introduction(tables: Sequence[Table], findings: str, plot: str) -> str:
+    commits = sorted({run.about.get("commit", "unknown") for table in tables for run in table.runs})
+    seeds = sorted({run.seed for table in tables for run in table.runs})
+    names = " ".join(f"--workload {table.name}" for table in tables)
+    chosen = "" if [table.name for table in tables] == list(WORKLOADS) else f" {names}"
+    command = f"python benchmarks/convergence.py{chosen} --seeds {','.join(map(str, seeds))}"
+    return f"""# What every compressor does to accuracy
+
+Made by `{command}`,
+at commit {_listed(f"`{one}`" for one in commits)}. It trains the reference models of `hvdcomp train` on {RANKS}
+[simulated ranks](simulated-ranks.md), which end with the weights of real ones, with the options named below, and
+defaults for the rest. Only the compressor differs, and:
+
+- with `dgc`, momentum is left to the compressor;
+- with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a hundredth, or, where the norm
+  of a step is clipped as well, a tenth;
+- methods with `two_level` have two nodes of two ranks;
+- with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the
+  factor too; with `qsgd` and `atomo` they are sent as `int8`, and with `none` and the casts like all others.
+
+{FINDINGS}
+{findings.strip()}
+{END_OF_FINDINGS}
+
+How to read the tables:
+
+- **factor**: dense bytes over the bytes that one rank hands to the collectives and that may leave its node. Tables are
+  sorted by it. The models are small: small tensors go dense, and with the numbers that ride along they bound the factor
+  that a model of this size can reach.
+- **validation loss**, and accuracy in percent or perplexity, are those of the validation part at the end of the run:
+  means over the seeds, with the 95 % interval of the mean (Student's t). **to dense** is by how much the loss is above
+  that of `none`, seed by seed.
+- **steps**, **MB sent** by a rank and **s**econds are those to the target, by the first evaluation that reaches it. In
+  brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
+- Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
+  each rank, with the overlap that real ranks would have. All rows of a table have the same time of computing a step,
+  the median over all runs: a busy machine would else favour some. What encoding and decoding take is the median of the
+  method's own, on one core of a CPU. Casts are not counted.
+- A run has a given number of steps, and the learning rate that suits dense training: methods that hold much back are
+  still catching up when it ends, and the tables show that as it is.
+
+![Loss above dense over the compression factor]({plot})
 """
 
 
-@click.command()
-@click.option("--data", "chosen", multiple=True, type=click.Choice(list(DATA)), help="Which data; all by default.")
-@click.option("--only", multiple=True, help="Which compressors, by name; all by default.")
-@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/convergence"), show_default=True)
-@click.option("--table", "file", type=click.Path(path_type=Path), default=Path("docs/convergence.md"))
-def main(chosen: tuple[str, ...], only: tuple[str, ...], runs: Path, file: Path) -> None:
-    """Trains with every compressor and writes the table."""
-    import horovod.torch as hvd
+def write_page(file: Path, runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> bool:
+    """Writes the page of all runs that are there, and the plot beside it; False if there are none."""
+    found = [table_of(name, seeds, runs, compute_ms.get(name)) for name in WORKLOADS]
+    tables = [table for table in found if table is not None]
+    if not tables:
+        return False
+    before = file.read_text() if file.exists() else ""
+    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0]
+    plot = file.with_suffix(".png")
+    sections = [line for table in tables for line in lines_of(table)]
+    text = "\n".join([introduction(tables, findings, plot.name), *best_lines(tables), *sections]).rstrip() + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_files({file: text.encode(), plot: draw(tables)})
+    return True
 
-    hvd.init()
-    run_all(runs, chosen or tuple(DATA), only)
-    if hvd.rank() == 0:
-        file.write_text(INTRODUCTION + table(runs))
-        print(f"wrote {file}")
+
+_FAMILIES = {
+    "sparse": ("topk", "randomk", "mstopk", "redsync", "sidco", "dgc", "stc"),
+    "signs": ("signsgd", "onebit", "efsignsgd"),
+    "low rank": ("powersgd", "atomo"),
+    "quantized": ("qsgd", "terngrad", "natural", "globalqsgd", "int8", "int4", "fp8"),
+    "cast": ("fp16", "bf16"),
+}
+_COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
+_MOST = 30.0  # percent above dense, where the plot ends
+
+
+def family_of(spec: str) -> str | None:
+    """What kind of method a spec is of; None for none."""
+    name = re.split("[:()]", spec.removeprefix("two_level("))[0]
+    return next((family for family, names in _FAMILIES.items() if name in names), None)
+
+
+def draw(tables: Sequence[Table]) -> bytes:
+    """The loss above dense over the factor, as a PNG."""
+    import io
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4 * math.ceil(len(tables) / 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, table in enumerate(tables, 1):
+        axes = figure.add_subplot(math.ceil(len(tables) / 2), min(2, len(tables)), number)
+        axes.set_title(table.name, fontsize=10)
+        axes.set_xscale("log")
+        axes.set_xlabel("compression factor")
+        axes.set_ylabel("validation loss above dense (%)")
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3)
+        for row in table.rows:
+            run, family = row.outcomes[0].run, family_of(row.outcomes[0].run.method.spec)
+            if family is None or not row.difference or run.workload != table.name:
+                continue
+            mean, half = mean_and_interval(row.difference)
+            shown, colour = min(mean, _MOST), _COLOURS[family]
+            axes.errorbar(
+                row.factor,
+                shown,
+                yerr=None if math.isnan(half) or mean > _MOST else half,
+                color=colour,
+                marker="^" if mean > _MOST else "o",
+                markersize=4,
+                linewidth=1,
+            )
+            place = {"xytext": (3, 3), "textcoords": "offset points"}
+            axes.annotate(run.method.spec, (row.factor, shown), fontsize=5, color=colour, **place)
+        axes.set_ylim(top=_MOST * 1.08)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    return image.getvalue()
+
+
+# The command.
+
+
+def _seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))
+    except ValueError:
+        seeds = (-1,)
+    if min(seeds) < 0:
+        raise click.BadParameter(f"{value!r} is no list of seeds; give whole numbers of at least 0: 0,1,2")
+    return seeds
+
+
+def _compute_ms(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
+    found = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if name not in WORKLOADS or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) == 0:
+            raise click.BadParameter(f"{value!r}: give a workload of {_listed(WORKLOADS)} and milliseconds: gpt=40")
+        found[name] = float(number)
+    return found
+
+
+def _check(runs: Sequence[Run]) -> None:
+    """Refuses what `hvdcomp train` would, before anything is trained."""
+    for run in runs:
+        TrainingOptions(**run.options).resolved()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@click.command()
+@click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Which specs: a pattern, or a compressor; default: all.")
+@click.option("--seeds", default="0,1,2", show_default=True, callback=_seeds, metavar="SEED,...")
+@click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/convergence"), show_default=True)
+@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/convergence.md"), show_default=True)
+@click.option(
+    "--compute-ms",
+    multiple=True,
+    callback=_compute_ms,
+    metavar="WORKLOAD=MS",
+    help="What a rank computes in a step, for the page; default: the median of the runs.",
+)
+@click.option("--dry-run", is_flag=True, help="List what would be trained, and end.")
+@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
+def main(
+    workloads: tuple[str, ...],
+    only: tuple[str, ...],
+    seeds: tuple[int, ...],
+    workers: int | None,
+    runs: Path,
+    table: Path,
+    compute_ms: dict[str, float],
+    dry_run: bool,
+    page_only: bool,
+) -> None:
+    """Trains with every compressor on simulated ranks, and writes the page of all runs that are there."""
+    chosen = planned(workloads or tuple(WORKLOADS), seeds, only, runs)
+    for pattern in only:
+        if not planned(WORKLOADS, [0], [pattern], runs):
+            raise click.BadParameter(f"--only {pattern!r} fits no method; --dry-run lists all")
+    _check(chosen)
+    console = make_console(soft_wrap=True)
+    todo = [] if page_only else [run for run in chosen if run.summary is None]
+    if dry_run:
+        for run in todo:
+            console.print(run.command)
+    if not page_only:
+        console.print(f"{len(chosen) - len(todo)} of {len(chosen)} runs are there already, {len(todo)} to train")
+    if dry_run:
+        return
+    failed: list[Run] = []
+    if todo:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, _interrupt)
+        took: dict[str, list[float]] = {}
+        for run in chosen:
+            if run.summary is not None and "seconds" in run.about:
+                took.setdefault(run.workload, []).append(run.about["seconds"])
+        available = len(os.sched_getaffinity(0))
+        try:
+            failed = Trainer(workers or available, console.print).train(todo, took)
+        except KeyboardInterrupt:
+            console.print("stopped; what is finished is kept, and the same command goes on from there")
+            sys.exit(130)
+    # Of all seeds that are there, not only those of this command.
+    everywhere = sorted({int(one.name.removeprefix("seed")) for one in runs.glob("*/*/seed*")})
+    if write_page(table, runs, everywhere, compute_ms):
+        console.print(f"wrote {table} and {table.with_suffix('.png')}")
+    else:
+        console.print(f"there is no finished run in {runs}")
+    if failed:
+        console.print(f"{len(failed)} failed: {_listed(failed)}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

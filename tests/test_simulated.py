@@ -22,7 +22,7 @@ class Computing:
 
 def _run(ranks: int, work, cost=lambda kind, size, ranks: 10.0):
     timer = Computing()
-    return SimulatedGroup(ranks, cost, timer).run(lambda communicator: work(communicator, timer))
+    return SimulatedGroup(ranks, [cost], timer).run(lambda communicator: work(communicator, timer))
 
 
 def test_an_exchange_begins_with_the_last_rank_and_takes_what_the_link_takes() -> None:
@@ -61,7 +61,7 @@ def test_an_exchange_may_count_as_started_earlier() -> None:
     def work(communicator: SimulatedCommunicator, timer: Computing) -> float:
         communicator.now()
         timer.seconds += 4.0
-        ready = communicator.now()
+        ready = communicator.moment()
         timer.seconds += 3.0
         communicator.starts_at = ready
         started = communicator.start_allreduce(np.ones(2), "mean", "x")
@@ -70,6 +70,44 @@ def test_an_exchange_may_count_as_started_earlier() -> None:
         return communicator.now()
 
     assert _run(2, work) == [14.0, 14.0]
+
+
+def test_each_link_has_a_clock_and_all_of_them_the_same_computing() -> None:
+    costs = [None, lambda kind, size, ranks: 10.0, lambda kind, size, ranks: 1.0]
+
+    def work(communicator: SimulatedCommunicator, timer: Computing) -> list[list[float]]:
+        communicator.now()
+        timer.seconds += 4.0
+        ready = communicator.moment()
+        timer.seconds += 3.0
+        moments = [ready]
+        for _ in range(2):
+            communicator.starts_at = ready
+            started = communicator.start_allreduce(np.ones(2), "mean", "x")
+            communicator.starts_at = None
+            communicator.wait(started)
+            moments.append(communicator.moment())
+        assert communicator.now() == moments[-1][0], "ranks go by the first"
+        return [moment.tolist() for moment in moments]
+
+    timer = Computing()
+    found = SimulatedGroup(2, costs, timer).run(lambda communicator: work(communicator, timer))
+    # The timer is that of both ranks: while the second computes, the first one's clock stands.
+    assert found == [[[4.0, 4.0, 4.0], [7.0, 14.0, 7.0], [7.0, 24.0, 7.0]]] * 2
+
+
+def test_what_stays_within_a_node_takes_no_time() -> None:
+    def work(communicator: SimulatedCommunicator, timer: Computing) -> list[float]:
+        times = []
+        for group in ("node", "across", "all"):
+            part = communicator.part(group)
+            part.wait(part.start_allreduce(np.ones(2), "sum", group))
+            times.append(communicator.now())
+        return times
+
+    timer = Computing()
+    group = SimulatedGroup(4, [lambda kind, size, ranks: float(ranks)], timer, ranks_per_node=2)
+    assert group.run(lambda communicator: work(communicator, timer)) == [[0.0, 2.0, 6.0]] * 4
 
 
 def test_values_that_ranks_share_are_copies_and_take_no_time() -> None:

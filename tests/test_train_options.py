@@ -123,6 +123,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"simulate_ranks": 0}, "--simulate-ranks 0: at least 1"),
         ({"link": "1gbit"}, "--link 1gbit is that of simulated ranks; give --simulate-ranks"),
         ({"simulate_ranks": 2, "link": "1 gig"}, "--link '1 gig' is not a rate"),
+        ({"simulate_ranks": 2, "link": "1gbit,"}, "--link '' is not a rate"),
+        ({"simulate_ranks": 2, "link": "1gbit, 1gbit"}, "--link 1gbit, 1gbit: each rate once"),
         ({"simulate_ranks": 2, "backend": "ddp"}, "--backend 'ddp' is unknown; choose one of auto"),
         ({"simulate_ranks": 2, "checkpoint_folder": Path("x")}, "--simulate-ranks 2 saves no checkpoints"),
     ],

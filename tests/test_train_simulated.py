@@ -116,6 +116,31 @@ def test_a_link_takes_time_and_changes_nothing_else(tmp_path: Path) -> None:
     assert 1.5 * sent < seconds["1mbit"] - seconds["10gbit"] < 3.5 * sent
 
 
+def test_one_run_is_timed_on_several_links(tmp_path: Path) -> None:
+    options = [*_MLP, "--validation-samples", "100", "--evaluate-every", "4", "--steps", "8"]
+    summary = _simulated(2, tmp_path, *options, "--until", "accuracy=0.01", "--link", "none,1mbit,10gbit")
+    line = json.loads((tmp_path / "simulated" / "evaluations.jsonl").read_text().splitlines()[0])
+    seconds = line["trained_seconds_on_links"]
+    assert list(seconds) == ["none", "1mbit", "10gbit"]
+    assert seconds["none"] == pytest.approx(line["trained_seconds"], rel=0.1)  # a moment later
+    assert seconds["none"] < seconds["10gbit"] < seconds["1mbit"]
+    sent = line["bytes_sent"] * 8 / 1e6  # of two ranks, what each sends is what its link carries
+    assert seconds["1mbit"] - seconds["none"] == pytest.approx(sent, rel=0.2)
+    assert summary["trained_seconds_on_links"] == summary["until"]["trained_seconds_on_links"] == seconds
+
+
+def test_ranks_may_share_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDCOMP_RANKS_PER_NODE", "2")
+    options = [*_MLP, "--steps", "3", "--compression", "two_level(topk:ratio=0.01)"]
+    summary = _simulated(4, tmp_path, *options)
+    assert (summary["bytes_in_node_per_step"] > 0, summary["ranks_per_host"]) == (True, 2)
+    assert summary["identical"]
+    for given, said in (("3", "the same number of ranks on every node"), ("two", "'two' is not allowed")):
+        monkeypatch.setenv("HVDCOMP_RANKS_PER_NODE", given)
+        done = CliRunner().invoke(main, ["train", "--simulate-ranks", "4", *options])
+        assert (done.exit_code, said in done.output) == (1, True), done.output
+
+
 def test_a_run_ends_at_its_target(tmp_path: Path) -> None:
     options = ["--model", "cnn1d", "--data", "mnist1d", "--samples", "1000", "--evaluate-every", "10"]
     summary = _simulated(1, tmp_path, *options, "--until", "accuracy=0.2", "--steps", "400")

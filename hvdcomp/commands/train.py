@@ -169,8 +169,9 @@ _START = (
 )
 @_option(
     "--link",
-    "The link of each simulated rank, whose time is predicted: 100mbit, 1gbit, 10gbit.",
-    metavar="RATE",
+    "The link of each simulated rank, whose time is predicted: 100mbit, 1gbit, 10gbit. After commas, others on which "
+    "the same run is timed.",
+    metavar="RATE,...",
     shown="takes no time",
 )
 @_option("--seed", "Start of all random choices; the train/test split does not depend on it.", type=int)

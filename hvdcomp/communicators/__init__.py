@@ -6,16 +6,19 @@ from typing import Any, Protocol
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.loopback import LoopbackCommunicator
-from hvdcomp.communicators.nodes import allow_process_sets
-from hvdcomp.communicators.simulated import SimulatedCommunicator, SimulatedGroup
+from hvdcomp.communicators.nodes import allow_process_sets, asked_ranks_per_node, check_ranks_per_node
+from hvdcomp.communicators.simulated import LinkCost, SimulatedCommunicator, SimulatedGroup
 from hvdcomp.communicators.so_far import connected_rank, rank_so_far
 
 __all__ = [
     "Communicator",
+    "LinkCost",
     "LoopbackCommunicator",
     "SimulatedCommunicator",
     "SimulatedGroup",
     "allow_process_sets",
+    "asked_ranks_per_node",
+    "check_ranks_per_node",
     "connected_rank",
     "rank_so_far",
 ]

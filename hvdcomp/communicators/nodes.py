@@ -5,14 +5,34 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 
-from hvdcomp.errors import UnevenNodesError
+from hvdcomp.errors import ConfigurationError, UnevenNodesError
 
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
+"""In the environment: how many ranks, one after the other, count as a node, whatever the launcher says."""
 
 
 def allow_process_sets() -> None:
     """Lets Horovod make process sets for groups of ranks, unless the user has said otherwise; before `hvd.init`."""
     os.environ.setdefault(DYNAMIC, "1")
+
+
+def asked_ranks_per_node() -> int:
+    """What the environment says: 0 if nothing, and -1 if it is no such number."""
+    text = os.environ.get(RANKS_PER_NODE)
+    if text is None:
+        return 0
+    return (int(text) if text.isdecimal() and len(text) < 10 else 0) or -1
+
+
+def check_ranks_per_node(asked: int) -> None:
+    """Raises ConfigurationError if what `asked_ranks_per_node` has found is no number."""
+    if asked < 0:
+        raise ConfigurationError(
+            f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
+            "or leave it out"
+        )
 
 
 class Nodes:

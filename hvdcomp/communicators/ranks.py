@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdcomp.communicators import Communicator, LoopbackCommunicator
-from hvdcomp.communicators.nodes import Nodes
+from hvdcomp.communicators.nodes import RANKS_PER_NODE, Nodes, asked_ranks_per_node, check_ranks_per_node
 from hvdcomp.errors import ConfigurationError, RankMismatchError, UnevenNodesError
-
-RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
-"""In the environment: how many ranks, one after the other, count as a node, whatever the launcher says."""
 
 
 class Ranks(Communicator):
@@ -64,11 +61,7 @@ class Ranks(Communicator):
         for name, values in ((RANKS_PER_NODE, given), (self.GROUPING, may_group)):
             if len(set(values)) > 1:
                 raise ConfigurationError(f"the ranks' environments differ in {name}; set it alike on all ranks")
-        if given[0] < 0:
-            raise ConfigurationError(
-                f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
-                "or leave it out"
-            )
+        check_ranks_per_node(given[0])
         if given[0]:
             return [rank // given[0] for rank in range(self.world_size)]
         if len(set(sizes)) > 1:  # where the numbers of nodes say nothing
@@ -137,11 +130,5 @@ class Ranks(Communicator):
 
 
 def _from_environment(grouping: str) -> tuple[int, int]:
-    """Ranks a node as the user gives them, 0 if not, and -1 if that is no such number; and whether groups may be made.
-    """
-    text = os.environ.get(RANKS_PER_NODE)
-    given = 0
-    if text is not None:
-        given = int(text) if text.isdecimal() and len(text) < 10 else 0
-        given = given or -1
-    return given, int(not grouping or os.environ.get(grouping, "0") not in ("", "0"))
+    """As `asked_ranks_per_node`; and whether groups may be made."""
+    return asked_ranks_per_node(), int(not grouping or os.environ.get(grouping, "0") not in ("", "0"))

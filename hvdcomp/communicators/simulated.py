@@ -1,14 +1,15 @@
-"""Ranks as threads of one process that do what real ones do, bit for bit, on a link whose time is predicted.
+"""Ranks as threads of one process that do what real ones do, bit for bit, on links whose time is predicted.
 
-An allreduce adds up in the order of Gloo's ring, which is that of torch.distributed on CPUs. Each rank has a clock. It
-runs while the rank computes, stands while others do, and goes on by the time that an exchange would take on the link.
+An allreduce adds up in the order of Gloo's ring, which is that of torch.distributed on CPUs. Each rank has a clock for
+each link that is looked at. It runs while the rank computes, stands while others do, and goes on by the time that an
+exchange would take on that link. So one run tells what it would take on several links.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import Contribution, InProcessCommunicator, InProcessGroup, results_of
 
-Cost = Callable[[str, int, int], float]
+LinkCost = Callable[[str, int, int], float]
 """Seconds of a collective: its kind, the bytes that each rank hands over, and the ranks that take part."""
+
+Moment = np.ndarray
+"""A time on each clock of a rank, in seconds since the start."""
 
 _SEGMENT_BYTES = 2**20  # Gloo's largest segment
 
@@ -28,44 +32,45 @@ class SimulatedGroup(InProcessGroup):
 
     Args:
         size: how many ranks there are.
-        cost: of collectives on the link; None for one that takes no time.
+        costs: of collectives on each link; None for one that takes no time. The clock of the first link is the one that
+            ranks go by.
         timer: seconds for which the calling thread has computed.
-        ranks_per_node: as of `InProcessGroup`.
+        ranks_per_node: as of `InProcessGroup`. What the ranks of one of several nodes exchange takes no time.
     """
 
     def __init__(
         self,
         size: int,
-        cost: Cost | None = None,
+        costs: Sequence[LinkCost | None] = (None,),
         timer: Callable[[], float] = time.thread_time,
         ranks_per_node: int | None = None,
     ) -> None:
         super().__init__(size, ranks_per_node)
-        self._cost = cost
+        self._costs = costs
         self._timer = timer
-        self._clocks = [0.0] * size  # of each rank, up to its latest mark
+        self._clocks = np.zeros((size, len(costs)))  # of each rank, up to its latest mark
         self._marks: dict[int, float] = {}  # of the timer, of ranks that compute
-        self._starts: dict[int, float] = {}  # when each rank's part of the collective under way was ready
-        self._link_free = 0.0  # when the link has carried all that was given to it
+        self._starts: dict[int, Moment] = {}  # when each rank's part of the collective under way was ready
+        self._links_free = np.zeros(len(costs))  # when each link has carried all that was given to it
 
-    def now(self, rank: int) -> float:
-        """A rank's clock, in seconds since the start; to be asked by that rank."""
+    def moment(self, rank: int) -> Moment:
+        """A rank's clocks; to be asked by that rank."""
         reading = self._timer()
         self._clocks[rank] += reading - self._marks.get(rank, reading)
         self._marks[rank] = reading
-        return self._clocks[rank]
+        return self._clocks[rank].copy()
 
-    def meet_at(self, rank: int, contribution: Contribution, start: float) -> Array:
-        """`meet` for a collective that was started earlier on the rank's clock."""
+    def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> Array:
+        """`meet` for a collective that was started earlier on the rank's clocks."""
         self._starts[rank] = start
-        self.now(rank)
+        self.moment(rank)
         result = self.meet(rank, contribution)
         self._marks[rank] = self._timer()
         return result
 
     def share(self, rank: int, value: Any, name: str) -> list[Any]:
-        """The values of all ranks, copies. It takes no time on the link."""
-        self.now(rank)
+        """The values of all ranks, copies. It takes no time on any link."""
+        self.moment(rank)
         everyone = tuple(range(self.world_size))
         packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), everyone))
         values = [pickle.loads(one) for one in packed]
@@ -78,19 +83,24 @@ class SimulatedGroup(InProcessGroup):
     def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
         results = super()._results_of(contributions)
         if next(iter(contributions.values()))[0] == "objects":
-            latest = max(self._clocks)
-            self._clocks = [latest] * self.world_size
+            self._clocks[:] = self._clocks.max(axis=0)
             return results
-        begun = self._link_free
+        begun = self._links_free
         for members in {contribution[4] for contribution in contributions.values()}:
             kind, _, _, array, _ = contributions[members[0]]
-            ready = max(self._starts[rank] for rank in members)
-            seconds = 0.0 if self._cost is None else self._cost(kind.split()[0], int(array.nbytes), len(members))
-            done = max(ready, begun) + seconds
+            ready = np.max([self._starts[rank] for rank in members], axis=0)
+            seconds = self._seconds(kind.split()[0], int(array.nbytes), members)
+            done = np.maximum(ready, begun) + seconds
             for rank in members:
-                self._clocks[rank] = max(self._clocks[rank], done)
-            self._link_free = max(self._link_free, done)
+                self._clocks[rank] = np.maximum(self._clocks[rank], done)
+            self._links_free = np.maximum(self._links_free, done)
         return results
+
+    def _seconds(self, kind: str, size: int, members: tuple[int, ...]) -> np.ndarray:
+        """What a collective takes on each link."""
+        within_node = self.nodes.count > 1 and set(members) <= set(self.nodes.members(members[0], "node"))
+        costs = [None] * len(self._costs) if within_node else self._costs
+        return np.array([0.0 if cost is None else cost(kind, size, len(members)) for cost in costs])
 
     def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
         if kind == "objects":
@@ -104,7 +114,7 @@ class SimulatedCommunicator(InProcessCommunicator):
     """One rank of a `SimulatedGroup`, with all that bindings ask of a communicator.
 
     Attributes:
-        starts_at: the time on this rank's clock at which collectives count as started, if that was earlier than now.
+        starts_at: the moment at which collectives count as started, if that was earlier than now.
     """
 
     has_mpi = False
@@ -113,17 +123,21 @@ class SimulatedCommunicator(InProcessCommunicator):
 
     def __init__(self, group: SimulatedGroup, rank: int, members: tuple[int, ...] = ()) -> None:
         super().__init__(group, rank, members)
-        self.starts_at: float | None = None
+        self.starts_at: Moment | None = None
 
     def now(self) -> float:
-        """Seconds on this rank's clock."""
-        return self.group.now(self._number)
+        """Seconds on this rank's clock of the first link."""
+        return float(self.moment()[0])
+
+    def moment(self) -> Moment:
+        """Seconds on this rank's clock of each link."""
+        return self.group.moment(self._number)
 
     def anew(self) -> SimulatedCommunicator:
         raise NotImplementedError("simulated ranks never change")
 
     def _start(self, kind: str, name: str, array: Array) -> Any:
-        return kind, name, array, self.now() if self.starts_at is None else self.starts_at
+        return kind, name, array, self.moment() if self.starts_at is None else self.starts_at
 
     def wait(self, handle: Any) -> Array:
         kind, name, array, start = handle

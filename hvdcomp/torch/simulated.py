@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdcomp.bindings.setup import Setup
-from hvdcomp.communicators.simulated import SimulatedCommunicator
+from hvdcomp.communicators.simulated import Moment, SimulatedCommunicator
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 
@@ -40,7 +41,7 @@ class SimulatedBinding(TorchTraining):
         trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
         self.engine.ledger.clock.follow(self.now)
-        self._ready: dict[str, float] = {}  # when each gradient was there, in this order
+        self._ready: dict[str, Moment] = {}  # when each gradient was there, in this order
         self._order: list[str] = []  # of the gradients in DDP's buckets; none before its first step
         self._may_change = self.plan_may_change
         for name, parameter in trained.items():
@@ -49,7 +50,7 @@ class SimulatedBinding(TorchTraining):
     def _noting(self, name: str) -> Any:
         def note(parameter: torch.Tensor) -> None:
             self._ready.pop(name, None)  # of an earlier backward pass of this step
-            self._ready[name] = self.now()
+            self._ready[name] = self._ranks.moment()
 
         return note
 
@@ -80,13 +81,13 @@ class SimulatedBinding(TorchTraining):
         self._order = self._order or list(ready)  # DDP makes its buckets anew after its first step
 
     def _cast(
-        self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, float], wire: str | None, asked: bool
+        self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, Moment], wire: str | None, asked: bool
     ) -> None:
         self.observe("local", gradients)
         for names in self._buckets(gradients):
             together = [gradients[name] for name in names]
             buffer = torch.cat([gradient.flatten() for gradient in together])
-            self._ranks.starts_at = max(ready[name] for name in names)
+            self._ranks.starts_at = np.max([ready[name] for name in names], axis=0)
             self._reduce(buffer, wire)
             self._ranks.starts_at = None
             means = buffer.split([gradient.numel() for gradient in together])

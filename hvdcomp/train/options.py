@@ -21,6 +21,7 @@ from hvdcomp.train.target import Target
 FRAMEWORKS = ("torch", "tensorflow")
 BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
 SIMULATED = "simulated"  # the backend of simulated ranks
+NO_TIME = "none"  # a link on which an exchange takes none
 RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
 OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
 
@@ -103,7 +104,7 @@ class TrainingOptions:
     clip_norm: float | None = None  # 0: no clipping
     backward_passes_per_step: int = 1
     simulate_ranks: int | None = None  # threads of this process that are ranks
-    link: str | None = None  # of each simulated rank; None: one that takes no time
+    link: str | None = None  # of each simulated rank, or several between commas; None: one that takes no time
     seed: int = 0
     output: Path | None = None
     overwrite: bool = False
@@ -327,14 +328,22 @@ class TrainingOptions:
 
     def _checks_of_simulation(self) -> list[tuple[bool, str]]:
         ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
-        what = f"--simulate-ranks {ranks}"
+        what, links = f"--simulate-ranks {ranks}", links_of(self.link)
         return [
             (ranks is None or ranks >= 1, f"{what}: at least 1"),
             (
                 self.link is None or simulated,
                 f"--link {self.link} is that of simulated ranks; give --simulate-ranks N too, or leave it out",
             ),
-            (self.link is None or _is_rate(self.link), f"--link {self.link!r} is not a rate: 100mbit, 1gbit, 10gbit"),
+            *(
+                (
+                    link == NO_TIME or _is_rate(link),
+                    f"--link {link!r} is not a rate: 100mbit, 1gbit, 10gbit, or {NO_TIME} for one that takes no time; "
+                    "put commas between several",
+                )
+                for link in links
+            ),
+            (len(set(links)) == len(links), f"--link {self.link}: each rate once"),
             (
                 not simulated or self.checkpoint_folder is None,
                 f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
@@ -420,6 +429,11 @@ class TrainingOptions:
         """Every option with its value, for JSON."""
         values = dataclasses.asdict(self)
         return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+
+def links_of(text: str | None) -> tuple[str, ...]:
+    """The links of `--link`."""
+    return () if text is None else tuple(link.strip() for link in text.split(","))
 
 
 def _either(value, default):

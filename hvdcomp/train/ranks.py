@@ -31,6 +31,7 @@ class Ranks(ABC):
         restarts: how often the launcher has started these ranks again, after one had failed.
         elastic: whether the run goes on when ranks come and go.
         note: what a reader of the results must know of these ranks; None for nothing.
+        links: of simulated ranks, those on which steps are timed.
     """
 
     backend: ClassVar[str]
@@ -42,6 +43,7 @@ class Ranks(ABC):
     restarts: int = 0
     elastic: bool = False
     note: str | None = None
+    links: tuple[str, ...] = ()
 
     @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:
@@ -58,6 +60,10 @@ class Ranks(ABC):
     def now(self) -> float:
         """Seconds on the clock by which this rank's steps are timed."""
         return time.perf_counter()
+
+    def on_links(self) -> np.ndarray:
+        """Seconds on this rank's clock of each of the `links`."""
+        return np.zeros(len(self.links))
 
     @property
     def changed(self) -> bool:

@@ -75,6 +75,7 @@ class Run:
         self._times: list[float] = []  # ms of each of the latest steps
         self._epochs: list[dict[str, Any]] = []
         self._trained_seconds = 0.0  # of all steps, without evaluations
+        self._trained_on_links = np.zeros(len(ranks.links))  # the same, by link
         self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
         self._evaluated_at = 0  # the step of the latest evaluation
         self._quality: dict[str, float] = {}  # that it found
@@ -250,11 +251,12 @@ class Run:
         if not self._stepped and self._learner.first_step is not None:
             self._reporter.note(self._learner.first_step)
         self._stepped = True
-        start = self._ranks.now()
+        start, start_on_links = self._ranks.now(), self._ranks.on_links()
         loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
         seconds = self._ranks.now() - start
         milliseconds = 1000 * seconds
         self._trained_seconds += seconds
+        self._trained_on_links += self._ranks.on_links() - start_on_links
         self._step += 1
         self._taken += accumulation
         self._losses.append(loss)
@@ -314,6 +316,7 @@ class Run:
             "part": self._watched,
             **quality,
             "trained_seconds": self._trained_seconds,
+            **self._on_links,
             "bytes_sent": self._compression.ledger.totals.bytes_sent,
         }
         if self._writer is not None:
@@ -322,6 +325,12 @@ class Run:
         if self._target is not None and self._reached is None and self._target.is_reached(quality):
             self._reached = record
         return quality
+
+    @property
+    def _on_links(self) -> dict[str, dict[str, float]]:
+        """What of a record is of simulated links, by link."""
+        seconds = dict(zip(self._ranks.links, self._trained_on_links.tolist(), strict=True))
+        return {"trained_seconds_on_links": seconds} if seconds else {}
 
     def _final_quality(self, status: str) -> dict[str, Any]:
         """The quality on the test part, which is looked at once where there is a validation part."""
@@ -379,6 +388,7 @@ class Run:
             "controller": self._ranks.controller,
             "seconds": self._ranks.now() - self._start,
             "trained_seconds": self._trained_seconds,
+            **self._on_links,
             "until": self._until(),
             "ms_per_step": median,
             "ms_per_step_over": over,
@@ -404,7 +414,7 @@ class Run:
             return None
         if self._reached is None:
             return {"target": str(self._target), "reached": False}
-        kept = ("step", "trained_seconds", "bytes_sent", "loss", self._metric)
+        kept = ("step", "trained_seconds", *self._on_links, "bytes_sent", "loss", self._metric)
         return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in kept}}
 
     def _time_per_step(self) -> tuple[float | None, str]:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
-from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup
+import numpy as np
+
+from hvdcomp.communicators import (
+    LinkCost,
+    SimulatedCommunicator,
+    SimulatedGroup,
+    asked_ranks_per_node,
+    check_ranks_per_node,
+)
 from hvdcomp.perfmodel import network_of_link, parse_rate
-from hvdcomp.train.options import SIMULATED, TrainingOptions
+from hvdcomp.train.options import NO_TIME, SIMULATED, TrainingOptions, links_of
 from hvdcomp.train.ranks import Ranks
 
 LATENCY_S = 1e-4
@@ -21,15 +29,19 @@ class SimulatedRanks(Ranks):
     backend = SIMULATED
     controller = "threads"
 
-    def __init__(self, communicator: SimulatedCommunicator, link: str | None) -> None:
+    def __init__(self, communicator: SimulatedCommunicator, links: tuple[str, ...], ranks_per_node: int) -> None:
         self.communicator = communicator
-        exchange = "an exchange takes none" if link is None else f"that of exchanges is predicted for {link}"
+        self.links = links
+        exchange = f"that of exchanges is predicted for {' and '.join(links)}" if links else "an exchange takes none"
         self.note = f"simulated ranks: the time of computing is measured, and {exchange}"
         self.rank, self.size = communicator.rank, communicator.world_size
-        self.local_rank, self.local_size = 0, 1  # as if each had a host of its own
+        self.local_rank, self.local_size = self.rank % ranks_per_node, ranks_per_node
 
     def now(self) -> float:
         return self.communicator.now()
+
+    def on_links(self) -> np.ndarray:
+        return self.communicator.moment()[: len(self.links)]
 
     def gather(self, value: Any, name: str) -> list[Any]:
         return self.communicator.group.share(self.rank, value, name)
@@ -39,17 +51,29 @@ class SimulatedRanks(Ranks):
 
 
 def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) -> Any:
-    """Calls a function on each of the simulated ranks; returns what rank 0's call does."""
+    """Calls a function on each of the simulated ranks; returns what rank 0's call does.
+
+    Raises:
+        ConfigurationError: for nodes that these ranks cannot have, as the environment asks for them.
+    """
     assert options.simulate_ranks is not None
     # PyTorch computes in the thread that asks for it, TensorFlow in others.
-    link = options.link
     timer = time.thread_time if options.framework == "torch" else time.perf_counter
-    group = SimulatedGroup(options.simulate_ranks, _cost(link), timer)
-    return group.run(lambda communicator: run(SimulatedRanks(cast(SimulatedCommunicator, communicator), link)))[0]
+    links = links_of(options.link)
+    costs = [_cost(link) for link in links] or [None]
+    ranks_per_node = asked_ranks_per_node()
+    check_ranks_per_node(ranks_per_node)
+    group = SimulatedGroup(options.simulate_ranks, costs, timer, ranks_per_node or None)
+
+    def run_one(communicator: Any) -> Any:
+        # Where nobody has asked for nodes, each rank counts as on a host of its own.
+        return run(SimulatedRanks(communicator, links, ranks_per_node or 1))
+
+    return group.run(run_one)[0]
 
 
-def _cost(link: str | None) -> Callable[[str, int, int], float] | None:
-    if link is None:
+def _cost(link: str) -> LinkCost | None:
+    if link == NO_TIME:
         return None
     network = network_of_link(parse_rate(link), LATENCY_S)
 
