@@ -33,6 +33,7 @@ _TEXTS = {
 # Of each this number of files of the standard library, one is for validation and one for testing.
 _FILES_PER_PART = 16
 _HELD_OUT_BYTES = 65_536  # at most, of either part: an evaluation is not to take longer than the training
+_HELD_OUT_BYTES_OF_A_FILE = 8_192
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -112,8 +113,9 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
 def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
     """The source of the running Python's standard library, byte by byte, with validation and test parts.
 
-    Of each 16 files, in the order of their names, one is for validation and one for testing, of both at most 64 KiB:
-    no file is in two parts. The text, and so any result, belongs to the version of Python.
+    Of each 16 files, in the order of their names, one is for validation and one for testing: 64 KiB of each part, and
+    of a file no more than 8 KiB, from its middle, so that no single file decides. No file is in two parts. The text,
+    and so any result, belongs to the version of Python.
 
     Args:
         size: bytes to train on.
@@ -127,19 +129,24 @@ def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
     root = Path(sysconfig.get_path("stdlib"))
     train, validation, test = bytearray(), bytearray(), bytearray()
     for number, path in enumerate(_source_files(root)):
-        part = {0: validation, 1: test}.get(number % _FILES_PER_PART, train)
-        part += path.read_bytes()
+        content = path.read_bytes()
+        held_out = {0: validation, 1: test}.get(number % _FILES_PER_PART)
+        if held_out is None:
+            train += content
+        else:
+            start = max(0, len(content) - _HELD_OUT_BYTES_OF_A_FILE) // 2
+            held_out += content[start : start + _HELD_OUT_BYTES_OF_A_FILE]
         if len(train) >= size and min(len(validation), len(test)) >= _HELD_OUT_BYTES:
             break
     if len(train) < size:
         raise SetupError(f"--text-size {size}: the standard library in {root} has {len(train)} bytes; take no more")
     source = f"--text-size {size}"
     ends = (size, _HELD_OUT_BYTES, _HELD_OUT_BYTES)
-    (x, y), (test_x, test_y), held_out = (
+    (x, y), (test_x, test_y), on_the_way = (
         _cut(np.frombuffer(part[:end], np.uint8).astype(np.int64), length, source)
         for part, end in zip((train, test, validation), ends, strict=True)
     )
-    return DataSet(x, y, test_x, test_y, classes=256, validation=held_out)
+    return DataSet(x, y, test_x, test_y, classes=256, validation=on_the_way)
 
 
 def _source_files(root: Path) -> list[Path]:
