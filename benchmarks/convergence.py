@@ -58,11 +58,13 @@ class Workload:
         options: of `hvdcomp train`.
         target: of the validation part, to which steps, bytes and seconds are counted.
         beside: the workload whose uncompressed runs are those to compare with; None for its own.
+        only: the methods it is trained with; none for all.
     """
 
     options: dict[str, Any]
     target: str
     beside: str | None = None
+    only: tuple[str, ...] = ()
 
     @property
     def metric(self) -> str:
@@ -94,6 +96,13 @@ WORKLOADS = {
     ),
     "gpt": Workload(_GPT, "loss=2.7"),
     "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.7", beside="gpt"),
+    # Four steps of each rank by itself, and one exchange.
+    "gpt-local": Workload(
+        {**_GPT, "optimizer": "compressed-adam", "local_steps": 4, "evaluate_every": 24},
+        "loss=2.7",
+        beside="gpt",
+        only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
+    ),
     "lstm": Workload(
         {
             "model": "lstm",
@@ -159,7 +168,9 @@ METHODS = (
         changes={"mnist1d": {"lr": 0.01}, "lstm": {"lr": 0.1}},
         left_out={"gpt-frozen": "its votes have no magnitude, and the frozen second moment is of gradients"},
     ),
-    *_methods("onebit", "onebit:per_row=True", "efsignsgd"),
+    *_methods("onebit", "onebit:per_row=True"),
+    # So that the first steps are no large part of what is sent in all.
+    *_methods("efsignsgd", changes={"gpt-local": {"freeze_compression": "powersgd:rank=4"}}),
     *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
     *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
     *_methods("int8", "int4", "int4:rounding=stochastic", "fp8", "fp8:format=e5m2"),
@@ -251,6 +262,7 @@ def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str],
         for name in workloads
         for method in METHODS
         if is_chosen(method.spec) and name not in method.left_out
+        if method.spec in (WORKLOADS[name].only or [method.spec])
     ]
 
 
