@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from hvdcomp.cli import main
 from hvdcomp.commands.compressors import BEGIN, END
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
+from hvdcomp.compressors.first import FIRST
 from hvdcomp.compressors.parsing import parse_compressor
 
 MANUAL = Path(__file__).parents[1] / "docs" / "compressors.md"
@@ -151,3 +152,13 @@ def test_json_and_markdown_exclude_each_other() -> None:
     result = run("--json", "--markdown")
     assert result.exit_code == 2
     assert "exclude" in result.stderr
+
+
+def test_the_list_says_what_to_try_first() -> None:
+    said = next(line for line in run(width=200).stdout.splitlines() if line.startswith("To try first:"))
+    for optimizer, specs in FIRST.items():
+        assert optimizer in said
+        for spec in specs:
+            assert spec in said
+            harmful = parse_compressor(spec).harms_adam
+            assert not (optimizer == "Adam" and harmful), spec

@@ -14,7 +14,7 @@ import numpy as np
 from click.core import ParameterSource
 from rich.text import Text
 
-from hvdcomp.compressors import BUCKET_BYTES
+from hvdcomp.compressors import BUCKET_BYTES, first_to_try
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
@@ -368,6 +368,7 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
     if take != UNCOMPRESSED:
         lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
+        lines.append(first_to_try())
     factor = report["least_compression_factor"]
     ideal = "an ideal compressor (free of cost, during the backward pass)"
     if factor is None:

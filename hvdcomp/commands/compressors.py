@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from hvdcomp.compressors import COMPRESSORS, Compressor
+from hvdcomp.compressors import COMPRESSORS, Compressor, first_to_try
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_text
@@ -182,6 +182,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
         collectives = entry["collective"].replace(", ", "\n")
         table.add_row(Text(entry["name"], "bold cyan"), parameters, entry["sends"], collectives, biased)
     print_table(console, table)
+    console.print(first_to_try(), soft_wrap=True)
     console.print("All about one, with an example: hvdcomp compressors NAME", soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.first import first_to_try
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router
@@ -37,5 +38,6 @@ __all__ = [
     "Compressor",
     "NoCompression",
     "TensorInfo",
+    "first_to_try",
     "needs_nodes",
 ]
