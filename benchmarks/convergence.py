@@ -677,7 +677,7 @@ How to read the tables:
   that a model of this size can reach.
 - **validation loss**, and accuracy in percent or perplexity, are those of the validation part at the end of the run:
   means over the seeds, with the 95 % interval of the mean (Student's t). **to dense** is by how much the loss is above
-  that of `none`, seed by seed.
+  that of `none`, seed by seed. What `fp16` differs by is chance: a difference as small says nothing.
 - **steps**, **MB sent** by a rank and **s**econds are those to the target, by the first evaluation that reaches it. In
   brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
 - Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
