@@ -94,12 +94,12 @@ WORKLOADS = {
         },
         "loss=0.85",
     ),
-    "gpt": Workload(_GPT, "loss=2.7"),
-    "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.7", beside="gpt"),
+    "gpt": Workload(_GPT, "loss=2.15"),
+    "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.15", beside="gpt"),
     # Four steps of each rank by itself, and one exchange.
     "gpt-local": Workload(
         {**_GPT, "optimizer": "compressed-adam", "local_steps": 4, "evaluate_every": 24},
-        "loss=2.7",
+        "loss=2.15",
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
     ),

@@ -82,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The modules that need PyTorch, when they are asked for."""
-    if name in ("dcp", "ddp", "fsdp"):
+    """The modules that are of a framework, when they are asked for."""
+    if name in ("dcp", "ddp", "fsdp", "tensorflow", "torch"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

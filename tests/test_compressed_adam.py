@@ -317,6 +317,24 @@ def test_local_steps_are_the_algorithm() -> None:
     assert not np.array_equal(apart[0][0]["matrix"], apart[1][0]["matrix"])
 
 
+def test_one_rank_goes_on_as_without_local_steps() -> None:
+    weights, models = [], []
+    for local_steps in (1, 3):
+        model = Model()
+        optimizer = CompressedAdam(model.parameters(), **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=local_steps)
+        for step in range(STEPS):
+            for parameter in model.parameters():
+                parameter.grad = torch.from_numpy(gradients_of(0, step, tuple(parameter.shape)))
+            optimizer.step()
+        weights.append(model.matrix.detach().numpy())
+        models.append((model, optimizer))
+    np.testing.assert_allclose(*weights, rtol=1e-6, atol=1e-7)
+    model, optimizer = models[1]
+    state = optimizer.state[model.matrix]
+    assert torch.equal(state["anchor"], model.matrix)
+    assert (state["rates"], state["moved"].count_nonzero()) == (0.0, 0)
+
+
 def test_local_steps_do_not_go_with_a_policy() -> None:
     def adam(parameters: Any) -> CompressedAdam:
         return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=3)

@@ -182,7 +182,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
         collectives = entry["collective"].replace(", ", "\n")
         table.add_row(Text(entry["name"], "bold cyan"), parameters, entry["sends"], collectives, biased)
     print_table(console, table)
-    console.print(first_to_try(), soft_wrap=True)
+    console.print(first_to_try())
     console.print("All about one, with an example: hvdcomp compressors NAME", soft_wrap=True)
 
 

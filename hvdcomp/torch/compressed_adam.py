@@ -240,9 +240,8 @@ class CompressedAdam(torch.optim.AdamW):
                     # An element without a gradient so far gets no step, whatever noise compression makes of it.
                     v.masked_fill_(unused, math.inf)
                     if group["local_steps"] > 1:
-                        state["anchor"] = parameter.detach().clone()
-                        state["moved"] = torch.zeros_like(parameter)
-                        state["rates"] = 0.0
+                        state["anchor"], state["moved"] = torch.empty_like(parameter), torch.empty_like(parameter)
+                        self._begin_locally([parameter])
 
     # A step.
 
@@ -266,6 +265,8 @@ class CompressedAdam(torch.optim.AdamW):
                 parameter.grad = gradient
         for group in self.param_groups:
             self._step_frozen(group, [one for one in group["params"] if one in frozen])
+            if group["local_steps"] > 1 and not alone:
+                self._begin_locally([one for one in group["params"] if one in frozen])
         self._sums.clear()
         return loss
 
@@ -298,10 +299,15 @@ class CompressedAdam(torch.optim.AdamW):
         """The step in which the ranks have exchanged their momenta: from where they last were equal."""
         assert parameter.grad is not None
         torch.mul(parameter.grad, 1 - b1, out=state["exp_avg"])
-        state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter])
-        parameter.copy_(state["anchor"])
-        state["moved"].zero_()
-        state["rates"] = 0.0
+        parameter.copy_(state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter]))
+
+    def _begin_locally(self, parameters: list[torch.Tensor]) -> None:
+        """Lets local steps begin from where parameters are, which is the same on all ranks."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            state["anchor"].copy_(parameter)  # also where nobody has exchanged, as on a single rank
+            state["moved"].zero_()
+            state["rates"] = 0.0
 
 
 def _move_alone(
