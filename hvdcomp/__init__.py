@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.bindings.elastic import track as track
+from hvdcomp.bindings.frameworks import NAMES
 from hvdcomp.bindings.metrics import write_metrics as write_metrics
 from hvdcomp.bindings.prometheus import serve_metrics as serve_metrics
 from hvdcomp.bindings.world import state_for as state_for
@@ -83,6 +84,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The modules that are of a framework, when they are asked for."""
-    if name in ("dcp", "ddp", "fsdp", "tensorflow", "torch"):
+    if name in ("dcp", "ddp", "fsdp", *NAMES):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
