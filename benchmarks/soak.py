@@ -55,6 +55,7 @@ CASES: dict[str, tuple[str, str | None]] = {
     "adaqs": ("topk:ratio=0.01", "adaqs:start=64,fall=0.02,steps=5"),
     "gravac": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50"),
     "gravac, lag=0": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50,lag=0"),
+    "lgreco": ("powersgd:rank=4", "lgreco:interval=20"),
     "auto": ("topk:ratio=0.01", "auto:calibration={calibration},window=3,every=5,budget=0.5"),
 }
 """By name, a compressor and a policy."""

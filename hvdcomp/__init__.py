@@ -61,6 +61,7 @@ from hvdcomp.policies.batch_size import IncreaseBatchSize as IncreaseBatchSize
 from hvdcomp.policies.constant import Constant as Constant
 from hvdcomp.policies.gravac import GraVAC as GraVAC
 from hvdcomp.policies.joint import AccordionJoint as AccordionJoint
+from hvdcomp.policies.lgreco import LGreCo as LGreCo
 from hvdcomp.policies.schedules import WarmUp as WarmUp
 
 try:

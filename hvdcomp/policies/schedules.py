@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, Protocol
@@ -15,12 +15,14 @@ _FALLING = "let levels fall, such as levels=(0.25, 0.05) before topk:ratio=0.01"
 
 
 class Levelled(Protocol):
-    """Of a compressor, what a schedule must know."""
+    """Of a compressor, what a schedule or a policy must know."""
 
     @property
     def level(self) -> Level | None: ...
 
     def at_level(self, level: Level | None) -> object: ...
+
+    def leaves(self) -> Iterator[Levelled]: ...
 
 
 @dataclass(frozen=True)
