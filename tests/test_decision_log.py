@@ -73,7 +73,7 @@ shapes = {
     "candidates": st.builds(Candidates, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
     "step_times": st.lists(floats).map(tuple),
     "level_errors": levels,
-    "level_bytes": st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), st.integers(0, 10**15), max_size=3)),
+    "level_bytes": st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), st.integers(0, 2**53))),
     "own_levels": st.dictionaries(names, finite | st.integers(1, 64)),
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(

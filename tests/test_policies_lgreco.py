@@ -95,8 +95,8 @@ def test_of_two_levels_with_as_many_bytes_the_one_that_loses_less_is_taken() -> 
 
 
 def told(errors: Table, sizes: Table | None = None, own: Any = 4) -> Statistics:
-    sizes_of_these = {name: {level: 100 * level for level in found} for name, found in errors.items()}
-    return Statistics(7, level_errors=errors, level_bytes=sizes or sizes_of_these, own_levels=dict.fromkeys(errors, own))
+    sizes = sizes or {name: {level: 100 * level for level in found} for name, found in errors.items()}
+    return Statistics(7, level_errors=errors, level_bytes=sizes, own_levels=dict.fromkeys(errors, own))
 
 
 def test_what_is_not_finite_changes_nothing_and_what_is_not_told_keeps_its_level() -> None:
