@@ -322,3 +322,23 @@ def test_mixed_methods_are_levelled_each_in_its_own_terms() -> None:
     assert first.plans[3]["linear"] == "powersgd:rank=1"
     assert first.plans[3]["conv"].startswith("topk:ratio=")
     assert first.plans[3]["bias"] == "none"
+
+
+def test_a_rank_0_that_came_in_the_middle_of_an_interval_decides_at_the_end_of_the_next() -> None:
+    """As elastic ranks go on: with the policy's state, but without the gradients of before."""
+
+    def work(communicator: InProcessCommunicator) -> tuple[list[Any], list[Any]]:
+        policy = LGreCo(interval=4, last=2, alpha=1.1)
+        before = Driven(communicator, policy, "numpy", spec="topk:ratio=0.1", gradients=uneven).run(7)
+        shared = before.state()["shared"]
+        shared["coordinator"] = {**shared["coordinator"], "partial": True}
+        state = {"shared": shared, "own": {**before.state()["own"], "coordinator": None}}
+        after = Driven(communicator, policy, "numpy", spec="topk:ratio=0.1", gradients=uneven, state=state).run(7)
+        return before.plans, after.plans
+
+    first, second = run_ranks(2, work)
+    assert first == second
+    before, after = first
+    assert before[0] != before[4] == before[-1]
+    assert after[:5] == [before[-1]] * 5
+    assert after[5] == after[6] != before[-1]
