@@ -47,7 +47,7 @@ from hvdcomp.policies.request import (
     Statistics,
     Timing,
 )
-from hvdcomp.policies.schedules import WarmUp
+from hvdcomp.policies.schedules import Legacy, Schedule, WarmUp
 
 TENSORS = ("conv", "fc")
 KINDS: list[type[Policy]] = [kind for kind in REGISTRY.values() if issubclass(kind, Policy)]
@@ -170,7 +170,8 @@ def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy) -> None:
 
 
 def test_all_policies_are_registered_under_their_names() -> None:
-    assert {kind.name: kind for kind in KINDS} | {"warmup": WarmUp} == REGISTRY
+    schedules = {kind.name: kind for kind in (Legacy, Schedule, WarmUp)}
+    assert {kind.name: kind for kind in KINDS} | schedules == REGISTRY
     assert {type(policy) for policy in POLICIES} == set(KINDS)
 
 
