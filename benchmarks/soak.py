@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, str | None]] = {
     "topk without overlap": ("topk:ratio=0.01", None),
     "constant": ("topk:ratio=0.01", "constant:level=0.02"),
     "warmup": ("topk:ratio=0.01", "warmup:levels=0.25|0.05,epochs=1"),
+    "schedule": ("topk:ratio=0.01", "schedule:levels=0.25|0.02,steps=200|400"),
+    "legacy": ("topk:ratio=0.01", "legacy:levels=0.1|0.01,sizes=10000"),
     "accordion": ("powersgd:rank=4", "accordion:low=4,high=1,steps=5"),
     "accordion:auto": ("topk:ratio=0.01", "accordion:auto,steps=20,largest=64"),
     "accordion_batch_size": ("topk:ratio=0.01", "accordion_batch_size:low=32,high=64,steps=5"),
@@ -55,6 +57,7 @@ CASES: dict[str, tuple[str, str | None]] = {
     "adaqs": ("topk:ratio=0.01", "adaqs:start=64,fall=0.02,steps=5"),
     "gravac": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50"),
     "gravac, lag=0": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50,lag=0"),
+    "lgreco": ("powersgd:rank=4", "lgreco:interval=20"),
     "auto": ("topk:ratio=0.01", "auto:calibration={calibration},window=3,every=5,budget=0.5"),
 }
 """By name, a compressor and a policy."""

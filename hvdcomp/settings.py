@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,3 +195,7 @@ class _Watched:
         chosen = self.compressor.at_level(level)
         require_bounded_residuals(chosen, self.memory)
         return chosen
+
+    def leaves(self) -> Iterator[_Watched]:
+        for method in self.compressor.leaves():
+            yield _Watched(method, self.memory)

@@ -37,6 +37,8 @@ POLICIES = [
     ("powersgd:rank=2", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),
     ("topk:ratio=0.1", "accordion_batch_size:low=16,high=32,steps=2,eta=0.9"),
     ("none", "increase_batch_size:low=16,high=64"),
+    ("topk:ratio=0.1", "lgreco:interval=4,last=2,alpha=1.1"),
+    ("powersgd:rank=4", "lgreco:interval=3,last=3,alpha=1.2"),
     ("qsgd:bits=4", "accordion_joint:low=8,high=2,batch_low=16,batch_high=32,interval=1,eta=0.9"),
 ]
 

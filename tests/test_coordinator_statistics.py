@@ -50,7 +50,7 @@ def test_gradients_past_the_engine_count_unless_one_is_not_finite(backend: str) 
     spoilt["conv"][0] = np.inf
     for factor, gradients in ((2.0, values), (1.0, spoilt), (1.0, {}), (0.5, values)):
         run.coordinator.observe({name: make(backend, one) for name, one in gradients.items()}, factor)
-    told = run.coordinator.observers.statistics({NORMS}, 1)["norms"]
+    told = run.coordinator.observers.statistics(Request(frozenset({NORMS})), 1)["norms"]
     right = norms_of([values], [2.5])
     assert told == pytest.approx({name: right[name] for name in COMPRESSED}, rel=1e-5)
 

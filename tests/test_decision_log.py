@@ -72,6 +72,9 @@ shapes = {
     "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),
     "candidates": st.builds(Candidates, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
     "step_times": st.lists(floats).map(tuple),
+    "level_errors": levels,
+    "level_bytes": st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), st.integers(0, 2**53))),
+    "own_levels": st.dictionaries(names, finite | st.integers(1, 64)),
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(
     lambda drawn: Statistics(**drawn)

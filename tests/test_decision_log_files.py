@@ -35,6 +35,7 @@ LIMITS = {
     "adaqs:start=64,fall=0.2,steps=10": 3800,
     "gravac:min=10,max=1000": 550,
     "gravac:min=10,max=1000,lag=0": 400,
+    "lgreco": 17_000,
     "auto:calibration=nowhere.json": 1700,
 }
 """By policy, bytes of a decision, on average over 60. Where it looks at tensors, the first versions took 26 000."""
@@ -61,10 +62,17 @@ def known(policy: Policy[Any], state: Any, step: int, random: np.random.Generato
         Statistic.CANDIDATES: candidates,
         Statistic.STEP_TIMES: lambda: tuple(random.uniform(0.098, 0.1, 20).tolist()),
         Statistic.LEVEL_GAINS: lambda: {name: {cf: random.uniform() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
+        Statistic.LEVEL_ERRORS: lambda: {
+            name: {level: float(f"{random.uniform() / level:.6g}") for level in (4, 2, 3, 5, 6, 8)} for name in TENSORS
+        },
     }
     found = {each.value: told[each]() for each in policy.request(state).statistics}
     if "level_gains" in found:
         found["level_costs"] = {name: {cf: 1 / cf for cf in gains} for name, gains in found["level_gains"].items()}
+    if "level_errors" in found:
+        table = found["level_errors"]
+        found["level_bytes"] = {name: {level: 4096 * level for level in errors} for name, errors in table.items()}
+        found["own_levels"] = dict.fromkeys(table, 4)
     return Statistics(step=step, epoch=step // 100, **found)
 
 

@@ -32,6 +32,7 @@ TRIED_POLICIES = (
     "increase_batch_size:low=16,high=64,steps=3",
     "adaqs:start=8,fall=0.01,steps=3",
     "gravac:min=2,max=8,window=10,lag=0",
+    "lgreco:interval=4,last=2",
     "constant:level=0.2",
 )
 CANDIDATES = Candidates(

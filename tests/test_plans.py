@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import ATOMO, FP16, ByName, BySize, NoCompression, PowerSGD, RandomK, TopK
+from hvdcomp import ATOMO, FP16, ByName, BySize, NoCompression, PowerSGD, RandomK, SignSGD, TopK, TwoLevel
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
@@ -172,6 +172,26 @@ def test_routed_tensors_take_levels_and_factors_by_their_own_compressor(router: 
     assert plan(Probe((8.0, 16.0), 1, send=8.0), router) == right
     assert plan(MultiLevel(8.0, 16.0, "minimum"), router) == right
     assert plan(Factors({"conv": 1.0, "linear": 1.0}), router) == {"conv": NONE, "linear": NONE}
+
+
+MIXED = ByName({"conv": TopK(0.1), "linear": PowerSGD(2), "*": SignSGD()})
+
+
+@pytest.mark.parametrize("two_levels", [False, True])
+def test_tensors_of_different_methods_take_levels_each_in_its_own_terms(two_levels: bool) -> None:
+    within = TwoLevel if two_levels else lambda compressor: compressor
+    assert plan(Levels({"conv": 0.5, "linear": 4}), within(MIXED)) == {
+        "conv": within(TopK(0.5)), "linear": within(PowerSGD(4)),
+    }  # fmt: skip
+    assert plan(Levels({"conv": None, "linear": 1}), within(MIXED)) == {
+        "conv": within(TopK(0.1)), "linear": within(PowerSGD(1)),
+    }  # fmt: skip
+    assert plan(Factors({"conv": 8.0, "linear": 8.0}), within(MIXED)) == {
+        "conv": within(top_k(8)["conv"]), "linear": within(PowerSGD(7)),
+    }  # fmt: skip
+    # What has no level stays as it is.
+    unlevelled = ByName({"conv": TopK(0.1), "*": SignSGD()})
+    assert plan(Levels({"conv": 0.5, "linear": 0.5}), within(unlevelled))["linear"] == within(SignSGD())
 
 
 @pytest.mark.parametrize(

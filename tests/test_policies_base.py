@@ -35,6 +35,7 @@ from hvdcomp.policies.decisions import (
 )
 from hvdcomp.policies.gravac import GraVAC
 from hvdcomp.policies.joint import AccordionJoint
+from hvdcomp.policies.lgreco import LGreCo
 from hvdcomp.policies.request import (
     Candidate,
     Candidates,
@@ -46,7 +47,7 @@ from hvdcomp.policies.request import (
     Statistics,
     Timing,
 )
-from hvdcomp.policies.schedules import WarmUp
+from hvdcomp.policies.schedules import Legacy, Schedule, WarmUp
 
 TENSORS = ("conv", "fc")
 KINDS: list[type[Policy]] = [kind for kind in REGISTRY.values() if issubclass(kind, Policy)]
@@ -64,6 +65,7 @@ POLICIES: list[Policy] = [
     AdaQS(start=16, fall=0.2),
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
     GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", lag=0, smoothing=0.5),
+    LGreCo(interval=5, last=10, alpha=0.7, least=0.25, most=1, levels=3, statistic="aggregated", lag=0),
     Auto(calibration="cluster.json"),
     Auto(calibration="c.json", model="m", batch=8, window=3, every=6, margin=0.5, budget=0.5, drift=0.1),
 ]
@@ -95,10 +97,14 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
         Statistic.CANDIDATES: CANDIDATES,
         Statistic.STEP_TIMES: (model_norm, *norms.values(), seconds),
+        Statistic.LEVEL_ERRORS: {name: {1: norms[name], 2: norms[name] / 2, 4: ratios[name] / 4} for name in TENSORS},
     }
     told = {each.value: known[each] for each in request.statistics}
     if Statistic.LEVEL_GAINS in request.statistics:
         told["level_costs"] = {name: {2.0: 0.5, 4.0: ratios[name], 8.0: 0.1} for name in TENSORS}
+    if Statistic.LEVEL_ERRORS in request.statistics:
+        told["level_bytes"] = {name: {1: 100, 2: 200, 4: 400} for name in TENSORS}
+        told["own_levels"] = dict.fromkeys(TENSORS, 2)
     return Statistics(step=step, **told)
 
 
@@ -164,7 +170,8 @@ def test_a_policy_prints_as_the_spec_that_makes_it(policy: Policy) -> None:
 
 
 def test_all_policies_are_registered_under_their_names() -> None:
-    assert {kind.name: kind for kind in KINDS} | {"warmup": WarmUp} == REGISTRY
+    schedules = {kind.name: kind for kind in (Legacy, Schedule, WarmUp)}
+    assert {kind.name: kind for kind in KINDS} | schedules == REGISTRY
     assert {type(policy) for policy in POLICIES} == set(KINDS)
 
 

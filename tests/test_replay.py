@@ -37,6 +37,7 @@ SPECS = [
     "adaqs:start=16,fall=0.2",
     "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4",
     "gravac:min=10,max=200,window=3,omega=0.2,epsilon=0.4,scaling=geometric,lag=0,smoothing=0.5",
+    "lgreco:interval=1,alpha=1.5",
     "auto:calibration=nowhere.json",  # what was in it stands in the log
     "auto:calibration=nowhere.json,window=3,every=5,budget=0.3",
 ]
@@ -75,11 +76,18 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         ),
         Statistic.STEP_TIMES: lambda: tuple(number() for _ in range(draw.randint(0, 9))),
         Statistic.TIMING: lambda: Timing(draw.randint(1, 640), number(), number() / 10),
+        Statistic.LEVEL_ERRORS: lambda: {
+            name: {level: number() for level in (0.05, 0.1, 0.2)} for name in list(TENSORS)[draw.randint(0, 1) :]
+        },
     }
     known = {each.value: made[each]() for each in sorted(asked, key=lambda each: each.value)}
     if "level_gains" in known:
         table = known["level_gains"]
         known["level_costs"] = {name: {cf: draw.random() for cf in gains} for name, gains in table.items()}
+    if "level_errors" in known:
+        table = known["level_errors"]
+        known["level_bytes"] = {name: {level: draw.randint(1, 9) for level in found} for name, found in table.items()}
+        known["own_levels"] = dict.fromkeys(table, 0.1)
     return Statistics(step=step, epoch=draw.choice([None, step // 3]), **known)
 
 

@@ -167,7 +167,8 @@ class Coordinator(Kept):
         request = self.channel.latest_request
         # While a decision waits, nobody knows yet whether the next one asks for them.
         asked = request.statistics if self._ended is None else request.ever
-        return self.channel.decides and bool(self.observers.sums.tells & asked)
+        counts = self.progress.accumulates(request.period)
+        return self.channel.decides and counts and bool(self.observers.sums.tells & asked)
 
     @property
     def source(self) -> str:
@@ -210,8 +211,7 @@ class Coordinator(Kept):
         """What is known at the end of a period; without numbers on ranks other than 0."""
         known: dict[str, Any] = {}
         if self.channel.decides:
-            asked = self.channel.latest_request.statistics
-            known = self.observers.statistics(asked, steps * self.batch_size.accumulation)
+            known = self.observers.statistics(self.channel.latest_request, steps * self.batch_size.accumulation)
         return Statistics(self.progress.step, self.progress.epoch_or_none, **known)
 
     def _end_period(self, statistics: Statistics) -> None:

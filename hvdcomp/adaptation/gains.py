@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.previews import Kept
 from hvdcomp.policies.decisions import MultiLevel, Probe
 from hvdcomp.policies.gravac import error_gain
-from hvdcomp.policies.request import GravacGains, Statistic, Timing
+from hvdcomp.policies.request import GravacGains, Request, Statistic, Timing
 
 Decide = Callable[[], MultiLevel]
 
@@ -137,11 +137,11 @@ class TwoLevels(Observer):
             found.extend(look.lost(plan, [name for name in names if name not in told], sources))
         return found
 
-    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         told: dict[str, Any] = {}
-        if Statistic.GAINS in asked:
+        if Statistic.GAINS in request.statistics:
             told["gains"] = self.gains()  # first, because it waits for the device: then times are known too
-        if Statistic.TIMING in asked:
+        if Statistic.TIMING in request.statistics:
             samples = batches * self._engine.communicator.world_size
             told["timing"] = Timing(samples, self._clock.lap(), self.seconds())
         return told
@@ -191,7 +191,7 @@ class LevelProbe(Observer):
             of_x.merge(energies)
             lost.merge(look.lost(plan, names))
 
-    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         return {"level_gains": self.gains(), "level_costs": self.costs()}
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:

@@ -6,15 +6,16 @@ Nothing here makes an accelerator wait but the functions that return numbers, on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
 
+from hvdcomp.adaptation.level_errors import LevelErrors
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.policies.request import Statistic
+from hvdcomp.policies.request import Request, Statistic
 
 
 class AccumulatedGradients(Observer):
@@ -22,15 +23,19 @@ class AccumulatedGradients(Observer):
 
     Args:
         names: of the tensors that have norms and ratios of their own.
+        level_errors: measures what compression loses of their mean.
 
     Attributes:
         sums: by tensor name, of the tensors that had a gradient.
     """
 
-    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD})
+    tells: ClassVar[frozenset[Statistic]] = frozenset(
+        {Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD, Statistic.LEVEL_ERRORS}
+    )
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str] = (), level_errors: LevelErrors | None = None) -> None:
         self._names = names
+        self._level_errors = level_errors
         self.sums: dict[str, Array] = {}
 
     def add(self, gradients: Mapping[str, Array], factor: float, found_inf: Array | None = None) -> None:
@@ -58,13 +63,16 @@ class AccumulatedGradients(Observer):
             self.sums.update((name, zeros[name]) for name in missing)  # in their order, which that of additions follows
         return [self.sums[name] for name in gradients]
 
-    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         measure = {
             Statistic.NORMS: lambda: self.norms(self._names),
             Statistic.MODEL_NORM: self.model_norm,
             Statistic.MEAN_TO_STD: lambda: self.mean_to_std(self._names),
         }
-        return {each.value: tell() for each, tell in measure.items() if each in asked}
+        told = {each.value: tell() for each, tell in measure.items() if each in request.statistics}
+        if Statistic.LEVEL_ERRORS in request.statistics and self._level_errors is not None:
+            told |= self._level_errors.of_sums(self.sums, request)
+        return told
 
     def clear(self) -> None:
         self.sums.clear()

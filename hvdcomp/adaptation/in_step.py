@@ -13,7 +13,7 @@ from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays.types import Array
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Decision, MultiLevel
-from hvdcomp.policies.request import Statistic, Statistics
+from hvdcomp.policies.request import Request, Statistic, Statistics
 
 
 def coordinator_for(policy: Policy[Any]) -> type[Coordinator]:
@@ -50,7 +50,7 @@ class InStepCoordinator(Coordinator):
     def _decide_in_step(self) -> MultiLevel:
         """Called by the observer of the gains, on all ranks, when rank 0 has measured them."""
         if self.channel.decides:
-            gains = self.observers.statistics({Statistic.GAINS}, 0)
+            gains = self.observers.statistics(Request(frozenset({Statistic.GAINS})), 0)
             self._decide_on_rank_0(Statistics(self.progress.step, self.progress.epoch_or_none, **gains))
         self.channel.send()
         self.decision = self.channel.receive()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.exchange.look import Look
-from hvdcomp.policies.request import Statistic
+from hvdcomp.policies.request import Request, Statistic
 
 
 class Observer:
@@ -26,11 +26,11 @@ class Observer:
         """`Engine.before_compress`, if it observes the engine."""
         return {}
 
-    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         """What was measured, by the fields of `Statistics`. It may wait for the device.
 
         Args:
-            asked: which of `tells`.
+            request: for some of `tells`, among others.
             batches: of the starting size, that this rank took in since the period began.
         """
         raise NotImplementedError

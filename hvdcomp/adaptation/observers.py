@@ -7,12 +7,13 @@ from typing import Any
 
 from hvdcomp.adaptation.gains import Decide, LevelProbe, TwoLevels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.level_errors import LevelErrors
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import StepClock, StepTimes
 from hvdcomp.arrays.types import Array
 from hvdcomp.policies.decisions import Decision, MultiLevel, Probe
-from hvdcomp.policies.request import Statistic
+from hvdcomp.policies.request import Request, Statistic
 
 
 class Observers:
@@ -33,7 +34,7 @@ class Observers:
         self._plans = plans
         self._measuring = measuring
         self._clock = clock
-        self.sums = AccumulatedGradients(plans.names)
+        self.sums = AccumulatedGradients(plans.names, LevelErrors(plans))
         self.times = StepTimes(clock)
         self.gains: Observer | None = None
         self._decide: Decide | None = None
@@ -70,12 +71,12 @@ class Observers:
         if self._measuring and self.times.tells & ever:
             self.times.end_step()
 
-    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         """What was measured, as in `Observer.statistics`."""
         told: dict[str, Any] = {}
         for observer in self.all:
-            if observer.tells & asked:
-                told |= observer.statistics(asked, batches)
+            if observer.tells & request.statistics:
+                told |= observer.statistics(request, batches)
         return told
 
     def clear(self) -> None:

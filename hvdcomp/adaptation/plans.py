@@ -8,7 +8,6 @@ from types import MappingProxyType
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.compressors.routing import Router
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import Level
 
@@ -44,8 +43,13 @@ class Plans:
         return self._own
 
     def at_levels(self, levels: Mapping[str, Level | None]) -> Plan:
-        """Each named tensor at a level of the engine's compressor."""
-        return self._with({name: self.engine.compressor.at_level(level) for name, level in levels.items()})
+        """Each named tensor at a level of its own method. A routed method without a level stays as it is."""
+        own = self.engine.compressor
+        chosen = {}
+        for name, level in levels.items():
+            method = own.method_for(self.engine.tensors[name])
+            chosen[name] = method.at_level(level if method is own or method.level_name else None)
+        return self._with(chosen)
 
     def at_factors(self, factors: Mapping[str, float]) -> Plan:
         """Each named tensor at a compression factor."""
@@ -80,8 +84,7 @@ def at_factor(engine: Engine, name: str, factor: float) -> Compressor:
     """The compressor whose payload for a tensor is nearest to dense bytes / `factor`; none at all for 1."""
     if factor <= 1:
         return NoCompression()
-    tensor, compressor = engine.tensors[name], engine.compressor
-    while isinstance(compressor, Router):  # not `route`: what saves nothing at its own level may do so at another
-        compressor = compressor.choose(tensor)
+    tensor = engine.tensors[name]
+    compressor = engine.compressor.method_for(tensor)
     level, least = compressor.level_for(factor, tensor.shape), compressor.least_level(engine.communicator.world_size)
     return compressor.at_level(level if level is None or least is None else max(level, least))

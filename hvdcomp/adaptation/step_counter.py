@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays.types import Array
-from hvdcomp.policies.request import Period, Statistic
+from hvdcomp.policies.request import Period, Request, Statistic
 
 Rates = tuple[float, ...]
 """The learning rate of each parameter group."""
@@ -79,6 +79,10 @@ class Progress:
             return self.step % period.steps == 0
         return epoch_ended and self.epoch % period.epochs == 0
 
+    def accumulates(self, period: Period | None) -> bool:
+        """Whether the step that comes next, or is under way, is one of its period whose gradients are accumulated."""
+        return period is None or not period.last or self.step % period.steps >= period.steps - period.last
+
     def next_ends(self, period: Period | None) -> bool:
         """Whether a period of steps ends with the step that comes next."""
         return period is not None and period.steps > 0 and (self.step + 1) % period.steps == 0
@@ -125,7 +129,7 @@ class StepTimes(Observer):
         """Notes how long the step that ends took."""
         self._seconds.append(self._clock.lap())
 
-    def statistics(self, asked: Set[Statistic], batches: int) -> dict[str, Any]:
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         return {"step_times": tuple(self._seconds)}
 
     def clear(self) -> None:

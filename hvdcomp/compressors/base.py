@@ -152,6 +152,11 @@ class Compressor(Described):
         """The compressor that a tensor really gets: this one, or another where this one does not suit it."""
         return self
 
+    def method_for(self, tensor: TensorInfo) -> Compressor:
+        """The method that serves a tensor: as `route`, but at its own level, whether or not that saves anything of this
+        tensor. At another level it may."""
+        return self
+
     def leaves(self) -> Iterator[Compressor]:
         """The methods that tensors may get: this one; of a router those that it chooses from."""
         yield self

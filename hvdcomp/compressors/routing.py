@@ -60,6 +60,9 @@ class Router(Compressor):
         """
         return self.choose(tensor).route(tensor)
 
+    def method_for(self, tensor: TensorInfo) -> Compressor:
+        return self.choose(tensor).method_for(tensor)
+
     @property
     def depth(self) -> int:
         """How many routers are in each other, this one included."""

@@ -135,6 +135,9 @@ class TwoLevel(Compressor):
         inside = self.compressor.route(tensor)
         return inside if inside.lossless else TwoLevel(inside)
 
+    def method_for(self, tensor: TensorInfo) -> Compressor:
+        return TwoLevel(self.compressor.method_for(tensor)) if isinstance(self.compressor, Router) else self
+
     def leaves(self) -> Iterator[Compressor]:
         if isinstance(self.compressor, Router):
             yield from map(TwoLevel, self.compressor.leaves())

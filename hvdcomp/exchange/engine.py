@@ -32,7 +32,7 @@ from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
 from hvdcomp.exchange.tensor_step import TensorState, TensorStep, costs_of
-from hvdcomp.specs.levels import Level
+from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Look], Mapping[str, Array]]
 
@@ -106,7 +106,7 @@ class Engine:
         """`Planner.set_plan`."""
         self.planner.set_plan(plan)
 
-    def set_level(self, level: Level | str | None) -> None:
+    def set_level(self, level: Level | str | LevelsBySize | None) -> None:
         """`Planner.set_level`."""
         self.planner.set_level(level)
 

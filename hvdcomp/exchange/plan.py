@@ -11,7 +11,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.choice import Chooser, Plan
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.ledger import Cost, StepCost
-from hvdcomp.specs.levels import Level
+from hvdcomp.specs.levels import Level, LevelsBySize, level_of_size
 
 
 class Planner(Chooser):
@@ -26,7 +26,7 @@ class Planner(Chooser):
 
     def __post_init__(self, described: Iterable[TensorInfo]) -> None:
         super().__post_init__(described)
-        self.level: Level | str | None = None
+        self.level: Level | str | LevelsBySize | None = None
         self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
         self._in_place: tuple[Compressor | None, Plan] = None, self.plan  # of the plan that follows
@@ -49,17 +49,22 @@ class Planner(Chooser):
             raise ValueError(f"a plan needs exactly these tensors: {', '.join(self.tensors)}")
         self._next_plan = MappingProxyType(dict(plan))
 
-    def set_level(self, level: Level | str | None) -> None:
+    def set_level(self, level: Level | str | LevelsBySize | None) -> None:
         """Sets how hard all tensors are compressed from the next step on.
 
         Args:
-            level: in the compressor's terms, `DENSE` for uncompressed, or None for the compressor's own.
+            level: in the compressor's terms, also by the size of tensors; `DENSE` for uncompressed, or None for the
+                compressor's own.
         """
         if level == self.level:
             return
         self.level = level
-        compressor = NoCompression() if isinstance(level, str) else self.compressor.at_level(level)
-        self.set_plan(self.plan_for(compressor))
+        if isinstance(level, tuple | list):
+            at = {one: self.compressor.at_level(one) for _, one in level}
+            chosen = {name: at[level_of_size(level, tensor.size)] for name, tensor in self.tensors.items()}
+            self.set_plan({name: self.choose(one, self.tensors[name]) for name, one in chosen.items()})
+        else:
+            self.set_plan(self.plan_for(NoCompression() if isinstance(level, str) else self.compressor.at_level(level)))
 
     def compress_by(self, compressor: Compressor | None) -> None:
         """Compresses all tensors by another compressor from the next step on, whatever the plan; None for the plan."""

@@ -53,11 +53,9 @@ class Previews:
             context: of the step; its name is not looked at.
             lost: gets ||x - C(x)||^2 of each.
         """
-        placed = _placed(xp, list(xs.values())) if xs else None
-        flat = [] if placed is None else [name for name in xs if self._states[name].is_flat]  # as the step does it
-        addresses = {} if placed is None else dict(zip(xs, placed[1], strict=True))
+        addresses, _alive = self._addresses(xp, xs)
         found: Kept = {}
-        for bucket in self._grouped(xp, flat, xs, compressors):
+        for bucket in self._grouped(xp, list(addresses), xs, compressors):
             self._run(xp, bucket, xs, addresses, {}, context)
             found.update(zip(bucket.names, bucket.means(xp, xs[bucket.names[0]]), strict=True))
             if lost is not None:
@@ -70,6 +68,21 @@ class Previews:
         if lost is not None:
             lost.extend(of_errors(xp, pairs))
         return {name: found[name] for name in xs}
+
+    def lost_alone(
+        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
+    ) -> Energies:
+        """||x - C(x)||^2 of some tensors that no step has; arguments as of `kept`."""
+        addresses, _alive = self._addresses(xp, xs)
+        return self.lost(xp, list(xs), xs, addresses, compressors, context, {})
+
+    def _addresses(self, xp: ModuleType, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
+        """Where those tensors lie that a bucket can take, as the step does it, and what has to live until then."""
+        placed = _placed(xp, list(xs.values())) if xs else None
+        if placed is None:
+            return {}, []
+        places = dict(zip(xs, placed[1], strict=True))
+        return {name: place for name, place in places.items() if self._states[name].is_flat}, placed[0]
 
     def lost(
         self,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from hvdcomp.specs.levels import Level
+
 
 class Statistic(Enum):
     """What a policy may ask for. Each value is the name of the field of `Statistics` that holds it."""
@@ -23,6 +25,7 @@ class Statistic(Enum):
     TIMING = "timing"
     CANDIDATES = "candidates"
     STEP_TIMES = "step_times"
+    LEVEL_ERRORS = "level_errors"
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,11 @@ class Statistics:
             for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`.
         step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
             that of the next, by rank 0's clock. NaN for the first step after a start.
+        level_errors: by tensor name and level, ||G - C(G)|| of the mean G of the accumulated gradients, for the levels
+            of `Request.around` that the tensor's method has. Tensors whose method has no level, or that had no
+            gradient, are left out. NaN if a sum of gradients is not finite.
+        level_bytes: given together with them, the bytes that a rank sends of the tensor in a step at each level.
+        own_levels: given together with them, the level that the tensor has without a policy.
     """
 
     step: int
@@ -147,6 +155,9 @@ class Statistics:
     timing: Timing | None = None
     candidates: Candidates | None = None
     step_times: tuple[float, ...] | None = None
+    level_errors: Mapping[str, Mapping[Level, float]] | None = None
+    level_bytes: Mapping[str, Mapping[Level, int]] | None = None
+    own_levels: Mapping[str, Level] | None = None
 
     def known(self) -> dict[str, Any]:
         """The fields that are not None, by name."""
@@ -155,17 +166,19 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Period:
-    """When a policy decides. Two of the three are 0.
+    """When a policy decides. Two of the first three are 0.
 
     Attributes:
         epochs: at the end of every `epochs` epochs.
         steps: at the end of every `steps` steps.
         until: once, when `until` steps have ended.
+        last: of the steps of a period of `steps`, how many at its end have their gradients accumulated; 0 for all.
     """
 
     epochs: int = 0
     steps: int = 0
     until: int = 0
+    last: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,15 +192,18 @@ class Request:
         period: at whose end `decide` is called, and over which gradients are accumulated; None for never.
         source: whose gradients are accumulated: "local", rank 0's own, or "aggregated", the mean over the ranks.
         ever: what requests of other states may name. All ranks go by it, whatever state rank 0 has reached.
+        around: for LEVEL_ERRORS, the levels to look at, as factors of each tensor's own level; 1.0 is one of them.
     """
 
     statistics: frozenset[Statistic] = frozenset()
     period: Period | None = None
     source: str = "local"
     ever: frozenset[Statistic] = frozenset()
+    around: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ever", self.ever | self.statistics)
 
     def __or__(self, other: Request) -> Request:
-        return Request(self.statistics | other.statistics, self.period, self.source, self.ever | other.ever)
+        around = self.around or other.around
+        return Request(self.statistics | other.statistics, self.period, self.source, self.ever | other.ever, around)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.described import Described, is_number, is_whole
-from hvdcomp.specs.levels import DENSE, Level
+from hvdcomp.specs.levels import DENSE, Level, LevelsBySize
+
+Value = TypeVar("Value")
 
 _FALLING = "let levels fall, such as levels=(0.25, 0.05) before topk:ratio=0.01"
 
 
 class Levelled(Protocol):
-    """Of a compressor, what a schedule must know."""
+    """Of a compressor, what a schedule or a policy must know."""
 
     @property
     def level(self) -> Level | None: ...
 
     def at_level(self, level: Level | None) -> object: ...
+
+    def leaves(self) -> Iterator[Levelled]: ...
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,9 @@ class LevelSchedule(Described):
 
     name: ClassVar[str]
 
-    def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:
+    def level_at(
+        self, step: int, steps_per_epoch: int | None, own: Level | None
+    ) -> Level | Literal["dense"] | LevelsBySize | None:
         """The level of a step.
 
         Args:
@@ -38,12 +45,119 @@ class LevelSchedule(Described):
             own: the compressor's own level, None if it has none.
 
         Returns:
-            A level, `DENSE`, or None for the compressor's own.
+            A level, `DENSE`, levels by the size of tensors, or None for the compressor's own.
         """
         raise NotImplementedError
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         """Raises SpecError if the schedule cannot work with this compressor or run."""
+
+    def require_epochs_to_count(self, steps_per_epoch: int | None) -> None:
+        """Raises SpecError if nobody says how many steps an epoch has."""
+        if not steps_per_epoch:
+            raise SpecError(f"{self.name}: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedLevels(LevelSchedule):
+    """Base of the schedules that are lists: levels, and where each ends.
+
+    Attributes:
+        levels: one after another.
+        epochs, steps: ends of levels, as how many epochs or steps have ended by then; they rise.
+    """
+
+    levels: tuple[Level, ...]
+    epochs: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        listed = isinstance(self.levels, tuple | list) and bool(self.levels) and all(map(is_number, self.levels))
+        self.require(listed, "levels", "one number or more, such as 0.1|0.002")
+
+    def require_ends(self, *settings: str, count: int) -> None:
+        """Raises SpecError unless exactly one of some settings is given, as so many whole numbers that rise."""
+        given = [setting for setting in settings if getattr(self, setting)]
+        choice = f"{', '.join(f'{one}=...' for one in settings[:-1])} or {settings[-1]}=..."
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise SpecError(f"{self.name}: say where levels end with {choice}, one of them; {found} is given")
+        ends = getattr(self, given[0])
+        rising = isinstance(ends, tuple | list) and all(is_whole(end, 1) for end in ends) and _rises_always(ends)
+        self.require(rising, given[0], "whole numbers of at least 1 that rise, such as 3|8")
+        if len(ends) != count:
+            raise SpecError(
+                f"{self.name}: {len(self.levels)} levels need {count} {given[0]}, and there are {len(ends)}: "
+                f"levels={_listed(self.levels)},{given[0]}={_listed(ends)}"
+            )
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        if self.epochs:
+            self.require_epochs_to_count(steps_per_epoch)
+        if compressor.level is None:
+            raise SpecError(
+                f"{self.name}: the compressor has no single level to set; use one with a level, such as "
+                "topk:ratio=0.01 or powersgd:rank=4"
+            )
+        for level in self.levels:
+            compressor.at_level(level)
+
+    def ends(self, steps_per_epoch: int | None) -> list[int]:
+        """The ends of levels as numbers of steps."""
+        return list(self.steps) or [end * (steps_per_epoch or 0) for end in self.epochs]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ListedLevels):
+    """Levels that are fixed beforehand: each until its end, and then the compressor's own. They may rise and fall.
+
+    Attributes:
+        levels: of all tensors, one after another.
+        epochs, steps: how many epochs, or steps, have ended when each level ends; one of the two, as many as levels.
+    """
+
+    name: ClassVar[str] = "schedule"
+    examples: ClassVar[tuple[str, ...]] = ("schedule:levels=0.1|0.002,epochs=3|8",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_ends("epochs", "steps", count=len(self.levels))
+
+    def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | None:
+        return _until(self.ends(steps_per_epoch), (*self.levels, None), step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Legacy(ListedLevels):
+    """LEGACY (ICLR 2026): much is sent early in the training, or of small tensors, and nothing has to be measured.
+
+    The compressor's own level does not count: the last level is that of the last steps, or of the largest tensors.
+
+    Attributes:
+        levels: falling.
+        epochs, steps: how many epochs, or steps, have ended when each level but the last ends.
+        sizes: instead of these: each level but the last is of tensors with fewer elements than its size.
+    """
+
+    sizes: tuple[int, ...] = ()
+
+    name: ClassVar[str] = "legacy"
+    examples: ClassVar[tuple[str, ...]] = (
+        "legacy:levels=0.1|0.01|0.001,sizes=10000|1000000",
+        "legacy:levels=0.1|0.01,steps=1000",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        falls = len(self.levels) > 1 and _rises_always(self.levels[::-1])
+        self.require(falls, "levels", "two numbers or more that fall, such as 0.1|0.01|0.001")
+        self.require_ends("epochs", "steps", "sizes", count=len(self.levels) - 1)
+
+    def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | LevelsBySize | None:
+        if self.sizes:
+            return tuple(zip((*self.sizes, None), self.levels, strict=True))
+        return _until(self.ends(steps_per_epoch), self.levels, step)
 
 
 @dataclass(frozen=True)
@@ -94,8 +208,8 @@ class WarmUp(LevelSchedule):
         return self.levels if self.start is None else (self.start,)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        if self.epochs and not steps_per_epoch:
-            raise SpecError("warmup: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+        if self.epochs:
+            self.require_epochs_to_count(steps_per_epoch)
         if compressor.level is None and self._set:
             raise SpecError(
                 "warmup: the compressor has no single level to warm up to; use one with a level, such as "
@@ -110,18 +224,30 @@ class WarmUp(LevelSchedule):
             )
 
     def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:
-        if step < self.dense_steps:
-            return DENSE
-        if not self._set:
-            return None
         length = self.steps or self.epochs * (steps_per_epoch or 0)
-        period = (step - self.dense_steps) // length
-        if self.levels:
-            return self.levels[period] if period < len(self.levels) else None
-        if period >= self.periods or own is None or self.start is None:
-            return None
-        level = self.start * (own / self.start) ** (period / self.periods)
-        return max(1, round(level)) if isinstance(own, int) else level
+        levels = self.levels or self._sequence(own)
+        ends = [self.dense_steps + length * periods for periods in range(len(levels) + 1)]
+        return _until(ends, (DENSE, *levels, None), step)
+
+    def _sequence(self, own: Level | None) -> tuple[Level, ...]:
+        """The geometric sequence from `start` on; nothing without `start`, or without a level to reach."""
+        if own is None or self.start is None:
+            return ()
+        found = [self.start * (own / self.start) ** (period / self.periods) for period in range(self.periods)]
+        return tuple(max(1, round(level)) if isinstance(own, int) else level for level in found)
+
+
+def _until(ends: Sequence[int], values: Sequence[Value], step: int) -> Value:
+    """The value of a step: each is that of the steps before its end, and the last, one more, of all others."""
+    return values[bisect_right(ends, step)]
+
+
+def _rises_always(numbers: Sequence[Level]) -> bool:
+    return all(earlier < later for earlier, later in pairwise(numbers))
+
+
+def _listed(numbers: Sequence[Level]) -> str:
+    return "|".join(map(str, numbers))
 
 
 def _rises(levels: Sequence[Level]) -> bool:

@@ -49,6 +49,7 @@ _LEVELS = [
     ("qsgd:bits=4", "adaqs:start=8,fall=0.05,steps=3"),
     ("topk:ratio=0.1", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3"),
     ("powersgd:rank=2", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.2,smoothing=0.3"),
+    ("topk:ratio=0.1", "lgreco:interval=4,last=3,alpha=1.1"),
 ]
 _BATCHES = [
     ("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9"),
@@ -152,7 +153,12 @@ def case_resumed_in_the_middle_is_as_if_never_stopped() -> None:
 
 @thorough
 def case_resumed_at_any_step_is_as_if_never_stopped() -> None:
-    schedules = [("topk:ratio=0.02", "warmup:levels=0.5|0.2,steps=5"), ("topk:ratio=0.02", "constant:level=0.3")]
+    schedules = [
+        ("topk:ratio=0.02", "warmup:levels=0.5|0.2,steps=5"),
+        ("topk:ratio=0.02", "schedule:levels=0.2|0.5,epochs=1|3"),
+        ("topk:ratio=0.02", "legacy:levels=0.5|0.1,sizes=2000"),
+        ("topk:ratio=0.02", "constant:level=0.3"),
+    ]
     _check_resumed([*schedules, *_settings()], stops=5)
 
 
