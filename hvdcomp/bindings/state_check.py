@@ -100,7 +100,7 @@ class _Own:
     def __post_init__(self) -> None:
         _require_count("size", self.size, 1)
         _require_count("steps", self.steps)
-        if not 0 <= self.rank < self.size:
+        if not 0 <= self.rank < self.size and self.rank != -1:  # that of a rank outside of the process set
             raise ValueError(f"rank: {self.rank} must be from 0 to {self.size - 1}, as there were {self.size} ranks")
         known = [field.name for field in dataclasses.fields(Cost)]
         for name, value in self.totals.items():
