@@ -12,6 +12,7 @@ import pytest
 import hvdcomp
 from hvdcomp import ConfigurationError
 from hvdcomp.bindings.checkpoint import restore
+from hvdcomp.bindings.state_check import checked
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from tests.driven import Driven
 from tests.harness import BACKENDS, copy, make
@@ -172,6 +173,12 @@ def test_a_policy_of_two_parts_has_to_be_in_order() -> None:
     state = state_of_training("numpy", joint, 3)
     state["shared"]["coordinator"]["state"]["levels"] = "x"
     refused(state, "'x' is not a state of accordion", policy=joint)
+
+
+def test_a_rank_outside_of_its_process_set_has_a_state() -> None:
+    state = copying.deepcopy(state_of_training("numpy"))
+    state["own"]["rank"] = -1
+    assert checked(state) == state
 
 
 def test_later_versions_may_have_more_in_a_state() -> None:
