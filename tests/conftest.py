@@ -115,7 +115,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _denormal_numbers() -> Iterator[None]:
-    """Calibrations let the processor take denormal numbers for zero, which would change the trainings of later tests."""
+    """Calibrations let the processor take denormal numbers for zero, which would change trainings of later tests."""
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)
