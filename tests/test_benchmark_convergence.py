@@ -1,8 +1,8 @@
 """The benchmark of what compressors do to accuracy: what it trains, what it skips, and its page."""
 
-from __future__ import dataclasses
-import annotations
+from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import json
