@@ -31,7 +31,7 @@ def test_what_is_no_spec_string(spec: Any, words: str) -> None:
 
 
 def test_what_is_no_spec_string_of_a_policy() -> None:
-    with pytest.raises(SpecError, match="None is no spec string of a policy; give text, such as 'warmup:"):
+    with pytest.raises(SpecError, match="None is no spec string of a policy; give text, such as 'schedule:"):
         parse_policy(None)  # type: ignore[arg-type]
 
 
