@@ -38,6 +38,7 @@ from typing import Any
 import click
 
 from hvdcomp.files import replace_files, replace_text
+from hvdcomp.report.series import estimate
 from hvdcomp.terminal import make_console
 from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
 from hvdcomp.train.target import Target
@@ -433,15 +434,11 @@ def outcome_of(run: Run) -> Outcome:
     )
 
 
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's, 95 %, by degrees of freedom
-
-
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half of its 95 % interval; that is not known of one value."""
-    if len(values) < 2:
-        return statistics.mean(values), math.nan
-    quantile = _T[min(len(values) - 1, len(_T)) - 1]
-    return statistics.mean(values), quantile * statistics.stdev(values) / math.sqrt(len(values))
+    found = estimate(values)
+    assert found is not None
+    return found.mean, math.nan if found.half is None else found.half
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,10 @@
-"""The errors that hvdcomp raises on purpose. Each message names the value, what is allowed, and the way out."""
+"""The errors that hvdcomp raises on purpose, and how it warns. Each message names the value, what is allowed, and the
+way out."""
 
 from __future__ import annotations
+
+import contextlib
+import warnings
 
 
 class SpecError(ValueError):
@@ -23,3 +27,13 @@ class RankMismatchError(RuntimeError):
     """The ranks were configured differently; raised on every rank in the same step."""
 
     ag_pass_through = True
+
+
+def warn_alone(message: str, stacklevel: int = 2) -> None:
+    """Warns on this rank alone: made an error by `python -W error`, a warning would leave the others waiting.
+
+    Args:
+        stacklevel: as of `warnings.warn`, of the caller.
+    """
+    with contextlib.suppress(Warning):
+        warnings.warn(message, stacklevel=stacklevel + 1)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,19 +17,12 @@ from click.testing import CliRunner
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.train.options import TrainingOptions
-
-ROOT = Path(__file__).parents[1]
+from tests.loaded import load_file
 
 
 @pytest.fixture
 def benchmark_file() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_convergence", ROOT / "benchmarks" / "convergence.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_file("benchmarks/convergence.py", "benchmark_convergence")
 
 
 def test_no_method_is_missing_and_every_run_can_be_trained(benchmark_file: ModuleType, tmp_path: Path) -> None:

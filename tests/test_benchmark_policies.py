@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,18 +15,13 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.policies import parse_policy
 from hvdcomp.train.data import load_data
 from hvdcomp.train.options import TrainingOptions
+from tests.loaded import load_file
 
 ROOT = Path(__file__).parents[1]
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_file(f"benchmarks/{name}.py", f"benchmark_{name}")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ what is missing is named with its fix before any download; and `scripts/run-test
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -16,17 +15,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.loaded import load_file
+
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def preflight() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("preflight", ROOT / "scripts" / "preflight.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file("scripts/preflight.py", "preflight")
 
 
 def test_this_python_and_compiler_pass(preflight: ModuleType) -> None:

@@ -1,12 +1,15 @@
-"""Warns of methods that do harm to Adam: error feedback puts what was held back into its second moment, squared."""
+"""What all frameworks know of Adam: the settings of ours, and which methods do harm to any other.
+
+Error feedback puts what was held back into the second moment, squared.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from typing import Any
 
+from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.specs.described import is_number, is_whole
 
 _KINDS = ("AdamW", "Adam", "NAdam", "Nadam", "RAdam", "Adamax")  # of PyTorch and of Keras
 _OURS = "CompressedAdam"
@@ -16,6 +19,19 @@ def name_of_adam(optimizer: Any) -> str | None:
     """The class of an optimizer that adapts its second moment to each gradient; None for any other, and for ours."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     return None if _OURS in kinds else next((kind for kind in kinds if kind in _KINDS), None)
+
+
+def check_freezing(freeze_after: Any, floor: Any) -> None:
+    """Raises ConfigurationError for settings of a CompressedAdam that cannot be, in any framework."""
+    if not is_whole(freeze_after, 1):
+        raise ConfigurationError(
+            f"CompressedAdam: freeze_after={freeze_after!r} is not possible; give the number of steps, at least 1, "
+            "after which the second moment is frozen, 15 to 25 % of the training"
+        )
+    if not (is_number(floor) and 0 <= floor <= 1):
+        raise ConfigurationError(
+            f"CompressedAdam: floor={floor!r} is not possible; give a share from 0 to 1, such as 0.01"
+        )
 
 
 def warn_of_harm(adam: str | None, engine: Engine) -> None:
@@ -28,10 +44,8 @@ def warn_of_harm(adam: str | None, engine: Engine) -> None:
         return
     leaves = dict.fromkeys(engine.compressor.leaves())
     harmful = [leaf for leaf in leaves if leaf.harms_adam and engine.planner.memory_for(leaf).keeps]
-    if not harmful:
-        return
-    with contextlib.suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
-        warnings.warn(what_does_harm(adam, ", ".join(map(str, harmful))), stacklevel=2)
+    if harmful:
+        warn_alone(what_does_harm(adam, ", ".join(map(str, harmful))))
 
 
 def what_does_harm(adam: str, methods: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-
 from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.choice import Plan
+from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.engine import Engine
 
 _NOTICEABLE = 0.01  # of the bytes of all tensors, uncompressed; below it are a few small tensors
@@ -34,8 +32,7 @@ class WasteWarning:
         said = what_is_not_compressed(self._engine, plan) or what_is_wasted(self._engine, plan)
         if said is not None:
             self._done = True
-            with contextlib.suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
-                warnings.warn(said, stacklevel=2)
+            warn_alone(said)
 
 
 def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:

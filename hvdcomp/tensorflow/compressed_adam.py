@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import tensorflow as tf
 import tf_keras
 
+from hvdcomp.bindings.adam import check_freezing
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.described import is_number, is_whole
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         name: str = "CompressedAdam",
         **options: Any,
     ) -> None:
-        if not is_whole(freeze_after, 1):
-            raise ConfigurationError(
-                f"CompressedAdam: freeze_after={freeze_after!r} is not possible; give the number of steps, at least 1, "
-                "after which the second moment is frozen, 15 to 25 % of the training"
-            )
-        if not (is_number(floor) and 0 <= floor <= 1):
-            raise ConfigurationError(
-                f"CompressedAdam: floor={floor!r} is not possible; give a share from 0 to 1, such as 0.01"
-            )
+        check_freezing(freeze_after, floor)
         if options.get("amsgrad"):
             raise ConfigurationError("CompressedAdam: amsgrad=True has no meaning where the second moment is frozen")
         super().__init__(learning_rate, name=name, **options)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from hvdcomp.errors import warn_alone
 from hvdcomp.kernels import cuda
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ def device_of(variables: Iterable[tf.Variable], says: bool) -> DeviceTensors | N
         with tf.init_scope():  # the first step may be being traced
             return DeviceTensors(there[0].read_value())
     if says:
-        with contextlib.suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
-            warnings.warn(f"gradients on the GPU are copied to the host and compressed there: {reason}", stacklevel=2)
+        warn_alone(f"gradients on the GPU are copied to the host and compressed there: {reason}")
     return None
 
 

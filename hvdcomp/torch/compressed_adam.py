@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from hvdcomp.bindings.adam import check_freezing
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.described import is_number, is_whole
+from hvdcomp.specs.described import is_whole
 
 
 @dataclass(frozen=True)
@@ -152,19 +153,11 @@ class CompressedAdam(torch.optim.AdamW):
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
-            if not is_whole(group["freeze_after"], 1):
-                raise ConfigurationError(
-                    f"CompressedAdam: freeze_after={group['freeze_after']!r} is not possible; give the number of "
-                    "steps, at least 1, after which the second moment is frozen, 15 to 25 % of the training"
-                )
+            check_freezing(group["freeze_after"], group["floor"])
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
                     f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
                     "from one exchange to the next, 1 for an exchange in each"
-                )
-            if not (is_number(group["floor"]) and 0 <= group["floor"] <= 1):
-                raise ConfigurationError(
-                    f"CompressedAdam: floor={group['floor']!r} is not possible; give a share from 0 to 1, such as 0.01"
                 )
 
     # What the binding of a `hvdcomp.Compression` asks, before each exchange.
@@ -182,8 +175,10 @@ class CompressedAdam(torch.optim.AdamW):
     @property
     def frozen(self) -> bool:
         for group in self.param_groups:
-            steps = [int(self.state[one]["step"]) for one in group["params"] if one in self.state]
-            if steps and max(steps) < group["freeze_after"]:
+            states = [self.state[one] for one in group["params"] if one in self.state]
+            if any("frozen_at" in state for state in states):  # asked before each step, and steps are tensors
+                continue
+            if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
                 return False
         return bool(self.state)
 

@@ -10,11 +10,12 @@ import functools
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
+
+from hvdcomp.errors import warn_alone
 
 __all__ = [
     "METHODS", "MOST_ELEMENTS", "available", "compiled_ahead", "described", "placed", "serves", "serves_host",
@@ -153,8 +154,7 @@ def warn_where_none(array: Any) -> None:
 
 @functools.cache
 def _warn(said: str) -> None:
-    with suppress(Warning):  # made an error by `python -W error`, it would leave the others waiting
-        warnings.warn(said, stacklevel=3)
+    warn_alone(said, stacklevel=3)
 
 
 def serves_host() -> bool:
