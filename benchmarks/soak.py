@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, str | None]] = {
     "gravac": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50"),
     "gravac, lag=0": ("topk:ratio=0.01", "gravac:min=10,max=100,window=50,lag=0"),
     "lgreco": ("powersgd:rank=4", "lgreco:interval=20"),
+    "budget": ("topk:ratio=0.01", "budget:factor=50,interval=20"),
     "auto": ("topk:ratio=0.01", "auto:calibration={calibration},window=3,every=5,budget=0.5"),
 }
 """By name, a compressor and a policy."""

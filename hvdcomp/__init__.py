@@ -59,6 +59,7 @@ from hvdcomp.policies.adaqs import AdaQS as AdaQS
 from hvdcomp.policies.auto import Auto as Auto
 from hvdcomp.policies.batch_size import AccordionBatchSize as AccordionBatchSize
 from hvdcomp.policies.batch_size import IncreaseBatchSize as IncreaseBatchSize
+from hvdcomp.policies.budget import Budget as Budget
 from hvdcomp.policies.constant import Constant as Constant
 from hvdcomp.policies.gravac import GraVAC as GraVAC
 from hvdcomp.policies.joint import AccordionJoint as AccordionJoint

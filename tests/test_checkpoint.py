@@ -39,6 +39,8 @@ POLICIES = [
     ("none", "increase_batch_size:low=16,high=64"),
     ("topk:ratio=0.1", "lgreco:interval=4,last=2,alpha=1.1"),
     ("powersgd:rank=4", "lgreco:interval=3,last=3,alpha=1.2"),
+    ("topk:ratio=0.1", "budget:factor=4,interval=4,last=2"),
+    ("powersgd:rank=4", "budget:error=0.3,interval=3,last=1"),
     ("qsgd:bits=4", "accordion_joint:low=8,high=2,batch_low=16,batch_high=32,interval=1,eta=0.9"),
 ]
 

@@ -75,6 +75,8 @@ shapes = {
     "level_errors": levels,
     "level_bytes": st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), st.integers(0, 2**53))),
     "own_levels": st.dictionaries(names, finite | st.integers(1, 64)),
+    "other_bytes": st.integers(0, 2**53),
+    "dense_bytes": st.integers(0, 2**53),
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(
     lambda drawn: Statistics(**drawn)

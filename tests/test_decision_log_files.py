@@ -36,6 +36,7 @@ LIMITS = {
     "gravac:min=10,max=1000": 550,
     "gravac:min=10,max=1000,lag=0": 400,
     "lgreco": 17_000,
+    "budget:factor=50": 17_000,
     "auto:calibration=nowhere.json": 1700,
 }
 """By policy, bytes of a decision, on average over 60. Where it looks at tensors, the first versions took 26 000."""
@@ -73,6 +74,7 @@ def known(policy: Policy[Any], state: Any, step: int, random: np.random.Generato
         table = found["level_errors"]
         found["level_bytes"] = {name: {level: 4096 * level for level in errors} for name, errors in table.items()}
         found["own_levels"] = dict.fromkeys(table, 4)
+        found |= {"other_bytes": 4096, "dense_bytes": 4096 * 64 * len(table)}
     return Statistics(step=step, epoch=step // 100, **found)
 
 

@@ -33,6 +33,7 @@ TRIED_POLICIES = (
     "adaqs:start=8,fall=0.01,steps=3",
     "gravac:min=2,max=8,window=10,lag=0",
     "lgreco:interval=4,last=2",
+    "budget:factor=4,interval=4,last=2",
     "constant:level=0.2",
 )
 CANDIDATES = Candidates(

@@ -22,6 +22,7 @@ from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.constant import Constant
+from hvdcomp.policies.budget import Budget
 from hvdcomp.policies.decisions import (
     BatchSize,
     Decision,
@@ -66,6 +67,7 @@ POLICIES: list[Policy] = [
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
     GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", lag=0, smoothing=0.5),
     LGreCo(interval=5, last=10, alpha=0.7, least=0.25, most=1, levels=3, statistic="aggregated", lag=0),
+    Budget(factor=20, interval=7, last=2, least=0.5, most=1, levels=3, statistic="aggregated", lag=0),
     Auto(calibration="cluster.json"),
     Auto(calibration="c.json", model="m", batch=8, window=3, every=6, margin=0.5, budget=0.5, drift=0.1),
 ]
@@ -105,6 +107,7 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
     if Statistic.LEVEL_ERRORS in request.statistics:
         told["level_bytes"] = {name: {1: 100, 2: 200, 4: 400} for name in TENSORS}
         told["own_levels"] = dict.fromkeys(TENSORS, 2)
+        told |= {"other_bytes": 40, "dense_bytes": 1600}
     return Statistics(step=step, **told)
 
 

@@ -23,6 +23,7 @@ POLICIES = (
     "accordion:auto,steps=2,eta=0.9,every=1,largest=64",
     "adaqs:start=16,fall=0.01,steps=2",
     "lgreco:interval=3,last=2",
+    "budget:factor=4,interval=3,last=2",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,lag=0",
 )

@@ -22,7 +22,8 @@ from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.decisions import Levels
-from hvdcomp.policies.lgreco import PARTS, LGreCo, LGreCoState, cheapest
+from hvdcomp.policies.lgreco import LGreCo, cheapest
+from hvdcomp.policies.optimal_levels import PARTS, TensorLevels
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.settings import check_policy
 from tests.driven import SHAPES, Driven, random_gradients
@@ -116,7 +117,7 @@ def test_what_is_not_finite_changes_nothing_and_what_is_not_told_keeps_its_level
 
 def test_statistics_that_do_not_belong_together_are_refused() -> None:
     policy = LGreCo()
-    state = LGreCoState({"a": None})
+    state = TensorLevels({"a": None})
     whole = told({"a": {2: 1.0, 4: 1.0}})
     for wrong, words in (
         (dataclasses.replace(whole, level_errors=None), "needs level_errors"),
@@ -250,7 +251,7 @@ def test_a_tensor_without_a_gradient_is_left_out_and_what_is_not_finite_is_told(
     assert list(found["own_levels"]) == list(found["level_bytes"]) == ["linear"]
     assert not any(map(math.isfinite, found["level_errors"]["linear"].values()))
     assert measured(engine_of("topk:ratio=0.1"), {}, (0.5, 1.0)) == {
-        "level_errors": {}, "level_bytes": {}, "own_levels": {},
+        "level_errors": {}, "level_bytes": {}, "own_levels": {}, "other_bytes": 174 + 234 + 24, "dense_bytes": 2712,
     }  # fmt: skip
 
 

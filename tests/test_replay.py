@@ -38,6 +38,8 @@ SPECS = [
     "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4",
     "gravac:min=10,max=200,window=3,omega=0.2,epsilon=0.4,scaling=geometric,lag=0,smoothing=0.5",
     "lgreco:interval=1,alpha=1.5",
+    "budget:factor=4,interval=3,last=1",
+    "budget:error=0.5,interval=2,last=1",
     "auto:calibration=nowhere.json",  # what was in it stands in the log
     "auto:calibration=nowhere.json,window=3,every=5,budget=0.3",
 ]
@@ -88,6 +90,7 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         table = known["level_errors"]
         known["level_bytes"] = {name: {level: draw.randint(1, 9) for level in found} for name, found in table.items()}
         known["own_levels"] = dict.fromkeys(table, 0.1)
+        known |= {"other_bytes": draw.randint(0, 9), "dense_bytes": draw.randint(1, 90)}
     return Statistics(step=step, epoch=draw.choice([None, step // 3]), **known)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
@@ -30,6 +30,7 @@ class LevelErrors:
     """
 
     def __init__(self, plans: Plans) -> None:
+        self._plans = plans
         self._engine = plans.engine
         self._names = plans.names
         self._around: tuple[float, ...] = ()
@@ -37,9 +38,11 @@ class LevelErrors:
         self._levels: list[dict[str, Level]] = []
         self._compressors: list[dict[str, Compressor]] = []
         self._bytes: dict[str, dict[Level, int]] = {}
+        self._own_bytes: dict[str, int] = {}  # of all tensors, also of those without a level
+        self._dense_bytes: dict[str, int] = {}
 
     def of_sums(self, sums: Mapping[str, Array], request: Request) -> dict[str, Any]:
-        """`level_errors`, `level_bytes` and `own_levels` of `Statistics`. Waits for the device.
+        """`level_errors` of `Statistics`, and what is given together with them. Waits for the device.
 
         Args:
             sums: of the gradients of the steps that `request.period` accumulates, by tensor name.
@@ -62,6 +65,8 @@ class LevelErrors:
             "level_errors": errors,
             "level_bytes": {name: self._bytes[name] for name in means},
             "own_levels": {name: self._levels[0][name] for name in means},
+            "other_bytes": sum(sent for name, sent in self._own_bytes.items() if name not in means),
+            "dense_bytes": sum(self._dense_bytes.values()),
         }
 
     def _look_around(self, around: tuple[float, ...]) -> None:
@@ -69,7 +74,9 @@ class LevelErrors:
         if around == self._around:
             return
         self._around, self._levels, self._compressors, self._bytes = around, [], [], {}
-        ranks = self._engine.communicator.world_size
+        for name, compressor in self._plans.own().items():
+            self._own_bytes[name] = self._sent(name, compressor)
+            self._dense_bytes[name] = self._sent(name, NoCompression())
         for factor in (1.0, *(each for each in around if each != 1.0)):
             levels: dict[str, Level] = {}
             compressors: dict[str, Compressor] = {}
@@ -81,10 +88,15 @@ class LevelErrors:
                     continue
                 chosen = self._engine.planner.choose(method.at_level(level), tensor)
                 levels[name], compressors[name] = level, chosen
-                sent = chosen.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks)
-                self._bytes.setdefault(name, {})[level] = sent
+                self._bytes.setdefault(name, {})[level] = self._sent(name, chosen)
             self._levels.append(levels)
             self._compressors.append(compressors)
+
+    def _sent(self, name: str, compressor: Compressor) -> int:
+        """Bytes that a rank sends of a tensor in a step."""
+        tensor = self._engine.tensors[name]
+        ranks = self._engine.communicator.world_size
+        return compressor.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks)
 
 
 def _level_at(engine: Engine, method: Compressor, factor: float) -> Level | None:

@@ -141,6 +141,8 @@ class Statistics:
             gradient, are left out. NaN if a sum of gradients is not finite.
         level_bytes: given together with them, the bytes that a rank sends of the tensor in a step at each level.
         own_levels: given together with them, the level that the tensor has without a policy.
+        other_bytes, dense_bytes: given together with them, the bytes that a rank sends in a step of all tensors that
+            are left out of them, by their own methods, and of the whole model without compression.
     """
 
     step: int
@@ -158,6 +160,8 @@ class Statistics:
     level_errors: Mapping[str, Mapping[Level, float]] | None = None
     level_bytes: Mapping[str, Mapping[Level, int]] | None = None
     own_levels: Mapping[str, Level] | None = None
+    other_bytes: int | None = None
+    dense_bytes: int | None = None
 
     def known(self) -> dict[str, Any]:
         """The fields that are not None, by name."""

@@ -1,0 +1,202 @@
+"""Levels of all tensors that are the best choice by measured errors and bytes: dynamic programming, and the policies' base.
+
+Tensors differ in what a level costs and in what it loses. Every now and then rank 0 measures both, for a handful of
+levels of each tensor, and dynamic programming finds the best choice exactly, up to the rounding of what is limited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+
+from hvdcomp.errors import SpecError
+from hvdcomp.policies.base import Policy
+from hvdcomp.policies.decisions import Levels
+from hvdcomp.policies.request import Period, Request, Statistic, Statistics
+from hvdcomp.policies.schedules import Levelled
+from hvdcomp.specs.described import Rule, at_least, between, number
+from hvdcomp.specs.levels import Level
+
+PARTS = 10_000
+"""What is limited is rounded up to one of so many parts of the limit."""
+
+Errors = Mapping[str, Mapping[Level, float]]
+Sizes = Mapping[str, Mapping[Level, int]]
+
+
+def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
+    """Values as whole parts of a limit, rounded up; `PARTS` + 1 for what is beyond it."""
+    array = np.asarray(values, float)
+    if limit <= 0:
+        return np.where(array > 0, PARTS + 1, 0)
+    with np.errstate(over="ignore"):
+        return np.minimum(np.ceil(array / limit * PARTS), PARTS + 1).astype(np.int64)
+
+
+def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list[int] | None:
+    """The choice of one candidate for each tensor that costs least, with at most `PARTS` parts in all.
+
+    D[l][b], the least cost of the first l tensors with at most b parts, is the least D[l - 1][b - parts[c]] + costs[c]
+    of all candidates c of tensor l. Of two candidates that cost the same, the first is taken.
+
+    Args:
+        parts: by tensor, what each candidate takes of the limit, as `in_parts` gives it.
+        costs: by tensor, what each candidate costs.
+
+    Returns:
+        The place of each tensor's candidate; None if no choice is within the limit.
+    """
+    least = np.zeros(PARTS + 1)
+    choices = []
+    for own_parts, own_costs in zip(parts, costs, strict=True):
+        found = np.full(PARTS + 1, math.inf)
+        choice = np.zeros(PARTS + 1, np.int16)
+        for place, (part, cost) in enumerate(zip(own_parts.tolist(), own_costs.tolist(), strict=True)):
+            if part > PARTS:
+                continue
+            reached = least[: PARTS + 1 - part] + cost
+            better = reached < found[part:]
+            np.copyto(found[part:], reached, where=better)
+            choice[part:][better] = place
+        least = found
+        choices.append(choice)
+    if not math.isfinite(least[PARTS]):
+        return None
+    left, chosen = PARTS, []
+    for choice, own_parts in zip(reversed(choices), reversed(parts), strict=True):
+        chosen.append(int(choice[left]))
+        left -= int(own_parts[chosen[-1]])
+    return chosen[::-1]
+
+
+@dataclass(frozen=True)
+class TensorLevels:
+    """The state of a policy of optimal levels: the level of each tensor by name, None for its own."""
+
+    levels: Mapping[str, Level | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimalLevels(Policy[TensorLevels]):
+    """Base of the policies that choose the best levels by errors and bytes.
+
+    Where a sum of gradients is not finite, the levels stay as they are.
+
+    Attributes:
+        interval: decide at the end of every `interval` steps.
+        last: gradients of so many steps before a decision are looked at; all of them if `interval` is less.
+        least, most: the smallest and the largest level to choose, as factors of a tensor's own.
+        levels: how many levels there are to choose from: `least` and `most`, and between them a geometric sequence, of
+            which the one nearest to the own level is that. Ranks and bits are rounded; what a method does not have is
+            left out.
+        statistic: whose gradients are looked at, "local" (rank 0's own) or "aggregated" (the mean over the ranks).
+    """
+
+    interval: Annotated[int, at_least(1)] = 100
+    last: Annotated[int, at_least(1)] = 10
+    least: Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")]
+    most: Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]
+    levels: Annotated[int, between(3, 64)]
+    statistic: Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")] = "local"
+
+    state_type: ClassVar[type] = TensorLevels
+    asks: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEVEL_ERRORS})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least == self.most:
+            raise SpecError(
+                f"{self.name}: least={self.least},most={self.most} is not allowed; there is one level only, so that "
+                "nothing is to be chosen. Give least below 1, or most above 1, or leave out the policy"
+            )
+
+    @property
+    def around(self) -> tuple[float, ...]:
+        """The levels to choose from, ascending, as factors of a tensor's own; 1.0 is one of them."""
+        step = math.log(self.most / self.least) / (self.levels - 1)
+        found = [self.least * math.exp(place * step) for place in range(self.levels)]
+        found[0], found[-1] = float(self.least), float(self.most)
+        found[min(range(self.levels), key=lambda place: abs(math.log(found[place])))] = 1.0
+        return tuple(found)
+
+    def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
+        super().check(steps_per_epoch, compressor)
+        if all(method.level is None for method in compressor.leaves()):
+            raise SpecError(
+                f"{self.name}: the compressor has no level to set; use one with a level, such as topk:ratio=0.01 or "
+                "powersgd:rank=4"
+            )
+
+    def initial_state(self, tensors: Sequence[str]) -> TensorLevels:
+        return TensorLevels(dict.fromkeys(tensors))
+
+    def request(self, state: TensorLevels) -> Request:
+        period = Period(steps=self.interval, last=min(self.last, self.interval))
+        return Request(self.asks, period, self.statistic, around=self.around)
+
+    def decision(self, state: TensorLevels) -> Levels:
+        return Levels(dict(state.levels))
+
+    def update(self, state: TensorLevels, statistics: Statistics) -> TensorLevels:
+        assert statistics.level_errors is not None
+        errors, sizes, own = statistics.level_errors, statistics.level_bytes, statistics.own_levels
+        if sizes is None or own is None:
+            missing = "level_bytes" if sizes is None else "own_levels"
+            raise ValueError(f"{self.name} needs {missing} with level_errors, after step {statistics.step}")
+        # A tensor without a level, or without a gradient, has no errors, and keeps what it has.
+        self.of_tensors({**{name: {} for name in state.levels}, **errors}, state.levels, "level errors")
+        for name, found in errors.items():
+            if name not in own or own[name] not in found or sizes.get(name, {}).keys() != found.keys():
+                raise ValueError(f"{self.name} was given no level_bytes or own_levels to the level errors of {name}")
+        if not all(math.isfinite(error) for found in errors.values() for error in found.values()):
+            return state
+        return TensorLevels({**state.levels, **self.choose(errors, sizes, own, statistics)})
+
+    def choose(
+        self, errors: Errors, sizes: Sizes, own: Mapping[str, Level], statistics: Statistics
+    ) -> dict[str, Level]:
+        """The level of each tensor that has errors.
+
+        Args:
+            errors, sizes: by tensor name and level; all errors are finite.
+            own: the own level of each tensor.
+            statistics: that these are of.
+        """
+        raise NotImplementedError
+
+
+def fewest_bytes(errors: Errors, sizes: Sizes, limit: float) -> dict[str, Level] | None:
+    """The levels that send the fewest bytes, with errors that add up to a limit at most; None if there are none.
+
+    Args:
+        errors, sizes: by tensor name and level.
+        limit: of the sum of errors.
+    """
+    # The level that loses least comes first, so that of two with as many bytes it is taken.
+    candidates = {name: sorted(found, key=found.__getitem__) for name, found in errors.items()}
+    parts = [in_parts([errors[name][level] for level in levels], limit) for name, levels in candidates.items()]
+    costs = [np.array([float(sizes[name][level]) for level in levels]) for name, levels in candidates.items()]
+    return _taken(candidates, least_cost(parts, costs))
+
+
+def least_error(errors: Errors, sizes: Sizes, limit: float) -> dict[str, Level] | None:
+    """The levels whose errors add up to the least, with at most so many bytes; None if there are none.
+
+    Args:
+        errors, sizes: by tensor name and level.
+        limit: of the sum of bytes.
+    """
+    candidates = {name: sorted(found, key=sizes[name].__getitem__) for name, found in errors.items()}
+    parts = [in_parts([sizes[name][level] for level in levels], limit) for name, levels in candidates.items()]
+    costs = [np.array([errors[name][level] for level in levels]) for name, levels in candidates.items()]
+    return _taken(candidates, least_cost(parts, costs))
+
+
+def _taken(candidates: Mapping[str, Sequence[Level]], chosen: Sequence[int] | None) -> dict[str, Level] | None:
+    if chosen is None:
+        return None
+    return {name: levels[place] for (name, levels), place in zip(candidates.items(), chosen, strict=True)}

@@ -1,0 +1,163 @@
+"""Budgets against brute force, and against the algorithm in plain NumPy on ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdcomp import SpecError
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.policies import parse_policy
+from hvdcomp.policies.budget import Budget
+from hvdcomp.policies.decisions import Levels
+from hvdcomp.policies.optimal_levels import PARTS, least_error
+from hvdcomp.policies.request import Period, Statistic, Statistics
+from tests.driven import Driven
+from tests.harness import in_turns
+from tests.test_policies_lgreco import errors_of_levels, sizes_of_levels, topk_error, uneven
+
+Table = Mapping[str, Mapping[Any, Any]]
+
+RATIOS = (0.1, 0.01, 0.1 / math.sqrt(10), 0.1 * math.sqrt(10), 1.0)  # of "budget:levels=5" around topk:ratio=0.1
+
+
+@given(errors=errors_of_levels, sizes=sizes_of_levels, share=st.sampled_from([0.1, 0.3, 0.5, 0.8, 1.0]))
+def test_the_choice_is_that_of_trying_all(errors: Table, sizes: Table, share: float) -> None:
+    limit = share * sum(max(found.values()) for found in sizes.values())
+    found = least_error(errors, sizes, limit)
+    parts, total = np.zeros(1), np.zeros(1)
+    for name, own in errors.items():
+        parts = np.add.outer(parts, np.ceil(np.array([sizes[name][level] for level in own]) / limit * PARTS)).ravel()
+        total = np.add.outer(total, np.array(list(own.values()))).ravel()
+    if not (parts <= PARTS).any():
+        assert found is None
+        return
+    assert found is not None
+    assert math.fsum(errors[name][level] for name, level in found.items()) == pytest.approx(
+        total[parts <= PARTS].min(), abs=1e-9
+    )
+    assert sum(sizes[name][level] for name, level in found.items()) <= limit * (1 + 1e-12)
+
+
+def told(factor_bytes: int, norms: Mapping[str, float] | None = None, **changes: Any) -> Statistics:
+    """Two tensors, of which "a" loses much with few bytes, and "b" next to nothing."""
+    known: dict[str, Any] = {
+        "level_errors": {"a": {4: 8.0, 2: 10.0, 8: 4.0}, "b": {4: 0.5, 2: 1.0, 8: 0.25}},
+        "level_bytes": {name: {level: 100 * level for level in (4, 2, 8)} for name in "ab"},
+        "own_levels": {"a": 4, "b": 4},
+        "other_bytes": 100,
+        "dense_bytes": factor_bytes * 10,
+        "norms": norms,
+    }
+    return Statistics(10, **{**known, **changes})
+
+
+def test_bytes_go_where_they_keep_most() -> None:
+    policy = Budget(factor=10)
+    state = policy.initial_state(["a", "b"])
+    assert policy.decision(state) == Levels({"a": None, "b": None})
+    # 900 bytes, of which 100 are of other tensors: as many as both have at level 4.
+    _, decision = policy.decide(state, told(900 + 200))
+    assert decision == Levels({"a": 8, "b": 2})
+    _, decision = policy.decide(state, told(1701))
+    assert decision == Levels({"a": 8, "b": 8})
+    _, decision = policy.decide(state, told(899))
+    assert decision == Levels({"a": 4, "b": 2})
+    for out_of_reach in (499, 50):  # even the lowest levels send more: then these
+        assert policy.decide(state, told(out_of_reach))[1] == Levels({"a": 2, "b": 2})
+
+
+def test_an_error_budget_is_a_share_of_the_norms_of_the_mean() -> None:
+    policy = Budget(error=0.5, last=4)
+    state = policy.initial_state(["a", "b", "c"])
+    assert policy.request(state).statistics == {Statistic.LEVEL_ERRORS, Statistic.NORMS}
+    # Sums of 4 gradients: their mean has the norms 15.25 and 2; c had no gradient.
+    _, decision = policy.decide(state, told(900, {"a": 61.0, "b": 8.0, "c": 0.0}))
+    assert decision == Levels({"a": 4, "b": 4, "c": None})
+    _, decision = policy.decide(state, told(900, {"a": 20.0, "b": 8.0, "c": 0.0}))  # 3.5: nothing loses so little
+    assert decision == Levels({"a": 8, "b": 8, "c": None})
+
+
+def test_what_is_missing_is_named() -> None:
+    policy = Budget(factor=10)
+    for name in ("other_bytes", "dense_bytes"):
+        with pytest.raises(ValueError, match="budget needs dense_bytes and other_bytes, after step 10"):
+            policy.decide(policy.initial_state(["a", "b"]), told(900, **{name: None}))
+
+
+def test_it_decides_early_and_then_at_every_interval() -> None:
+    policy = Budget(factor=10, interval=50, last=5)
+    state = policy.initial_state(["a", "b"])
+    assert policy.request(state).period == Period(steps=5, last=5)
+    bad = told(900, level_errors={"a": {4: math.nan, 2: 1.0, 8: 1.0}, "b": {4: 1.0, 2: 1.0, 8: 1.0}})
+    same, _ = policy.decide(state, bad)
+    assert policy.request(same).period == Period(steps=5, last=5)
+    state, _ = policy.decide(state, told(900))
+    assert policy.request(state).period == Period(steps=50, last=5)
+    assert policy.from_json(policy.to_json(state)) == state
+    assert Budget(factor=10, interval=3).first_request.period == Period(steps=3, last=3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("budget", "give factor .* or error .*, one of the two; neither is given"),
+        ("budget:factor=9,error=0.5", "one of the two; factor=9.0 and error=0.5 are given"),
+        ("budget:factor=1", "factor=1.0 is not allowed; it must be above 1"),
+        ("budget:factor=-3", "factor=-3.0 is not allowed"),
+        ("budget:error=1", "error=1.0 is not allowed; it must be above 0 and below 1"),
+        ("budget:factor=9,least=1,most=1", "Give least below 1, or most above 1"),
+    ],
+)
+def test_what_is_refused(spec: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_policy(spec)
+
+
+def plain(factor: float, steps: tuple[int, ...]) -> dict[str, float]:
+    """The levels that rank 0 decides by the gradients of some steps: all choices tried, in plain NumPy."""
+    means = {name: np.mean([uneven(0, step)[name] for step in steps], 0) for name in ("conv", "linear")}
+    ratios = [float(f"{ratio:.4g}") for ratio in RATIOS]
+    errors = {name: [topk_error(mean, ratio) for ratio in ratios] for name, mean in means.items()}
+    sizes = {name: [6 * math.ceil(ratio * mean.size) for ratio in ratios] for name, mean in means.items()}
+    for name, mean in means.items():
+        sizes[name][4] = 4 * mean.size  # all elements go without indices
+    bias = 4 * uneven(0, 0)["bias"].size
+    dense = bias + sum(4 * mean.size for mean in means.values())
+    limit = dense / factor - bias
+
+    def sent(choice: tuple[int, ...]) -> int:
+        return sum(math.ceil(sizes[name][at] / limit * PARTS) for name, at in zip(means, choice, strict=True))
+
+    def lost(choice: tuple[int, ...]) -> float:
+        return sum(errors[name][place] for name, place in zip(means, choice, strict=True))
+
+    allowed = [choice for choice in itertools.product(range(5), repeat=2) if sent(choice) <= PARTS]
+    return {name: ratios[place] for name, place in zip(means, min(allowed, key=lost), strict=True)}
+
+
+@pytest.mark.parametrize(("lag", "backend"), in_turns([0, 1]))
+def test_all_ranks_obey_what_plain_numpy_finds_on_rank_0(lag: int, backend: str) -> None:
+    policy = Budget(factor=8, interval=4, last=2, levels=5, lag=lag)
+
+    def work(communicator: InProcessCommunicator) -> Driven:
+        return Driven(communicator, policy, backend, spec="topk:ratio=0.1", gradients=uneven).run(10)
+
+    first, second = run_ranks(2, work)
+    assert first.plans == second.plans
+    assert first.result_bits() == second.result_bits()
+    for step, found in enumerate(first.plans):
+        # The first decision comes after two steps, and the others after 4 and 8.
+        last = 2 if 2 <= step < 4 else step // 4 * 4
+        right = plain(8, (last - 2, last - 1)) if last else {"conv": 0.1, "linear": 0.1}
+        assert found == {name: f"topk:ratio={ratio}" for name, ratio in right.items()} | {"bias": "none"}, step
+    # What is accumulated after a step, before the last one of a period takes it away.
+    assert first.observed == [step == 0 or step % 4 == 2 for step in range(10)]
+    assert not any(second.observed)
