@@ -17,33 +17,24 @@ runs, or --compute-ms. What encoding and decoding take is the method's own.
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
-import os
 import re
-import shlex
-import signal
 import statistics
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
+from trainings import Run, mean_and_interval, parse_seeds, train_missing
 
-from hvdcomp.files import replace_files, replace_text
-from hvdcomp.report.series import estimate
+from hvdcomp.files import replace_files
 from hvdcomp.terminal import make_console
 from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
 from hvdcomp.train.target import Target
 
-ROOT = Path(__file__).parents[1]
 RANKS = 4
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
 ALL_LINKS = ",".join((NO_TIME, *LINKS))  # the first one's times are those of computing alone
@@ -188,67 +179,26 @@ METHODS = (
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training: a workload with a method and a seed."""
+class MethodRun(Run):
+    """The training of a workload with a method."""
 
-    workload: str
     method: Method
-    seed: int
-    runs: Path
 
     @property
-    def folder(self) -> Path:
-        return self.runs / self.workload / re.sub(r"[^\w.=]+", "-", self.method.spec).strip("-") / f"seed{self.seed}"
-
-    def __str__(self) -> str:
-        return f"{self.workload} {self.method.spec} seed {self.seed}"
+    def label(self) -> str:
+        return self.method.spec
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Of `hvdcomp train`, but for where it writes."""
         own = self.method.options(WORKLOADS[self.workload], self.workload)
         return {**own, "simulate_ranks": RANKS, "link": ALL_LINKS, "seed": self.seed}
 
     @property
-    def words(self) -> list[str]:
-        """The arguments of `hvdcomp`."""
-        words = ["train"]
-        for name, value in self.options.items():
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
-        return [*words, "--output", str(self.folder), "--overwrite", "--no-progress"]
-
-    @property
-    def command(self) -> str:
-        """What a user would write."""
-        settings = [f"{name}={value}" for name, value in self.method.environment.items()]
-        return " ".join([*settings, "hvdcomp", shlex.join(self.words)])
-
-    @property
-    def summary(self) -> dict[str, Any] | None:
-        """Of the run in the folder, if it is complete and was trained with these options."""
-        found = _json(self.folder / "summary.json") or {}
-        wanted = json.loads(json.dumps(self.options))
-        same = all(found.get("options", {}).get(name) == value for name, value in wanted.items())
-        return found if same and found.get("status") in ("finished", "diverged") else None
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What was noted beside the run: its commit, its seconds, and what went wrong."""
-        return _json(self.folder / "run.json") or {}
-
-    def records(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+    def environment(self) -> dict[str, str]:
+        return self.method.environment
 
 
-def _json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[Run]:
+def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[MethodRun]:
     """All runs asked for, in order: one seed of everything before the next seed.
 
     Args:
@@ -259,128 +209,13 @@ def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str],
         return not only or any(fnmatch.fnmatchcase(spec, one) or re.split("[:(]", spec)[0] == one for one in only)
 
     return [
-        Run(name, method, seed, runs)
+        MethodRun(name, seed, runs, method)
         for seed in seeds
         for name in workloads
         for method in METHODS
         if is_chosen(method.spec) and name not in method.left_out
         if method.spec in (WORKLOADS[name].only or [method.spec])
     ]
-
-
-class Trainer:
-    """Trains runs, some at a time, each in a process of its own.
-
-    Args:
-        say: shows a line.
-    """
-
-    def __init__(self, workers: int, say: Callable[[str], None]) -> None:
-        self._workers = workers
-        self._say = say
-        self._processes: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._commit = commit()
-
-    def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
-        """Trains them all; returns those that failed.
-
-        Args:
-            took: seconds of runs that are there already, by workload.
-        """
-        seconds = {name: list(values) for name, values in took.items()}
-        failed, left = [], list(todo)
-        with ThreadPoolExecutor(self._workers) as pool:
-            futures = {pool.submit(self._one, run): run for run in todo}
-            try:
-                for number, future in enumerate(as_completed(futures), 1):
-                    run, about = futures[future], future.result()
-                    left.remove(run)
-                    seconds.setdefault(run.workload, []).append(about["seconds"])
-                    if about["error"] is not None:
-                        failed.append(run)
-                    line = f"[{number}/{len(todo)}] {run}: {_outcome(run, about)}, {about['seconds']:.0f} s"
-                    self._say(f"{line}; {_left(left, seconds, self._workers)}")
-            except BaseException:
-                self._stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        return failed
-
-    def _one(self, run: Run) -> dict[str, Any]:
-        """Trains one run, and notes how that went. What a stopped one leaves counts as unfinished."""
-        run.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("summary.json", "run.json"):
-            (run.folder / name).unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **run.method.environment}
-        start = time.monotonic()
-        with (run.folder / "log.txt").open("wb") as log:
-            with self._lock:
-                if self._stopped:
-                    raise KeyboardInterrupt
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "hvdcomp", *run.words],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends the others
-                )
-                self._processes.add(process)
-            code = process.wait()
-            with self._lock:
-                self._processes.remove(process)
-        if self._stopped:
-            raise KeyboardInterrupt
-        error = None
-        if run.summary is None:
-            lines = (run.folder / "log.txt").read_text(errors="replace").split("\n")
-            error = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
-        about = {
-            "command": run.command,
-            "commit": self._commit,
-            "seconds": time.monotonic() - start,
-            "error": error,
-        }
-        replace_text(run.folder / "run.json", json.dumps(about, indent=2) + "\n")
-        return about
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._stopped = True
-            for process in self._processes:
-                process.terminate()
-
-
-def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks/convergence.py")
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _outcome(run: Run, about: Mapping[str, Any]) -> str:
-    if about["error"] is not None:
-        return f"failed: {about['error']}"
-    assert run.summary is not None
-    loss = run.summary["validation_loss"]
-    return f"{run.summary['status']}, loss {'-' if loss is None else format(loss, '.4f')}"
-
-
-def _left(left: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
-    """About how long the rest takes, by the runs of the same workload so far, or of all."""
-    everything = statistics.mean(one for values in seconds.values() for one in values)
-    total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in left)
-    minutes = total / max(1, min(workers, len(left))) / 60
-    return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
 
 
 # What came out.
@@ -397,7 +232,7 @@ class Outcome:
         reached: the evaluation that reached the target.
     """
 
-    run: Run
+    run: MethodRun
     factor: float
     loss: float | None
     quality: float | None
@@ -413,7 +248,7 @@ class Outcome:
         return waited + self.reached["step"] * (compute_ms + self.coding_ms) / 1000
 
 
-def outcome_of(run: Run) -> Outcome:
+def outcome_of(run: MethodRun) -> Outcome:
     assert run.summary is not None
     workload = WORKLOADS[run.workload]
     steps, evaluations = run.records("steps.jsonl"), run.records("evaluations.jsonl")
@@ -432,13 +267,6 @@ def outcome_of(run: Run) -> Outcome:
         statistics.median(coding),
         next((one for one in finite if target.is_reached(one)), None),
     )
-
-
-def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval; that is not known of one value."""
-    found = estimate(values)
-    assert found is not None
-    return found.mean, math.nan if found.half is None else found.half
 
 
 @dataclass(frozen=True)
@@ -492,8 +320,8 @@ class Table:
     name: str
     rows: list[Row]
     compute_ms: float
-    runs: list[Run]
-    failed: list[Run]
+    runs: list[MethodRun]
+    failed: list[MethodRun]
 
     @property
     def workload(self) -> Workload:
@@ -765,16 +593,6 @@ def draw(tables: Sequence[Table]) -> bytes:
 # The command.
 
 
-def _seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))
-    except ValueError:
-        seeds = (-1,)
-    if min(seeds) < 0:
-        raise click.BadParameter(f"{value!r} is no list of seeds; give whole numbers of at least 0: 0,1,2")
-    return seeds
-
-
 def _compute_ms(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
     found = {}
     for value in values:
@@ -785,20 +603,16 @@ def _compute_ms(context: click.Context, parameter: click.Parameter, values: tupl
     return found
 
 
-def _check(runs: Sequence[Run]) -> None:
+def _check(runs: Sequence[MethodRun]) -> None:
     """Refuses what `hvdcomp train` would, before anything is trained."""
     for run in runs:
         TrainingOptions(**run.options).resolved()
 
 
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @click.command()
 @click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Which specs: a pattern, or a compressor; default: all.")
-@click.option("--seeds", default="0,1,2", show_default=True, callback=_seeds, metavar="SEED,...")
+@click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/convergence"), show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/convergence.md"), show_default=True)
@@ -829,29 +643,9 @@ def main(
             raise click.BadParameter(f"--only {pattern!r} fits no method; --dry-run lists all")
     _check(chosen)
     console = make_console(soft_wrap=True)
-    todo = [] if page_only else [run for run in chosen if run.summary is None]
-    if dry_run:
-        for run in todo:
-            console.print(run.command)
-    if not page_only:
-        console.print(f"{len(chosen) - len(todo)} of {len(chosen)} runs are there already, {len(todo)} to train")
+    failed = [] if page_only else train_missing(chosen, console, workers=workers, dry_run=dry_run)
     if dry_run:
         return
-    failed: list[Run] = []
-    if todo:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                signal.signal(number, _interrupt)
-        took: dict[str, list[float]] = {}
-        for run in chosen:
-            if run.summary is not None and "seconds" in run.about:
-                took.setdefault(run.workload, []).append(run.about["seconds"])
-        available = len(os.sched_getaffinity(0))
-        try:
-            failed = Trainer(workers or available, console.print).train(todo, took)
-        except KeyboardInterrupt:
-            console.print("stopped; what is finished is kept, and the same command goes on from there")
-            sys.exit(130)
     # Of all seeds that are there, not only those of this command.
     everywhere = sorted({int(one.name.removeprefix("seed")) for one in runs.glob("*/*/seed*")})
     if write_page(table, runs, everywhere, compute_ms):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_file(path: str, name: str) -> ModuleType:
-    """The module of a file, run anew.
+    """The module of a file, run anew. It finds its neighbours, as when it is run as a program.
 
     Args:
         path: below the repository.
@@ -22,5 +22,8 @@ def load_file(path: str, name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
+    folder = str((ROOT / path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     spec.loader.exec_module(module)
     return module

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,8 +108,8 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
     _tiny(benchmark_file)
     bad, good = benchmark_file.Method("topk:ratio=2"), benchmark_file.Method("topk:ratio=0.01")
     benchmark_file.METHODS = (good,)
-    failing = benchmark_file.Run("mnist1d", bad, 0, tmp_path)
-    unfinished = [benchmark_file.Run("lstm", good, seed, tmp_path) for seed in (0, 1)]
+    failing = benchmark_file.MethodRun("mnist1d", 0, tmp_path, bad)
+    unfinished = [benchmark_file.MethodRun("lstm", seed, tmp_path, good) for seed in (0, 1)]
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -116,7 +117,7 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        benchmark_file.Trainer(2, say).train([unfinished[0], failing, unfinished[1]], {"lstm": [100.0]})
+        sys.modules["trainings"].Trainer(2, say).train([unfinished[0], failing, unfinished[1]], {"lstm": [100.0]})
     assert "[1/3] mnist1d topk:ratio=2 seed 0: failed: Error: topk: ratio=2.0 is not allowed" in said[0]
     assert said[0].endswith("min left")
     assert "ratio=2.0" in failing.about["error"]

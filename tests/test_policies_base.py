@@ -21,8 +21,8 @@ from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
-from hvdcomp.policies.constant import Constant
 from hvdcomp.policies.budget import Budget
+from hvdcomp.policies.constant import Constant
 from hvdcomp.policies.decisions import (
     BatchSize,
     Decision,

@@ -1,4 +1,4 @@
-"""Levels of all tensors that are the best choice by measured errors and bytes: dynamic programming, and the policies' base.
+"""The best levels of all tensors by measured errors and bytes: dynamic programming, and the base of the policies.
 
 Tensors differ in what a level costs and in what it loses. Every now and then rank 0 measures both, for a handful of
 levels of each tensor, and dynamic programming finds the best choice exactly, up to the rounding of what is limited.

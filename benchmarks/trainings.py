@@ -1,0 +1,273 @@
+"""Trainings of a benchmark: each a process of `hvdcomp train` on simulated ranks, with a folder of its own.
+
+A training that is there already, complete and with the same options, is not trained again, so that a benchmark that was
+interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdcomp.files import replace_text
+from hvdcomp.report.series import estimate
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. A subclass says with which options, and where.
+
+    Attributes:
+        workload: name of the model with its training.
+        seed: of it.
+        runs: the folder of all trainings.
+    """
+
+    workload: str
+    seed: int
+    runs: Path
+
+    @property
+    def label(self) -> str:
+        """What tells this training from others of the same workload and seed."""
+        raise NotImplementedError
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Of `hvdcomp train`, but for where it writes."""
+        raise NotImplementedError
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.workload / re.sub(r"[^\w.=]+", "-", self.label).strip("-") / f"seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.workload} {self.label} seed {self.seed}"
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of `hvdcomp`."""
+        words = ["train"]
+        for name, value in self.options.items():
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{name.replace('_', '-')}", text]
+        return [*words, "--output", str(self.folder), "--overwrite", "--no-progress"]
+
+    @property
+    def command(self) -> str:
+        """What a user would write."""
+        settings = [f"{name}={value}" for name, value in self.environment.items()]
+        return " ".join([*settings, "hvdcomp", shlex.join(self.words)])
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Of the run in the folder, if it is complete and was trained with these options."""
+        found = _json(self.folder / "summary.json") or {}
+        wanted = json.loads(json.dumps(self.options))
+        same = all(found.get("options", {}).get(name) == value for name, value in wanted.items())
+        return found if same and found.get("status") in ("finished", "diverged") else None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was noted beside the run: its commit, its seconds, and what went wrong."""
+        return _json(self.folder / "run.json") or {}
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+class Trainer:
+    """Trains runs, some at a time, each in a process of its own.
+
+    Args:
+        say: shows a line.
+    """
+
+    def __init__(self, workers: int, say: Callable[[str], None]) -> None:
+        self._workers = workers
+        self._say = say
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._commit = commit()
+
+    def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
+        """Trains them all; returns those that failed.
+
+        Args:
+            took: seconds of runs that are there already, by workload.
+        """
+        seconds = {name: list(values) for name, values in took.items()}
+        failed, left = [], list(todo)
+        with ThreadPoolExecutor(self._workers) as pool:
+            futures = {pool.submit(self._one, run): run for run in todo}
+            try:
+                for number, future in enumerate(as_completed(futures), 1):
+                    run, about = futures[future], future.result()
+                    left.remove(run)
+                    seconds.setdefault(run.workload, []).append(about["seconds"])
+                    if about["error"] is not None:
+                        failed.append(run)
+                    line = f"[{number}/{len(todo)}] {run}: {_outcome(run, about)}, {about['seconds']:.0f} s"
+                    self._say(f"{line}; {_left(left, seconds, self._workers)}")
+            except BaseException:
+                self._stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return failed
+
+    def _one(self, run: Run) -> dict[str, Any]:
+        """Trains one run, and notes how that went. What a stopped one leaves counts as unfinished."""
+        run.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "run.json"):
+            (run.folder / name).unlink(missing_ok=True)
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **run.environment}
+        start = time.monotonic()
+        with (run.folder / "log.txt").open("wb") as log:
+            with self._lock:
+                if self._stopped:
+                    raise KeyboardInterrupt
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "hvdcomp", *run.words],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends the others
+                )
+                self._processes.add(process)
+            code = process.wait()
+            with self._lock:
+                self._processes.remove(process)
+        if self._stopped:
+            raise KeyboardInterrupt
+        error = None
+        if run.summary is None:
+            lines = (run.folder / "log.txt").read_text(errors="replace").split("\n")
+            error = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
+        about = {
+            "command": run.command,
+            "commit": self._commit,
+            "seconds": time.monotonic() - start,
+            "error": error,
+        }
+        replace_text(run.folder / "run.json", json.dumps(about, indent=2) + "\n")
+        return about
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._processes:
+                process.terminate()
+
+
+def commit() -> str:
+    """The commit of the sources, with a plus sign if they differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks")
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _outcome(run: Run, about: Mapping[str, Any]) -> str:
+    if about["error"] is not None:
+        return f"failed: {about['error']}"
+    assert run.summary is not None
+    loss = run.summary["validation_loss"]
+    return f"{run.summary['status']}, loss {'-' if loss is None else format(loss, '.4f')}"
+
+
+def _left(left: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
+    """About how long the rest takes, by the runs of the same workload so far, or of all."""
+    everything = statistics.mean(one for values in seconds.values() for one in values)
+    total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in left)
+    minutes = total / max(1, min(workers, len(left))) / 60
+    return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def train_missing(
+    runs: Sequence[Run], console: Any, *, workers: int | None, dry_run: bool = False
+) -> list[Run]:
+    """Trains those that are not there yet; returns those that failed. Ends the process if it is stopped.
+
+    Args:
+        console: of `rich`, that shows how it goes.
+        workers: trainings at a time; None for as many as there are cores.
+        dry_run: show the commands instead.
+    """
+    todo = [run for run in runs if run.summary is None]
+    if dry_run:
+        for run in todo:
+            console.print(run.command)
+    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
+    if dry_run or not todo:
+        return []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
+    took: dict[str, list[float]] = {}
+    for run in runs:
+        if run.summary is not None and "seconds" in run.about:
+            took.setdefault(run.workload, []).append(run.about["seconds"])
+    try:
+        return Trainer(workers or len(os.sched_getaffinity(0)), console.print).train(todo, took)
+    except KeyboardInterrupt:
+        console.print("stopped; what is finished is kept, and the same command goes on from there")
+        sys.exit(130)
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval; that is not known of one value."""
+    found = estimate(values)
+    assert found is not None
+    return found.mean, math.nan if found.half is None else found.half
+
+
+def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))
+    except ValueError:
+        seeds = (-1,)
+    if min(seeds) < 0:
+        raise click.BadParameter(f"{value!r} is no list of seeds; give whole numbers of at least 0: 0,1,2")
+    return seeds
