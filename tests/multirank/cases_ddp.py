@@ -609,7 +609,9 @@ def case_a_copy_is_averaged_without_the_hook() -> None:
         for one in (DistributedDataParallel(copy.deepcopy(distributed.module)), *copies):
             train(one, torch.optim.SGD(one.parameters(), lr=0.02), steps=2)
             results.append(weights(one))
-        assert all(torch.equal(results[0], other) for other in results[1:])
+        # Sums of more than two ranks depend on where an element lies in its bucket, and a copy has buckets of its own.
+        for other in results[1:]:
+            torch.testing.assert_close(other, results[0], rtol=1e-5, atol=1e-6)
 
         again = hvdcomp.Compression.from_spec("topk:ratio=0.05")
         hvdcomp.ddp.register(copies[0], again)
