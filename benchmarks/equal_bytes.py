@@ -1,0 +1,563 @@
+"""What adaptive levels are worth: each policy beside a fixed level that sends as many bytes, over five seeds.
+
+    python benchmarks/equal_bytes.py --dry-run                  # what would be trained first
+    python benchmarks/equal_bytes.py                            # everything; many hours of each core
+    python benchmarks/equal_bytes.py --workload mnist1d --only budget --seeds 0,1
+    python benchmarks/equal_bytes.py --page-only                # the page, from the runs that are there
+
+First the policies are trained, and fixed levels of three budgets. A policy's control is then the fixed level of the
+same compressor whose training sends as many bytes as the mean over the policy's seeds, found by bisection. A policy
+that has two levels has a second control: as many bytes, with the less compressed steps in mid-training. Each run is a
+process of its own, kept below --runs, and not trained again.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+import convergence
+from trainings import Run, mean_and_interval, parse_seeds, train_missing
+
+from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.files import csv_of, replace_files
+from hvdcomp.terminal import make_console
+from hvdcomp.train.options import TrainingOptions
+
+LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its training.
+
+    Attributes:
+        options: of `hvdcomp train`.
+        levels: by compressor, the fixed levels of three budgets, from many bytes to few.
+        extremes: by compressor, the levels between which the published rules choose: low and high compression.
+        rules: the settings of Accordion, whose intervals are those of long trainings.
+    """
+
+    options: dict[str, Any]
+    levels: Mapping[str, tuple[float, ...]]
+    extremes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    rules: str = ""
+
+    @property
+    def metric(self) -> str:
+        return "loss" if self.options["data"] == "text" else "accuracy"
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.metric == "accuracy"
+
+
+def _of_convergence(name: str, ranks: int = convergence.RANKS, **changes: Any) -> dict[str, Any]:
+    return {**convergence.WORKLOADS[name].options, "simulate_ranks": ranks, **changes}
+
+
+_MNIST1D = {"levels": {"topk": (0.03, 0.008, 0.002), "powersgd": (4, 2, 1)}, "extremes": {"topk": (0.1, 0.002)}}
+WORKLOADS = {
+    # At the rate of the other page, 0.2, training with few bytes is near its edge.
+    "mnist1d": Workload(_of_convergence("mnist1d", lr=0.1), rules="steps=40", **_MNIST1D),
+    "mnist1d-8": Workload(_of_convergence("mnist1d", 8, lr=0.1), rules="steps=40", **_MNIST1D),
+    "gpt": Workload(
+        _of_convergence("gpt-frozen"), levels={"topk": (0.03, 0.01, 0.003), "powersgd": (8, 4, 2)}, rules="steps=30"
+    ),
+    "lstm": Workload(
+        _of_convergence("lstm"), levels={"topk": (0.03, 0.01, 0.003), "powersgd": (8, 4, 2)}, rules="steps=25"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How gradients are sent: a compressor at a level, and a policy of levels if there is one.
+
+    Attributes:
+        kind: of the row, "fixed", "mid" (a schedule: lower compression in mid-training) or a policy.
+        control_of: the row that it is the control of; None for one that stands by itself.
+    """
+
+    kind: str
+    compressor: str
+    level: float
+    policy: str | None = None
+    control_of: str | None = None
+
+    @property
+    def spec(self) -> str:
+        return f"{self.compressor}:{LEVEL_NAMES[self.compressor]}={self.level:g}"
+
+    @property
+    def label(self) -> str:
+        return self.spec if self.policy is None else f"{self.spec} {self.policy}"
+
+
+def rows_of(workload: Workload) -> list[Row]:
+    """What is trained first: fixed levels, and the policies."""
+    rows = []
+    for compressor, levels in workload.levels.items():
+        for level in levels:
+            rows.append(Row("fixed", compressor, level))
+            factor = f"{factor_of(workload, Row('fixed', compressor, level)):.4g}"
+            rows.append(Row("budget", compressor, level, f"budget:factor={factor}"))
+            rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
+    for compressor, (low, high) in workload.extremes.items():
+        rows.append(Row("fixed", compressor, low))
+        accordion = f"accordion:low={low:g},high={high:g},{workload.rules}"
+        rows.append(Row("accordion", compressor, high, accordion))
+    return list(dict.fromkeys(rows))
+
+
+@dataclass(frozen=True)
+class LevelRun(Run):
+    """The training of a workload with a row."""
+
+    row: Row
+
+    @property
+    def label(self) -> str:
+        return self.row.label
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        policy = {} if self.row.policy is None else {"policy": self.row.policy}
+        return {**WORKLOADS[self.workload].options, "compression": self.row.spec, **policy, "seed": self.seed}
+
+    @property
+    def bytes_sent(self) -> float:
+        assert self.summary is not None
+        return float(self.summary["bytes_sent"])
+
+    @property
+    def quality(self) -> float | None:
+        """Of the validation part in the end; None if the training diverged."""
+        assert self.summary is not None
+        if self.summary["status"] != "finished":
+            return None
+        last = self.records("evaluations.jsonl")[-1]
+        value = last[WORKLOADS[self.workload].metric]
+        return None if value is None else float(value)
+
+
+# What a level sends.
+
+
+@cache
+def _tensors(model: str, data: str) -> tuple[TensorInfo, ...]:
+    from hvdcomp.train.data import load_data
+    from hvdcomp.train.frameworks import build_model
+
+    loaded = load_data(TrainingOptions(model=model, data=data).resolved())
+    network = build_model(model, channels=loaded.channels, size=loaded.size, classes=loaded.classes)
+    return tuple(TensorInfo(name, tuple(parameter.shape)) for name, parameter in network.named_parameters())
+
+
+def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
+    """Bytes of a rank and step at the row's fixed level, and uncompressed."""
+    sums = []
+    for spec in (row.spec, "none"):
+        tensors = _tensors(workload.options["model"], workload.options["data"])
+        engine = Engine(LoopbackCommunicator(), list(tensors), parse_compressor(spec))
+        plan = engine.planner.plan_for(engine.compressor)
+        ranks = workload.options["simulate_ranks"]
+        sums.append(sum(plan[one.name].payload_bytes(one.shape, dtype=one.dtype, ranks=ranks) for one in tensors))
+    return sums[0], sums[1]
+
+
+def factor_of(workload: Workload, row: Row) -> float:
+    sent, dense = bytes_of_step(workload, row)
+    return dense / sent
+
+
+def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]) -> float:
+    """Bytes that a training at the row's fixed level sends.
+
+    What a training sends beside the level's bytes does not depend on the level: steps before a second moment is frozen,
+    and numbers that ride along. It follows from two trainings that were measured.
+
+    Args:
+        measured: by level, the bytes of whole trainings, of two levels or more.
+    """
+    levels = sorted(measured)
+    first, last = (
+        bytes_of_step(workload, Row("fixed", row.compressor, level))[0] for level in (levels[0], levels[-1])
+    )
+    slope = (measured[levels[-1]] - measured[levels[0]]) / (last - first)
+    return measured[levels[0]] + slope * (bytes_of_step(workload, row)[0] - first)
+
+
+def level_of_bytes(workload: Workload, compressor: str, target: float, measured: Mapping[float, float]) -> float:
+    """The fixed level whose training sends as many bytes; of ranks the lowest one that sends at least as many."""
+
+    def sent(level: float) -> float:
+        return training_bytes(workload, Row("fixed", compressor, level), measured)
+
+    if compressor == "powersgd":
+        return float(next(rank for rank in range(1, 65) if rank == 64 or sent(rank) >= target))
+    least, most = 1e-5, 1.0
+    for _ in range(60):
+        middle = math.sqrt(least * most)
+        least, most = (middle, most) if sent(middle) < target else (least, middle)
+    return float(f"{most:.3g}")
+
+
+def controls_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Row]:
+    """The controls of the policies of a workload that have been trained."""
+    workload, found = WORKLOADS[name], []
+    for compressor in workload.levels:
+        rows = [row for row in rows_of(workload) if row.compressor == compressor]
+        sent = {row: mean_bytes(name, row, runs, seeds) for row in rows}
+        measured = {row.level: value for row, value in sent.items() if row.kind == "fixed" and value is not None}
+        if len(measured) < 2:
+            continue
+        for row, value in sent.items():
+            if row.kind == "fixed" or value is None:
+                continue
+            level = level_of_bytes(workload, compressor, value, measured)
+            found.append(Row("fixed", compressor, level, control_of=row.label))
+            if row.kind == "accordion":
+                low, high = workload.extremes[compressor]
+                found.append(_in_mid_training(workload, row, low, high, value, measured))
+    return found
+
+
+def _in_mid_training(
+    workload: Workload, row: Row, low: float, high: float, value: float, measured: Mapping[float, float]
+) -> Row:
+    """Low compression for as many steps as send as many bytes, in the middle of a training with high compression."""
+    least, most = (training_bytes(workload, Row("fixed", row.compressor, level), measured) for level in (high, low))
+    steps = workload.options["steps"]
+    count = max(1, min(steps - 2, round(steps * (value - least) / (most - least))))
+    start = max(1, (steps - count) // 2)
+    schedule = f"schedule:levels={high:g}|{low:g},steps={start}|{start + count}"
+    return Row("mid", row.compressor, high, schedule, control_of=row.label)
+
+
+def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float | None:
+    done = [run for seed in seeds if (run := LevelRun(name, seed, runs, row)).summary is not None]
+    return statistics.mean(run.bytes_sent for run in done) if done else None
+
+
+# The page.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row over its seeds.
+
+    Attributes:
+        qualities: by seed, of the trainings that did not diverge.
+        count: of trainings.
+    """
+
+    row: Row
+    factor: float
+    megabytes: float
+    qualities: Mapping[int, float]
+    count: int
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.qualities.values()) if self.qualities else math.nan
+
+
+def outcome_of(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> Outcome | None:
+    done = {seed: run for seed in seeds if (run := LevelRun(name, seed, runs, row)).summary is not None}
+    if not done:
+        return None
+    summaries = [run.summary for run in done.values() if run.summary is not None]
+    return Outcome(
+        row,
+        statistics.mean(one["compression_factor"] for one in summaries),
+        statistics.mean(run.bytes_sent for run in done.values()) / 1e6,
+        {seed: quality for seed, run in done.items() if (quality := run.quality) is not None},
+        len(done),
+    )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A policy and a control of it."""
+
+    workload: str
+    policy: Outcome
+    control: Outcome
+
+    @property
+    def gains(self) -> list[float]:
+        """By how much the policy is better, seed by seed: points of accuracy, or percent of the loss."""
+        workload = WORKLOADS[self.workload]
+        both = [
+            (self.policy.qualities[seed], self.control.qualities[seed])
+            for seed in sorted(self.policy.qualities.keys() & self.control.qualities.keys())
+        ]
+        if workload.higher_is_better:
+            return [100 * (own - other) for own, other in both]
+        return [100 * (1 - own / other) for own, other in both]
+
+    @property
+    def verdict(self) -> str:
+        """By the 95 % interval of the mean of paired differences: whether zero is outside."""
+        if len(self.gains) < 2:
+            return "one seed says nothing"
+        mean, half = mean_and_interval(self.gains)
+        if abs(mean) <= half:
+            return "no difference shown"
+        return "**better**" if mean > 0 else "worse"
+
+    @property
+    def share(self) -> float:
+        """Bytes of the control over those of the policy."""
+        return self.control.megabytes / self.policy.megabytes
+
+    def record(self) -> dict[str, Any]:
+        mean, half = mean_and_interval(self.gains) if self.gains else (None, None)
+        return {
+            "workload": self.workload,
+            "policy": self.policy.row.policy,
+            "compressor": self.policy.row.spec,
+            "factor": self.policy.factor,
+            "quality": self.policy.mean,
+            "control": self.control.row.label,
+            "control_quality": self.control.mean,
+            "control_bytes_share": self.share,
+            "seeds": len(self.gains),
+            "gain": mean,
+            "half_interval": None if half is None or math.isnan(half) else half,
+            "verdict": self.verdict.strip("*"),
+        }
+
+
+def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
+    """All pairs of which both are there, by factor."""
+    pairs = []
+    by_label = {row.label: row for row in rows_of(WORKLOADS[name])}
+    for control in controls_of(name, runs, seeds):
+        assert control.control_of is not None
+        own = outcome_of(name, by_label[control.control_of], runs, seeds)
+        other = outcome_of(name, control, runs, seeds)
+        if own is not None and other is not None:
+            pairs.append(Pair(name, own, other))
+    return sorted(pairs, key=lambda pair: (pair.policy.row.compressor, pair.policy.row.kind, pair.policy.factor))
+
+
+def _shown(outcome: Outcome, workload: Workload) -> str:
+    values = [(100 if workload.higher_is_better else 1) * value for value in outcome.qualities.values()]
+    if not values:
+        return "diverged"
+    mean, half = mean_and_interval(values)
+    form = ".2f" if workload.higher_is_better else ".4f"
+    text = format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form)}")
+    lost = outcome.count - len(values)
+    return text + (f"; {lost} of {outcome.count} diverged" if lost else "")
+
+
+def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[str]:
+    workload = WORKLOADS[name]
+    quality = "accuracy (%)" if workload.higher_is_better else "validation loss"
+    unit = "points" if workload.higher_is_better else "%"
+    options = ", ".join(f"{key} {value}" for key, value in workload.options.items())
+    lines = [
+        f"## {name}",
+        "",
+        f"{options}; seeds {', '.join(map(str, seeds))}.",
+        "",
+        f"| compressor | policy | factor | {quality} | control | its bytes | its {quality} | gain ({unit}) | |",
+        "|---|---|--:|--:|---|--:|--:|--:|---|",
+    ]
+    for pair in pairs:
+        mean, half = mean_and_interval(pair.gains) if pair.gains else (math.nan, math.nan)
+        gain = "-" if math.isnan(mean) else f"{mean:+.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")
+        control = f"`{pair.control.row.spec if pair.control.row.kind == 'fixed' else pair.control.row.policy}`"
+        cells = [
+            f"`{pair.policy.row.spec}`", f"`{pair.policy.row.policy}`", f"{pair.policy.factor:.1f}",
+            _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload), gain,
+            pair.verdict,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def summary_of(pairs: Sequence[Pair]) -> list[str]:
+    """How often each policy is better and worse than the fixed level of its bytes."""
+    fixed = [pair for pair in pairs if pair.control.row.kind == "fixed"]
+    lines = [
+        "## Against the fixed level of equal bytes",
+        "",
+        "| policy | compressor | better | no difference shown | worse |",
+        "|---|---|--:|--:|--:|",
+    ]
+    groups = sorted({(pair.policy.row.kind, pair.policy.row.compressor) for pair in fixed})
+    for kind, compressor in groups:
+        own = [p.verdict for p in fixed if (p.policy.row.kind, p.policy.row.compressor) == (kind, compressor)]
+        counts = [sum(word in verdict for verdict in own) for word in ("better", "no difference", "worse")]
+        lines.append(f"| {kind} | {compressor} | {' | '.join(map(str, counts))} |")
+    return [*lines, ""]
+
+
+FINDINGS, END_OF_FINDINGS = convergence.FINDINGS, convergence.END_OF_FINDINGS
+
+
+def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
+    """Writes the page of all runs that are there, a CSV and a plot beside it; False if there are none."""
+    by_workload = {name: pairs_of(name, runs, seeds) for name in WORKLOADS}
+    by_workload = {name: pairs for name, pairs in by_workload.items() if pairs}
+    pairs = [pair for found in by_workload.values() for pair in found]
+    if not pairs:
+        return False
+    commits = {
+        run.about.get("commit", "unknown")
+        for pair in pairs
+        for outcome in (pair.policy, pair.control)
+        for seed in seeds
+        if (run := LevelRun(pair.workload, seed, runs, outcome.row)).summary is not None
+    }
+    before = file.read_text() if file.exists() else ""
+    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
+    table, plot = file.with_suffix(".csv"), file.with_suffix(".png")
+    shown = ", ".join(f"`{one}`" for one in sorted(commits))
+    lines = [
+        "# Adaptive levels beside a fixed level of the same bytes",
+        "",
+        f"""Made by `python benchmarks/equal_bytes.py`, at commit {shown}.
+Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the weights of real
+ones. A policy's control is the fixed level of the same compressor whose training sends as many bytes as the policy's do
+on average, found by bisection; of ranks, which are whole numbers, the lowest that sends at least as many. `schedule` is
+a second control of a rule with two levels: as many bytes, with the less compressed steps in mid-training. A **gain** is
+the mean of the differences seed by seed, with its 95 % interval (Student's t): a policy counts as better only where
+zero is outside of it. The figures are also in the CSV file beside this page.""",
+        "",
+        FINDINGS,
+        findings,
+        END_OF_FINDINGS,
+        "",
+        f"![Quality over bytes]({plot.name})",
+        "",
+        *summary_of(pairs),
+        *(line for name, found in by_workload.items() for line in section_of(name, found, _seeds_of(found))),
+    ]
+    text = "\n".join(lines).rstrip() + "\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = csv_of([pair.record() for pair in pairs])
+    replace_files({file: text.encode(), table: records, plot: draw(by_workload)})
+    return True
+
+
+def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
+    return sorted({seed for pair in pairs for seed in pair.policy.qualities})
+
+
+_COLOURS = {"fixed": "#000000", "budget": "#0072b2", "lgreco": "#009e73", "accordion": "#d55e00", "mid": "#cc79a7"}
+
+
+def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
+    """Quality over bytes, of the policies and of fixed levels, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4 * math.ceil(len(by_workload) / 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (name, pairs) in enumerate(by_workload.items(), 1):
+        axes = figure.add_subplot(math.ceil(len(by_workload) / 2), min(2, len(by_workload)), number)
+        axes.set_title(name, fontsize=10)
+        axes.set_xscale("log")
+        axes.set_xlabel("MB that a rank sends in the training")
+        axes.set_ylabel(WORKLOADS[name].metric)
+        axes.grid(alpha=0.3)
+        everything = [outcome for pair in pairs for outcome in (pair.policy, pair.control)]
+        for compressor, line in zip(LEVEL_NAMES, ("-", "--"), strict=True):
+            for kind, colour in _COLOURS.items():
+                of_kind = [one for one in everything if (one.row.compressor, one.row.kind) == (compressor, kind)]
+                chosen = {outcome.megabytes: outcome.mean for outcome in of_kind}
+                if chosen:
+                    places = sorted(chosen)
+                    joined = line if kind == "fixed" else "none"
+                    axes.plot(
+                        places, [chosen[at] for at in places], color=colour, linestyle=joined, marker="o", markersize=4,
+                        label=f"{compressor} {kind}",
+                    )  # fmt: skip
+        axes.legend(fontsize=7)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    return image.getvalue()
+
+
+# The command.
+
+
+def planned(
+    workloads: Iterable[str], seeds: Sequence[int], only: Sequence[str], runs: Path,
+    rows: Callable[[str], Sequence[Row]],
+) -> list[LevelRun]:  # fmt: skip
+    """Runs in order: one seed of everything before the next seed."""
+    found = [
+        LevelRun(name, seed, runs, row)
+        for seed in seeds
+        for name in workloads
+        for row in rows(name)
+        if not only or row.kind in ("fixed", "mid") or row.kind in only or row.compressor in only
+    ]
+    return list({run.folder: run for run in found}.values())
+
+
+@click.command()
+@click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
+@click.option("--only", multiple=True, type=click.Choice(["budget", "lgreco", "accordion"]), help="Which policies.")
+@click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
+@click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
+@click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/equal-bytes"), show_default=True)
+@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/equal-bytes.md"), show_default=True)
+@click.option("--dry-run", is_flag=True, help="List what would be trained first, and end.")
+@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
+def main(
+    workloads: tuple[str, ...],
+    only: tuple[str, ...],
+    compressors: tuple[str, ...],
+    seeds: tuple[int, ...],
+    workers: int | None,
+    runs: Path,
+    table: Path,
+    dry_run: bool,
+    page_only: bool,
+) -> None:
+    """Trains policies of levels and their controls on simulated ranks, and writes the page of all runs."""
+    chosen = workloads or tuple(WORKLOADS)
+    console = make_console(soft_wrap=True)
+
+    def wanted(rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if not compressors or row.compressor in compressors]
+
+    failed = []
+    if not page_only:
+        first = planned(chosen, seeds, only, runs, lambda name: wanted(rows_of(WORKLOADS[name])))
+        failed = train_missing(first, console, workers=workers, dry_run=dry_run)
+        if dry_run:
+            return
+        second = planned(chosen, seeds, only, runs, lambda name: wanted(controls_of(name, runs, seeds)))
+        failed += train_missing(second, console, workers=workers)
+    everywhere = sorted({int(one.name.removeprefix("seed")) for one in runs.glob("*/*/seed*")})
+    if write_page(table, runs, everywhere):
+        console.print(f"wrote {table}, and a CSV and a plot beside it")
+    else:
+        console.print(f"there is no finished pair of runs in {runs}")
+    if failed:
+        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
