@@ -1,4 +1,4 @@
-"""The benchmark of adaptive levels: its controls send as many bytes, and its verdicts follow from paired differences."""
+"""The benchmark of adaptive levels: its controls send as many bytes, its verdicts follow from paired differences."""
 
 from __future__ import annotations
 

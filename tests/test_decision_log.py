@@ -30,7 +30,7 @@ from hvdcomp.adaptation.decision_log import (
     with_numbers,
 )
 from hvdcomp.adaptation.log_lines import Shorthand
-from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistics, Timing
+from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, LevelTable, Statistics, Timing
 
 START: dict[str, Any] = {
     "step": 0,
@@ -60,6 +60,18 @@ levels = st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), flo
 by_tensor = st.dictionaries(names, floats, max_size=4)
 candidates = st.builds(Candidate, floats, st.integers(0, 10**6), st.none() | names)
 rate_pairs = st.integers(1, 3).flatmap(lambda groups: st.tuples(*[st.tuples(*[floats] * groups)] * 2))
+errors_and_bytes = st.tuples(floats, st.integers(0, 2**53))
+level_tables = st.dictionaries(
+    names, st.dictionaries(finite | st.integers(1, 64), errors_and_bytes, min_size=1), max_size=4
+).map(
+    lambda drawn: LevelTable(
+        {name: {level: error for level, (error, _) in found.items()} for name, found in drawn.items()},
+        {name: {level: sent for level, (_, sent) in found.items()} for name, found in drawn.items()},
+        {name: next(iter(found)) for name, found in drawn.items()},
+        other_bytes=sum(map(len, drawn)),
+        dense_bytes=2**53,
+    )
+)
 shapes = {
     "epoch": st.integers(0, 10**6),
     "learning_rates": rate_pairs.map(lambda pair: LearningRates(*pair)),
@@ -72,11 +84,7 @@ shapes = {
     "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),
     "candidates": st.builds(Candidates, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
     "step_times": st.lists(floats).map(tuple),
-    "level_errors": levels,
-    "level_bytes": st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), st.integers(0, 2**53))),
-    "own_levels": st.dictionaries(names, finite | st.integers(1, 64)),
-    "other_bytes": st.integers(0, 2**53),
-    "dense_bytes": st.integers(0, 2**53),
+    "level_table": level_tables,
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(
     lambda drawn: Statistics(**drawn)

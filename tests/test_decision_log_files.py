@@ -16,7 +16,16 @@ from hvdcomp.errors import SpecError
 from hvdcomp.files import put_aside_before
 from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.policies import POLICIES, Policy
-from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistic, Statistics, Timing
+from hvdcomp.policies.request import (
+    Candidate,
+    Candidates,
+    GravacGains,
+    LearningRates,
+    LevelTable,
+    Statistic,
+    Statistics,
+    Timing,
+)
 from hvdcomp.report.decisions import load_decisions
 from hvdcomp.report.replay import replay
 from hvdcomp.train.options import SetupError
@@ -26,6 +35,7 @@ from tests.test_decision_log import fill_up
 from tests.test_replay import SPECS, drive, policy_of
 
 TENSORS = {tensor.name: tensor.shape for tensor in tensors_of("resnet50")}
+LEVELS = (4, 2, 3, 5, 6, 8)
 LIMITS = {
     "accordion:low=4,high=1,steps=10": 3600,
     "accordion:auto,steps=10": 3700,
@@ -63,18 +73,17 @@ def known(policy: Policy[Any], state: Any, step: int, random: np.random.Generato
         Statistic.CANDIDATES: candidates,
         Statistic.STEP_TIMES: lambda: tuple(random.uniform(0.098, 0.1, 20).tolist()),
         Statistic.LEVEL_GAINS: lambda: {name: {cf: random.uniform() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
-        Statistic.LEVEL_ERRORS: lambda: {
-            name: {level: float(f"{random.uniform() / level:.6g}") for level in (4, 2, 3, 5, 6, 8)} for name in TENSORS
-        },
+        Statistic.LEVEL_TABLE: lambda: LevelTable(
+            {name: {level: float(f"{random.uniform() / level:.6g}") for level in LEVELS} for name in TENSORS},
+            {name: {level: 4096 * level for level in LEVELS} for name in TENSORS},
+            dict.fromkeys(TENSORS, LEVELS[0]),
+            other_bytes=4096,
+            dense_bytes=4096 * 64 * len(TENSORS),
+        ),
     }
     found = {each.value: told[each]() for each in policy.request(state).statistics}
     if "level_gains" in found:
         found["level_costs"] = {name: {cf: 1 / cf for cf in gains} for name, gains in found["level_gains"].items()}
-    if "level_errors" in found:
-        table = found["level_errors"]
-        found["level_bytes"] = {name: {level: 4096 * level for level in errors} for name, errors in table.items()}
-        found["own_levels"] = dict.fromkeys(table, 4)
-        found |= {"other_bytes": 4096, "dense_bytes": 4096 * 64 * len(table)}
     return Statistics(step=step, epoch=step // 100, **found)
 
 

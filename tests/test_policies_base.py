@@ -42,6 +42,7 @@ from hvdcomp.policies.request import (
     Candidates,
     GravacGains,
     LearningRates,
+    LevelTable,
     Period,
     Request,
     Statistic,
@@ -99,15 +100,17 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
         Statistic.CANDIDATES: CANDIDATES,
         Statistic.STEP_TIMES: (model_norm, *norms.values(), seconds),
-        Statistic.LEVEL_ERRORS: {name: {1: norms[name], 2: norms[name] / 2, 4: ratios[name] / 4} for name in TENSORS},
+        Statistic.LEVEL_TABLE: LevelTable(
+            {name: {1: norms[name], 2: norms[name] / 2, 4: ratios[name] / 4} for name in TENSORS},
+            {name: {1: 100, 2: 200, 4: 400} for name in TENSORS},
+            dict.fromkeys(TENSORS, 2),
+            other_bytes=40,
+            dense_bytes=1600,
+        ),
     }
     told = {each.value: known[each] for each in request.statistics}
     if Statistic.LEVEL_GAINS in request.statistics:
         told["level_costs"] = {name: {2.0: 0.5, 4.0: ratios[name], 8.0: 0.1} for name in TENSORS}
-    if Statistic.LEVEL_ERRORS in request.statistics:
-        told["level_bytes"] = {name: {1: 100, 2: 200, 4: 400} for name in TENSORS}
-        told["own_levels"] = dict.fromkeys(TENSORS, 2)
-        told |= {"other_bytes": 40, "dense_bytes": 1600}
     return Statistics(step=step, **told)
 
 

@@ -24,7 +24,7 @@ from hvdcomp.policies import parse_policy
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.lgreco import LGreCo, cheapest
 from hvdcomp.policies.optimal_levels import PARTS, TensorLevels
-from hvdcomp.policies.request import Period, Request, Statistic, Statistics
+from hvdcomp.policies.request import LevelTable, Period, Request, Statistic, Statistics
 from hvdcomp.settings import check_policy
 from tests.driven import SHAPES, Driven, random_gradients
 from tests.harness import BACKENDS, in_turns, infos, make
@@ -56,6 +56,11 @@ def in_all(table: Table, levels: Mapping[str, Any]) -> Any:
     return math.fsum(table[name][level] for name, level in levels.items())
 
 
+def level_table(errors: Table, sizes: Table, own: Any = OWN) -> LevelTable:
+    """Of tensors with the same own level, beside which nothing is sent."""
+    return LevelTable(errors, sizes, dict.fromkeys(errors, own), other_bytes=0, dense_bytes=10**12)
+
+
 errors_of_levels = st.fixed_dictionaries({
     name: st.fixed_dictionaries(dict.fromkeys((OWN, *OTHERS), st.just(0.0) | st.floats(1e-3, 1e3))) for name in NAMES
 })  # fmt: skip
@@ -74,7 +79,7 @@ alphas = st.sampled_from([1.0, 1.0, 0.3, 0.9, 1.5, 20.0])
 )
 def test_the_choice_is_that_of_trying_all(errors: Table, sizes: Table, alpha: float) -> None:
     own = dict.fromkeys(NAMES, OWN)
-    found = cheapest(errors, sizes, own, alpha)
+    found = cheapest(level_table(errors, sizes), alpha)
     assert found.keys() == set(NAMES)
     best = best_by_trying(errors, sizes, alpha)
     budget = alpha * in_all(errors, own)
@@ -92,12 +97,12 @@ def test_the_choice_is_that_of_trying_all(errors: Table, sizes: Table, alpha: fl
 def test_of_two_levels_with_as_many_bytes_the_one_that_loses_less_is_taken() -> None:
     errors = {"a": {4: 1.0, 2: 0.5, 3: 0.25}, "b": {4: 1.0, 2: 1.0, 3: 1.25}}
     sizes = {"a": {4: 9, 2: 5, 3: 5}, "b": {4: 9, 2: 9, 3: 9}}
-    assert cheapest(errors, sizes, {"a": 4, "b": 4}, 1.0)["a"] == 3
+    assert cheapest(level_table(errors, sizes), 1.0)["a"] == 3
 
 
-def told(errors: Table, sizes: Table | None = None, own: Any = 4) -> Statistics:
+def told(errors: Table, sizes: Table | None = None) -> Statistics:
     sizes = sizes or {name: {level: 100 * level for level in found} for name, found in errors.items()}
-    return Statistics(7, level_errors=errors, level_bytes=sizes, own_levels=dict.fromkeys(errors, own))
+    return Statistics(7, level_table=level_table(errors, sizes))
 
 
 def test_what_is_not_finite_changes_nothing_and_what_is_not_told_keeps_its_level() -> None:
@@ -120,16 +125,15 @@ def test_statistics_that_do_not_belong_together_are_refused() -> None:
     state = TensorLevels({"a": None})
     whole = told({"a": {2: 1.0, 4: 1.0}})
     for wrong, words in (
-        (dataclasses.replace(whole, level_errors=None), "needs level_errors"),
-        (dataclasses.replace(whole, level_bytes=None), "needs level_bytes"),
-        (dataclasses.replace(whole, own_levels=None), "needs own_levels"),
-        (dataclasses.replace(whole, own_levels={}), "to the level errors of a"),
-        (dataclasses.replace(whole, own_levels={"a": 3}), "to the level errors of a"),
-        (dataclasses.replace(whole, level_bytes={"a": {2: 8}}), "to the level errors of a"),
+        (dataclasses.replace(whole, level_table=None), "needs level_table"),
         (told({"b": {2: 1.0, 4: 1.0}}), "not expected: b"),
     ):
         with pytest.raises(ValueError, match=words):
             policy.decide(state, wrong)
+    errors = {"a": {2: 1.0, 4: 1.0}}
+    for sent, own in (({"a": {2: 8}}, {"a": 4}), ({}, {"a": 4}), (errors, {}), (errors, {"a": 3})):
+        with pytest.raises(ValueError, match="the levels of a in errors, sent and own are not the same"):
+            LevelTable(errors, sent, own, 0, 0)
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def test_some_tensor_needs_a_method_with_a_level() -> None:
 
 
 def test_it_looks_at_the_last_gradients_of_the_interval() -> None:
-    asked = frozenset({Statistic.LEVEL_ERRORS})
+    asked = frozenset({Statistic.LEVEL_TABLE})
     policy = LGreCo(statistic="aggregated")
     assert policy.first_request == Request(asked, Period(steps=100, last=10), "aggregated", around=policy.around)
     assert LGreCo(interval=5).first_request.period == Period(steps=5, last=5)
@@ -192,9 +196,9 @@ def engine_of(spec: str, memory: Any = None) -> Engine:
     return Engine(LoopbackCommunicator(), infos(SHAPES), parse_compressor(spec), memory, min_numel=16)
 
 
-def measured(engine: Engine, sums: Mapping[str, Any], around: tuple[float, ...], steps: int = 1) -> dict[str, Any]:
+def measured(engine: Engine, sums: Mapping[str, Any], around: tuple[float, ...], steps: int = 1) -> LevelTable:
     names = levelled_tensors(engine)
-    request = Request(frozenset({Statistic.LEVEL_ERRORS}), Period(steps=9, last=steps), around=around)
+    request = Request(frozenset({Statistic.LEVEL_TABLE}), Period(steps=9, last=steps), around=around)
     return LevelErrors(Plans(engine, names)).of_sums(sums, request)
 
 
@@ -209,8 +213,8 @@ def test_errors_are_those_of_the_mean_at_the_levels_of_each_tensors_own_method(b
     engine = engine_of('{"conv": "topk:ratio=0.1", "linear": "powersgd:rank=2", "*": "signsgd"}')
     sums = random_gradients(0, 0)
     found = measured(engine, {name: make(backend, x) for name, x in sums.items()}, (0.5, 1.0, 2.0), steps=4)
-    assert found["own_levels"] == {"conv": 0.1, "linear": 2}
-    errors, sizes = found["level_errors"], found["level_bytes"]
+    assert found.own == {"conv": 0.1, "linear": 2}
+    errors, sizes = found.errors, found.sent
     assert errors["conv"] == pytest.approx(
         {ratio: topk_error(sums["conv"] / 4, ratio) for ratio in (0.1, 0.05, 0.2)}, rel=1e-5
     )
@@ -227,7 +231,7 @@ def test_levels_that_a_method_does_not_have_are_left_out() -> None:
     sums = random_gradients(0, 0)
 
     def levels(spec: str, around: tuple[float, ...], memory: Any = None) -> list[Any]:
-        return list(measured(engine_of(spec, memory), sums, around)["level_errors"].get("linear", {}))
+        return list(measured(engine_of(spec, memory), sums, around).errors.get("linear", {}))
 
     assert levels("topk:ratio=0.6", (0.5, 1.0, 2.0)) == [0.6, 0.3]
     assert levels("powersgd:rank=1", (0.5, 1.0, 2.0)) == [1, 2]
@@ -238,8 +242,8 @@ def test_levels_that_a_method_does_not_have_are_left_out() -> None:
     assert levels("signsgd", (0.5, 1.0, 2.0)) == []
     # At its own rank it saves nothing of this tensor, at half of it it does.
     found = measured(engine_of("powersgd:rank=16"), sums, (0.5, 1.0))
-    assert found["level_errors"]["linear"] == {16: 0.0, 8: pytest.approx(found["level_errors"]["linear"][8])}
-    assert found["level_bytes"]["linear"] == {16: 4 * 384, 8: 4 * 40 * 8}
+    assert found.errors["linear"] == {16: 0.0, 8: pytest.approx(found.errors["linear"][8])}
+    assert found.sent["linear"] == {16: 4 * 384, 8: 4 * 40 * 8}
 
 
 def test_a_tensor_without_a_gradient_is_left_out_and_what_is_not_finite_is_told() -> None:
@@ -248,11 +252,10 @@ def test_a_tensor_without_a_gradient_is_left_out_and_what_is_not_finite_is_told(
     del sums["conv"]
     with np.errstate(invalid="ignore"):
         found = measured(engine_of("topk:ratio=0.1"), sums, (0.5, 1.0))
-    assert list(found["own_levels"]) == list(found["level_bytes"]) == ["linear"]
-    assert not any(map(math.isfinite, found["level_errors"]["linear"].values()))
-    assert measured(engine_of("topk:ratio=0.1"), {}, (0.5, 1.0)) == {
-        "level_errors": {}, "level_bytes": {}, "own_levels": {}, "other_bytes": 174 + 234 + 24, "dense_bytes": 2712,
-    }  # fmt: skip
+    assert list(found.own) == list(found.sent) == ["linear"]
+    assert not any(map(math.isfinite, found.errors["linear"].values()))
+    nothing = LevelTable({}, {}, {}, other_bytes=174 + 234 + 24, dense_bytes=2712)
+    assert measured(engine_of("topk:ratio=0.1"), {}, (0.5, 1.0)) == nothing
 
 
 # On ranks -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from hvdcomp.adaptation.decision_log import DecisionLog, DecisionLogError, read_decisions
 from hvdcomp.cli import main
 from hvdcomp.policies import POLICIES, Policy, parse_policy
-from hvdcomp.policies.request import Candidate, Candidates, GravacGains, LearningRates, Statistic, Statistics, Timing
+from hvdcomp.policies.request import (
+    Candidate,
+    Candidates,
+    GravacGains,
+    LearningRates,
+    LevelTable,
+    Statistic,
+    Statistics,
+    Timing,
+)
 from hvdcomp.report.replay import replay
 from tests.decision_lines import whole_lines, write_as_before
 from tests.harness import fewer_examples
@@ -64,6 +73,12 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
     def rates() -> tuple[float, float]:
         return draw.choice([0.1, 0.1, 0.02, 1 / 3]), draw.random()
 
+    def level_table() -> LevelTable:
+        names, levels = list(TENSORS)[draw.randint(0, 1) :], (0.05, 0.1, 0.2)
+        errors = {name: {level: number() for level in levels} for name in names}
+        sent = {name: {level: draw.randint(1, 9) for level in levels} for name in names}
+        return LevelTable(errors, sent, dict.fromkeys(names, 0.1), draw.randint(0, 9), draw.randint(1, 90))
+
     asked = policy.request(state).statistics
     made: dict[Statistic, Callable[[], Any]] = {
         Statistic.NORMS: by_tensor,
@@ -78,19 +93,12 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         ),
         Statistic.STEP_TIMES: lambda: tuple(number() for _ in range(draw.randint(0, 9))),
         Statistic.TIMING: lambda: Timing(draw.randint(1, 640), number(), number() / 10),
-        Statistic.LEVEL_ERRORS: lambda: {
-            name: {level: number() for level in (0.05, 0.1, 0.2)} for name in list(TENSORS)[draw.randint(0, 1) :]
-        },
+        Statistic.LEVEL_TABLE: level_table,
     }
     known = {each.value: made[each]() for each in sorted(asked, key=lambda each: each.value)}
     if "level_gains" in known:
         table = known["level_gains"]
         known["level_costs"] = {name: {cf: draw.random() for cf in gains} for name, gains in table.items()}
-    if "level_errors" in known:
-        table = known["level_errors"]
-        known["level_bytes"] = {name: {level: draw.randint(1, 9) for level in found} for name, found in table.items()}
-        known["own_levels"] = dict.fromkeys(table, 0.1)
-        known |= {"other_bytes": draw.randint(0, 9), "dense_bytes": draw.randint(1, 90)}
     return Statistics(step=step, epoch=draw.choice([None, step // 3]), **known)
 
 

@@ -30,7 +30,7 @@ class AccumulatedGradients(Observer):
     """
 
     tells: ClassVar[frozenset[Statistic]] = frozenset(
-        {Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD, Statistic.LEVEL_ERRORS}
+        {Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD, Statistic.LEVEL_TABLE}
     )
 
     def __init__(self, names: Sequence[str] = (), level_errors: LevelErrors | None = None) -> None:
@@ -70,8 +70,8 @@ class AccumulatedGradients(Observer):
             Statistic.MEAN_TO_STD: lambda: self.mean_to_std(self._names),
         }
         told = {each.value: tell() for each, tell in measure.items() if each in request.statistics}
-        if Statistic.LEVEL_ERRORS in request.statistics and self._level_errors is not None:
-            told |= self._level_errors.of_sums(self.sums, request)
+        if Statistic.LEVEL_TABLE in request.statistics and self._level_errors is not None:
+            told[Statistic.LEVEL_TABLE.value] = self._level_errors.of_sums(self.sums, request)
         return told
 
     def clear(self) -> None:

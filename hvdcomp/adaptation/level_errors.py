@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
@@ -13,7 +12,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.policies.request import Request
+from hvdcomp.policies.request import LevelTable, Request
 from hvdcomp.specs.levels import Level
 
 # Of a level, and of an error, which is none more exact in float32: each stands in every line of the decision log.
@@ -41,8 +40,8 @@ class LevelErrors:
         self._own_bytes: dict[str, int] = {}  # of all tensors, also of those without a level
         self._dense_bytes: dict[str, int] = {}
 
-    def of_sums(self, sums: Mapping[str, Array], request: Request) -> dict[str, Any]:
-        """`level_errors` of `Statistics`, and what is given together with them. Waits for the device.
+    def of_sums(self, sums: Mapping[str, Array], request: Request) -> LevelTable:
+        """Errors and bytes. Waits for the device.
 
         Args:
             sums: of the gradients of the steps that `request.period` accumulates, by tensor name.
@@ -61,13 +60,13 @@ class LevelErrors:
                     # Rounding may make a sum of differences negative. What is not finite is told as NaN.
                     error = math.sqrt(max(0.0, energy)) if math.isfinite(energy) else math.nan
                     errors[name][levels[name]] = float(f"{error:.{_ERROR_DIGITS}g}")
-        return {
-            "level_errors": errors,
-            "level_bytes": {name: self._bytes[name] for name in means},
-            "own_levels": {name: self._levels[0][name] for name in means},
-            "other_bytes": sum(sent for name, sent in self._own_bytes.items() if name not in means),
-            "dense_bytes": sum(self._dense_bytes.values()),
-        }
+        return LevelTable(
+            errors,
+            {name: self._bytes[name] for name in means},
+            {name: self._levels[0][name] for name in means},
+            other_bytes=sum(sent for name, sent in self._own_bytes.items() if name not in means),
+            dense_bytes=sum(self._dense_bytes.values()),
+        )
 
     def _look_around(self, around: tuple[float, ...]) -> None:
         """Makes the compressors of all levels, each level of a tensor once, its own first."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.optimal_levels import Errors, OptimalLevels, Sizes, TensorLevels, fewest_bytes, least_error
-from hvdcomp.policies.request import Period, Request, Statistic, Statistics
+from hvdcomp.policies.optimal_levels import OptimalLevels, TensorLevels, fewest_bytes, least_error
+from hvdcomp.policies.request import LevelTable, Period, Request, Statistic, Statistics
 from hvdcomp.specs.described import between, number
 from hvdcomp.specs.levels import Level
 
@@ -54,24 +54,18 @@ class Budget(OptimalLevels):
     def request(self, state: TensorLevels) -> Request:
         first = min(self.last, self.interval)
         undecided = all(level is None for level in state.levels.values())
-        asked = frozenset({Statistic.LEVEL_ERRORS, *([Statistic.NORMS] if self.error else [])})
+        asked = frozenset({Statistic.LEVEL_TABLE, *([Statistic.NORMS] if self.error else [])})
         period = Period(steps=first if undecided else self.interval, last=first)
         return Request(asked, period, self.statistic, around=self.around)
 
-    def choose(
-        self, errors: Errors, sizes: Sizes, own: Mapping[str, Level], statistics: Statistics
-    ) -> dict[str, Level]:
+    def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
         nearest: Mapping[str, Mapping[Level, float]]
         if self.error:
             assert statistics.norms is not None
-            whole = math.fsum(statistics.norms[name] for name in errors) / min(self.last, self.interval)
+            whole = math.fsum(statistics.norms[name] for name in table.errors) / min(self.last, self.interval)
             if not math.isfinite(whole):
                 return {}
-            found = fewest_bytes(errors, sizes, self.error * whole)
-            nearest = errors
+            found, nearest = fewest_bytes(table, self.error * whole), table.errors
         else:
-            if statistics.dense_bytes is None or statistics.other_bytes is None:
-                raise ValueError(f"{self.name} needs dense_bytes and other_bytes, after step {statistics.step}")
-            found = least_error(errors, sizes, statistics.dense_bytes / self.factor - statistics.other_bytes)
-            nearest = sizes
+            found, nearest = least_error(table, table.dense_bytes / self.factor - table.other_bytes), table.sent
         return found or {name: min(levels, key=levels.__getitem__) for name, levels in nearest.items()}

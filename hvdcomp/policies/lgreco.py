@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hvdcomp.policies.optimal_levels import Errors, OptimalLevels, Sizes, fewest_bytes
-from hvdcomp.policies.request import Statistics
+from hvdcomp.policies.optimal_levels import OptimalLevels, fewest_bytes
+from hvdcomp.policies.request import LevelTable, Statistics
 from hvdcomp.specs.described import between, number
 from hvdcomp.specs.levels import Level
 
@@ -36,27 +36,20 @@ class LGreCo(OptimalLevels):
     name: ClassVar[str] = "lgreco"
     examples: ClassVar[tuple[str, ...]] = ("lgreco", "lgreco:interval=200,least=0.25,most=4")
 
-    def choose(
-        self, errors: Errors, sizes: Sizes, own: Mapping[str, Level], statistics: Statistics
-    ) -> dict[str, Level]:
-        return cheapest(errors, sizes, own, self.alpha)
+    def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
+        return cheapest(table, self.alpha)
 
 
-def cheapest(errors: Errors, sizes: Sizes, own: Mapping[str, Level], alpha: float) -> dict[str, Level]:
-    """The level of each tensor, as `LGreCo` chooses it.
-
-    Args:
-        errors, sizes: by tensor name and level.
-        own: the own level of each tensor.
-        alpha: the budget, as a share of the error at the own levels.
-    """
-    budget = alpha * math.fsum(found[own[name]] for name, found in errors.items())
-    found = fewest_bytes(errors, sizes, budget)
+def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
+    """The level of each tensor, as `LGreCo` chooses it; `alpha` is the share of the error at the own levels."""
+    budget = alpha * math.fsum(found[table.own[name]] for name, found in table.errors.items())
+    found = fewest_bytes(table, budget)
     if found is None:
-        found = {name: min(levels, key=levels.__getitem__) for name, levels in errors.items()}
+        found = {name: min(levels, key=levels.__getitem__) for name, levels in table.errors.items()}
     # Rounding up takes from the budget, which the own levels use up to the last bit where alpha is 1.
-    if alpha >= 1 and sum(sizes[name][level] for name, level in found.items()) >= sum(
-        sizes[name][level] for name, level in own.items() if name in found
-    ):
-        return {name: own[name] for name in found}
-    return found
+    own = {name: table.own[name] for name in found}
+    return own if alpha >= 1 and _bytes_of(table, found) >= _bytes_of(table, own) else found
+
+
+def _bytes_of(table: LevelTable, levels: Mapping[str, Level]) -> int:
+    return sum(table.sent[name][level] for name, level in levels.items())

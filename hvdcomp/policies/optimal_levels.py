@@ -16,16 +16,13 @@ import numpy as np
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Levels
-from hvdcomp.policies.request import Period, Request, Statistic, Statistics
+from hvdcomp.policies.request import LevelTable, Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Rule, at_least, between, number
 from hvdcomp.specs.levels import Level
 
 PARTS = 10_000
 """What is limited is rounded up to one of so many parts of the limit."""
-
-Errors = Mapping[str, Mapping[Level, float]]
-Sizes = Mapping[str, Mapping[Level, int]]
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
@@ -104,7 +101,6 @@ class OptimalLevels(Policy[TensorLevels]):
     statistic: Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")] = "local"
 
     state_type: ClassVar[type] = TensorLevels
-    asks: ClassVar[frozenset[Statistic]] = frozenset({Statistic.LEVEL_ERRORS})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,46 +132,32 @@ class OptimalLevels(Policy[TensorLevels]):
 
     def request(self, state: TensorLevels) -> Request:
         period = Period(steps=self.interval, last=min(self.last, self.interval))
-        return Request(self.asks, period, self.statistic, around=self.around)
+        return Request(frozenset({Statistic.LEVEL_TABLE}), period, self.statistic, around=self.around)
 
     def decision(self, state: TensorLevels) -> Levels:
         return Levels(dict(state.levels))
 
     def update(self, state: TensorLevels, statistics: Statistics) -> TensorLevels:
-        assert statistics.level_errors is not None
-        errors, sizes, own = statistics.level_errors, statistics.level_bytes, statistics.own_levels
-        if sizes is None or own is None:
-            missing = "level_bytes" if sizes is None else "own_levels"
-            raise ValueError(f"{self.name} needs {missing} with level_errors, after step {statistics.step}")
+        table = statistics.level_table
+        assert table is not None
         # A tensor without a level, or without a gradient, has no errors, and keeps what it has.
-        self.of_tensors({**{name: {} for name in state.levels}, **errors}, state.levels, "level errors")
-        for name, found in errors.items():
-            if name not in own or own[name] not in found or sizes.get(name, {}).keys() != found.keys():
-                raise ValueError(f"{self.name} was given no level_bytes or own_levels to the level errors of {name}")
-        if not all(math.isfinite(error) for found in errors.values() for error in found.values()):
+        self.of_tensors({**{name: {} for name in state.levels}, **table.errors}, state.levels, "level errors")
+        if not all(math.isfinite(error) for found in table.errors.values() for error in found.values()):
             return state
-        return TensorLevels({**state.levels, **self.choose(errors, sizes, own, statistics)})
+        return TensorLevels({**state.levels, **self.choose(table, statistics)})
 
-    def choose(
-        self, errors: Errors, sizes: Sizes, own: Mapping[str, Level], statistics: Statistics
-    ) -> dict[str, Level]:
-        """The level of each tensor that has errors.
-
-        Args:
-            errors, sizes: by tensor name and level; all errors are finite.
-            own: the own level of each tensor.
-            statistics: that these are of.
-        """
+    def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
+        """The level of each tensor of a table, all errors of which are finite; `statistics` are those that it is of."""
         raise NotImplementedError
 
 
-def fewest_bytes(errors: Errors, sizes: Sizes, limit: float) -> dict[str, Level] | None:
+def fewest_bytes(table: LevelTable, limit: float) -> dict[str, Level] | None:
     """The levels that send the fewest bytes, with errors that add up to a limit at most; None if there are none.
 
     Args:
-        errors, sizes: by tensor name and level.
         limit: of the sum of errors.
     """
+    errors, sizes = table.errors, table.sent
     # The level that loses least comes first, so that of two with as many bytes it is taken.
     candidates = {name: sorted(found, key=found.__getitem__) for name, found in errors.items()}
     parts = [in_parts([errors[name][level] for level in levels], limit) for name, levels in candidates.items()]
@@ -183,13 +165,13 @@ def fewest_bytes(errors: Errors, sizes: Sizes, limit: float) -> dict[str, Level]
     return _taken(candidates, least_cost(parts, costs))
 
 
-def least_error(errors: Errors, sizes: Sizes, limit: float) -> dict[str, Level] | None:
+def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
     """The levels whose errors add up to the least, with at most so many bytes; None if there are none.
 
     Args:
-        errors, sizes: by tensor name and level.
-        limit: of the sum of bytes.
+        limit: of the sum of bytes, of the tensors of the table.
     """
+    errors, sizes = table.errors, table.sent
     candidates = {name: sorted(found, key=sizes[name].__getitem__) for name, found in errors.items()}
     parts = [in_parts([sizes[name][level] for level in levels], limit) for name, levels in candidates.items()]
     costs = [np.array([errors[name][level] for level in levels]) for name, levels in candidates.items()]

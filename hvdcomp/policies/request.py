@@ -25,7 +25,7 @@ class Statistic(Enum):
     TIMING = "timing"
     CANDIDATES = "candidates"
     STEP_TIMES = "step_times"
-    LEVEL_ERRORS = "level_errors"
+    LEVEL_TABLE = "level_table"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,33 @@ class Candidates:
 
 
 @dataclass(frozen=True)
+class LevelTable:
+    """What some levels of each tensor lose and send. Those that a tensor's method does not have are left out.
+
+    Tensors whose method has no level, or that had no gradient, are left out.
+
+    Attributes:
+        errors: by tensor name and level, ||G - C(G)|| of the mean G of the accumulated gradients. NaN if a sum of
+            gradients is not finite.
+        sent: the bytes that a rank sends of the tensor in a step at each level.
+        own: by tensor name, the level that it has without a policy.
+        other_bytes: that a rank sends in a step of all tensors that are left out, by their own methods.
+        dense_bytes: of the whole model in a step without compression.
+    """
+
+    errors: Mapping[str, Mapping[Level, float]]
+    sent: Mapping[str, Mapping[Level, int]]
+    own: Mapping[str, Level]
+    other_bytes: int
+    dense_bytes: int
+
+    def __post_init__(self) -> None:
+        for name, found in self.errors.items():
+            if self.own.get(name) not in found or self.sent.get(name, {}).keys() != found.keys():
+                raise ValueError(f"the levels of {name} in errors, sent and own are not the same")
+
+
+@dataclass(frozen=True)
 class Statistics:
     """What is known at one moment of decision. A field that the policy did not ask for may be None.
 
@@ -136,13 +163,7 @@ class Statistics:
             for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`.
         step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
             that of the next, by rank 0's clock. NaN for the first step after a start.
-        level_errors: by tensor name and level, ||G - C(G)|| of the mean G of the accumulated gradients, for the levels
-            of `Request.around` that the tensor's method has. Tensors whose method has no level, or that had no
-            gradient, are left out. NaN if a sum of gradients is not finite.
-        level_bytes: given together with them, the bytes that a rank sends of the tensor in a step at each level.
-        own_levels: given together with them, the level that the tensor has without a policy.
-        other_bytes, dense_bytes: given together with them, the bytes that a rank sends in a step of all tensors that
-            are left out of them, by their own methods, and of the whole model without compression.
+        level_table: errors and bytes, for the levels of `Request.around`.
     """
 
     step: int
@@ -157,11 +178,7 @@ class Statistics:
     timing: Timing | None = None
     candidates: Candidates | None = None
     step_times: tuple[float, ...] | None = None
-    level_errors: Mapping[str, Mapping[Level, float]] | None = None
-    level_bytes: Mapping[str, Mapping[Level, int]] | None = None
-    own_levels: Mapping[str, Level] | None = None
-    other_bytes: int | None = None
-    dense_bytes: int | None = None
+    level_table: LevelTable | None = None
 
     def known(self) -> dict[str, Any]:
         """The fields that are not None, by name."""
@@ -196,7 +213,7 @@ class Request:
         period: at whose end `decide` is called, and over which gradients are accumulated; None for never.
         source: whose gradients are accumulated: "local", rank 0's own, or "aggregated", the mean over the ranks.
         ever: what requests of other states may name. All ranks go by it, whatever state rank 0 has reached.
-        around: for LEVEL_ERRORS, the levels to look at, as factors of each tensor's own level; 1.0 is one of them.
+        around: for LEVEL_TABLE, the levels to look at, as factors of each tensor's own level; 1.0 is one of them.
     """
 
     statistics: frozenset[Statistic] = frozenset()
