@@ -5,7 +5,7 @@ training begins with the fastest by the model, and measures it. Candidates that 
 each for a few steps, between steps of the best so far: a machine's speed changes, and only what is measured in
 succession can be compared. The fastest by measurement stays. A trial begins when its expected cost is no more than a
 small share of the time so far, so that all trials together stay below that share. When the time of steps has changed
-since the candidate was chosen, all candidates are open again.
+since the candidate was chosen, all candidates are open again; and what was tried long ago is tried once more.
 
 This is not from a paper.
 """
@@ -48,6 +48,7 @@ _MOST = 16  # measurements of a candidate that cannot be told apart from the bes
 _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
 _MOST_PATIENCE = 64  # looks in a row
 _LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be short
+_AGAIN = 100  # windows after which a candidate whose time is known is tried once more
 _SURE = 3  # standard errors that a change of the step time must exceed: else restless steps would always open all again
 
 
@@ -202,8 +203,10 @@ class Auto(Policy[AutoState]):
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
         rival = state.trial.rival or state.chosen
         found = trial.seconds * state.measured[rival].seconds / seconds
-        now = Measured(found, doubt * found, trial.steps)
+        now = Measured(found, doubt * found, trial.steps, state.since)
         old = state.measured.get(name) or as_if_measured(state.expected(rival, name), now)
+        if old is not None and name in state.measured and old.contradicts(now):
+            old = None  # of another time
         told = now if old is None else old.with_more(now, _MOST * self.window)
         return dataclasses.replace(state, measured={**state.measured, name: told})
 
@@ -217,12 +220,15 @@ class Auto(Policy[AutoState]):
         near = self._open(state, best)
         offers = sorted((self._price(state, best, name), state.expected(best, name), name) for name in near)
         for price, _, name in offers:
-            free = state.reopened and name not in state.measured and self._is_near(state, best, name)
+            free = state.reopened and name not in state.measured
             if free or self._short_of(state, name, price) <= 0:
                 return state.trying(name, step, _why_try(state, best, name))
         if state.reopened:
             patience = min(2 * state.patience, _MOST_PATIENCE) if best == state.reopened else PATIENCE
             state = dataclasses.replace(state, reopened="", patience=patience)
+        name = "" if offers else state.longest_ago(best, step - _AGAIN * self.window)
+        if name and self._short_of(state, name, self._price(state, best, name)) <= 0:
+            return state.trying(name, step, _why_try(state, best, name))
         short = min((self._short_of(state, name, price) for price, _, name in offers), default=None)
         return self._stay(state, best, step, short)
 
@@ -233,8 +239,9 @@ class Auto(Policy[AutoState]):
         for name in state.candidates:
             one = state.measured.get(name)
             if one is None:
-                # Dense in any case, whatever the model says: the promise is never to be slower than dense.
-                if name == DENSE_CANDIDATE or self._is_near(state, best, name):
+                # Dense in any case, whatever the model says: the promise is never to be slower than dense. And where
+                # steps have changed, the model's world and that of earlier trials are gone.
+                if name == DENSE_CANDIDATE or state.reopened or self._is_near(state, best, name):
                     found.append(name)
             elif name != best and one.steps < _MOST * self.window:
                 gain = limit.seconds - one.seconds + 2 * one.error

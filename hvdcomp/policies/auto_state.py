@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hvdcomp.policies.median import median_with_error
 from hvdcomp.policies.request import Candidate
@@ -21,6 +22,7 @@ LEAST = 2  # steps to judge a candidate by
 _CLOCK_S = 1e-9  # no clock tells less: a step time below that is an error of the clock, and does not count
 DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
 _PRIOR = 2  # steps that a prediction weighs as much as, with DOUBT as its standard error
+_SURE = 3  # standard errors beyond which a difference is none of chance
 _AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
 NOTICEABLE = 0.01  # differences of step times that are looked for
 
@@ -33,11 +35,15 @@ class Measured:
         seconds: their median.
         error: standard error of it.
         steps: how many were counted.
+        at: the step from which on the latest of them were; None where that is not known.
     """
 
     seconds: float
     error: float
     steps: int
+    at: int | None = None
+
+    later: ClassVar[tuple[str, ...]] = ("at",)
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Measured:
@@ -46,14 +52,19 @@ class Measured:
 
     def scaled(self, factor: float) -> Measured:
         """The same of steps that take `factor` times as long."""
-        return Measured(factor * self.seconds, factor * self.error, self.steps)
+        return Measured(factor * self.seconds, factor * self.error, self.steps, self.at)
+
+    def contradicts(self, other: Measured) -> bool:
+        """Whether the difference is more than chance explains."""
+        return abs(self.seconds - other.seconds) > _SURE * math.hypot(self.error, other.error)
 
     def with_more(self, other: Measured, most: int) -> Measured:
         """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""
         old = min(self.steps, most)
         steps = old + other.steps
         seconds = (old * self.seconds + other.steps * other.seconds) / steps
-        return Measured(seconds, math.hypot(old * self.error, other.steps * other.error) / steps, steps)
+        error = math.hypot(old * self.error, other.steps * other.error) / steps
+        return Measured(seconds, error, steps, other.at)
 
 
 @dataclass(frozen=True)
@@ -161,6 +172,15 @@ class AutoState:
         fastest, ours = self.measured[best], self.measured[self.chosen]
         doubt = max(fastest.error, NOTICEABLE * fastest.seconds)
         return best if ours.seconds - fastest.seconds > doubt else self.chosen
+
+    def longest_ago(self, best: str, before: int) -> str:
+        """The candidate but the best that was tried longest ago, or never; "" if that is not before a step.
+
+        What it takes may have changed without a sign in the steps of the best.
+        """
+        at = {name: -1 if (one := self.measured.get(name)) is None else one.at or 0 for name in self.candidates}
+        name = min(at.keys() - {best}, key=lambda one: (at[one], one), default="")
+        return name if name and at[name] <= before else ""
 
     def expected(self, best: str, name: str) -> float:
         """Seconds of a step as measured, or as predicted, corrected by what the best takes instead of predicted."""
