@@ -30,6 +30,17 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
     return builders[name]()
 
 
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of linear and LSTM layers, without the head, which gives the logits.
+
+    Kernels of convolutions and embeddings are not among them. The head of a GPT is its embedding.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LSTM)]
+    if not isinstance(model, GPT):
+        del layers[-1]
+    return [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
+
+
 def mlp(inputs: int, classes: int) -> nn.Sequential:
     """Two hidden layers on the flattened image."""
     return nn.Sequential(

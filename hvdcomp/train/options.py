@@ -40,7 +40,8 @@ DATA = IMAGE_DATA + SIGNAL_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
 VALIDATED_DATA = ("mnist1d", "text", "wikitext2", "ptb")  # with a validation part of their own
 
-OPTIMIZERS = ("sgd", "adamw", "compressed-adam")
+OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
+MUON_MODELS = ("mlp", "cnn", "cnn1d", *TEXT_MODELS)  # those with hidden matrices
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
@@ -57,7 +58,7 @@ _SGD_RATES = {
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # of a run, where AdamW's second moment is frozen
-_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3; muon has the same
 _BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8}  # others: 32
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
 _TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
@@ -92,7 +93,7 @@ class TrainingOptions:
     lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.95)  # adamw
+    betas: tuple[float, float] = (0.9, 0.95)  # adamw, and what muon leaves to it
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
     local_steps: int = 1  # compressed-adam, after that: from one exchange to the next
@@ -231,6 +232,16 @@ class TrainingOptions:
                 self.freeze_after is None or self.optimizer == "compressed-adam",
                 f"--freeze-after {self.freeze_after} is of --optimizer compressed-adam; leave it out with --optimizer "
                 f"{self.optimizer}",
+            ),
+            (
+                self.optimizer != "muon" or self.framework == "torch",
+                "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework "
+                f"{self.framework}",
+            ),
+            (
+                self.optimizer != "muon" or self.model in MUON_MODELS,
+                f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; take --optimizer "
+                f"sgd or adamw, or one of {', '.join(MUON_MODELS)}",
             ),
             (
                 self.schedule == "step" or not self.milestones,
