@@ -29,6 +29,7 @@ _HIDDEN = {
     "cnn": ["7.weight"],
     "cnn1d": ["7.weight"],
     "lstm": [f"lstm.weight_{kind}_l{layer}" for layer in (0, 1) for kind in ("ih", "hh")],
+    "vit": [f"blocks.{block}.{layer}.weight" for block in range(4) for layer in _LAYERS],
     "gpt": [f"blocks.{block}.{layer}.weight" for block in range(3) for layer in _LAYERS],
 }
 _DATA = {"cnn1d": "mnist1d", "lstm": "text", "gpt": "text"}  # the others: digits

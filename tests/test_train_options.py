@@ -108,6 +108,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "--evaluate-every 3 has to be a multiple of 2",
         ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
+        ({"model": "vit", "framework": "tensorflow"}, "--model vit: --framework torch has it alone"),
         (
             {"optimizer": "muon", "framework": "tensorflow"},
             "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework tensorflow",

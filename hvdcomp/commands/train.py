@@ -75,7 +75,7 @@ _START = (
     metavar="SECONDS",
     shown="PyTorch's: 1800",
 )
-@_option("--model", "What to train.", type=click.Choice(MODELS))
+@_option("--model", "What to train. vit is PyTorch's alone.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",
@@ -124,7 +124,7 @@ _START = (
     "What makes steps of gradients. muon, in PyTorch: Muon for hidden matrices, and AdamW for the head, embeddings, "
     "convolutions, norms and biases.",
     type=click.Choice(OPTIMIZERS),
-    shown="adamw for gpt, else sgd",
+    shown="adamw for gpt and vit, else sgd",
 )
 @_option("--lr", "Learning rate. It is used as given: scale it yourself when you add ranks.", type=float)
 @_option("--momentum", "Momentum of SGD.", type=float)
