@@ -140,6 +140,10 @@ _KINDS = {
         *("--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "192", "--epochs", "3"),
         *("--batch-size", "8", "--compression", "topk:ratio=0.02"),
     ],
+    "muon": [
+        *("--model", "mlp", "--samples", "640", "--epochs", "3", "--optimizer", "muon"),
+        *("--compression", "topk:ratio=0.02"),
+    ],
     "augmentation": [
         *("--model", "cnn", "--data", "cifar10", "--data-dir", "DATA", "--batch-size", "1", "--epochs", "3"),
         *("--compression", "topk:ratio=0.02"),

@@ -31,6 +31,8 @@ def test_image_models_give_logits_per_class(name: str, classes: int) -> None:
         ("resnet20", 1, 8),
         ("resnet18", 1, 8),
         ("vgg16", 1, 33),
+        ("vit", 1, 8),
+        ("vit", 3, 17),
     ],
 )
 def test_image_models_take_other_sizes(name: str, channels: int, size: int) -> None:
@@ -77,6 +79,30 @@ def test_the_gpt_is_as_large_as_documented_and_its_embedding_gives_the_logits() 
     assert model.embedding.weight.grad[1:].abs().sum() > 0, "tokens that were not read have logits"
 
 
+def test_the_vit_reads_patches_wherever_they_are_and_each_attends_to_all() -> None:
+    torch.manual_seed(0)
+    for size, channels, side in ((8, 1, 2), (32, 3, 4)):
+        model = build_model("vit", channels=channels, size=size, classes=10)
+        assert model.embedding.weight.shape == (64, channels, side, side)
+        assert model.position.weight.shape == ((size // side) ** 2, 64)
+    assert _count(build_model("vit", channels=1, size=8, classes=10)) / 1e6 == pytest.approx(0.20, abs=0.005)
+    seen: list[torch.Tensor] = []
+    model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    images = torch.randn(1, 3, 32, 32)
+    changed = images.clone()
+    changed[..., -1, -1] += 9.0  # of the last patch
+    moved = images.roll((4, 4), dims=(2, 3))  # the same patches in other places
+    for given in (images, changed, moved):
+        model(given)
+    assert ((seen[0] - seen[1]).abs().amax(dim=2) > 0).all(), "the first patch has seen the last"
+    places = torch.arange(64).reshape(8, 8).roll((1, 1), dims=(0, 1)).flatten()
+    assert not torch.allclose(seen[0][:, places], seen[2], atol=1e-3), "a place has no vector of its own"
+    torch.nn.init.zeros_(model.position.weight)
+    for given in (images, moved):
+        model(given)
+    torch.testing.assert_close(seen[3][:, places], seen[4])
+
+
 @pytest.mark.parametrize(("name", "tokens", "hidden"), [("lstm", 90, 128), ("lstm", 2000, 650), ("gpt", 90, 96)])
 def test_language_models_give_logits_per_token_and_do_not_look_ahead(name: str, tokens: int, hidden: int) -> None:
     model = build_model(name, channels=0, size=6, classes=tokens).eval()
@@ -96,7 +122,7 @@ def test_too_small_images_are_refused(name: str, size: int) -> None:
         build_model(name, channels=1, size=size, classes=10)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "resnet18", "cnn1d", "lstm", "gpt"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "resnet18", "vit", "cnn1d", "lstm", "gpt"])
 def test_models_learn_one_batch(name: str) -> None:
     torch.manual_seed(0)
     if name in TEXT_MODELS:
@@ -106,7 +132,8 @@ def test_models_learn_one_batch(name: str) -> None:
         x, classes = torch.randn((8, 3, 8) if name == "cnn1d" else (8, 3, 8, 8)), 10
         y = torch.randint(10, (8,))
     model = build_model(name, channels=3, size=8, classes=classes)
-    optimizer = torch.optim.SGD(model.parameters(), lr={"lstm": 1.0, "gpt": 0.1}.get(name, 0.02), momentum=0.9)
+    rate = {"lstm": 1.0, "gpt": 0.1, "vit": 0.05}.get(name, 0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     losses = []
     for _ in range(40):
         optimizer.zero_grad()

@@ -108,6 +108,17 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "--evaluate-every 3 has to be a multiple of 2",
         ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
+        ({"model": "vit", "framework": "tensorflow"}, "--model vit: --framework torch has it alone"),
+        (
+            {"optimizer": "muon", "framework": "tensorflow"},
+            "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework tensorflow",
+        ),
+        (
+            {"optimizer": "muon", "model": "resnet20"},
+            "--optimizer muon is for hidden matrices, of which --model resnet20 has none; take --optimizer sgd or",
+        ),
+        ({"optimizer": "muon", "nesterov": True}, "leave it out with --optimizer muon"),
+        ({"optimizer": "muon", "freeze_after": 5}, "leave it out with --optimizer muon"),
         ({"betas": (0.9,)}, "--betas 0.9: two numbers"),
         ({"betas": (0.9, 1.0)}, "--betas 0.9,1: two numbers"),
         ({"schedule": "linear"}, "--schedule 'linear' is unknown; choose one of step, cosine"),

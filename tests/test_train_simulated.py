@@ -44,6 +44,7 @@ _KINDS = {
         *(*_GPT, "--steps", "9", "--optimizer", "compressed-adam", "--freeze-after", "4", "--local-steps", "3"),
         *("--lr", "1e-4", "--freeze-compression", "powersgd:rank=2", "--compression", "efsignsgd"),
     ],
+    "muon": [*_GPT, "--optimizer", "muon", "--compression", "topk:ratio=0.02"],
     "dropout": [*_GPT, "--compression", "int8"],
 }
 _SAME = ("weights_sha256", "loss", "steps", "bytes_sent", "floats_sent", "compression_factor")

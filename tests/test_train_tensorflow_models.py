@@ -14,11 +14,13 @@ tf_keras = pytest.importorskip("tf_keras")
 pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
 from hvdcomp.train.frameworks import build_model  # noqa: E402
-from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError  # noqa: E402
+from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, TORCH_MODELS, SetupError  # noqa: E402
 
 # Of the two VGG networks at 32x32 the quick tests have the one with batch normalization.
 _SHAPES: list[Any] = [
-    pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name == "vgg16")) for name in IMAGE_MODELS
+    pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name == "vgg16"))
+    for name in IMAGE_MODELS
+    if name not in TORCH_MODELS
 ]
 _WITHOUT_IMAGES = [("cnn1d", 2, 40, 10), ("lstm", 0, 0, 60), ("lstm", 0, 0, 1200), ("gpt", 0, 9, 60)]
 

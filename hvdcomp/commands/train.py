@@ -75,7 +75,7 @@ _START = (
     metavar="SECONDS",
     shown="PyTorch's: 1800",
 )
-@_option("--model", "What to train.", type=click.Choice(MODELS))
+@_option("--model", "What to train. vit is PyTorch's alone.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",
@@ -120,7 +120,11 @@ _START = (
 )
 @_option("--batch-size", "Samples per rank and backward pass.", type=int)
 @_option(
-    "--optimizer", "What makes steps of gradients.", type=click.Choice(OPTIMIZERS), shown="adamw for gpt, else sgd"
+    "--optimizer",
+    "What makes steps of gradients. muon, in PyTorch: Muon for hidden matrices, and AdamW for the head, embeddings, "
+    "convolutions, norms and biases.",
+    type=click.Choice(OPTIMIZERS),
+    shown="adamw for gpt and vit, else sgd",
 )
 @_option("--lr", "Learning rate. It is used as given: scale it yourself when you add ranks.", type=float)
 @_option("--momentum", "Momentum of SGD.", type=float)
@@ -147,7 +151,7 @@ _START = (
     type=int,
     metavar="K",
 )
-@_option("--weight-decay", "Of SGD an L2 penalty on all parameters; of AdamW the decay of all matrices.", type=float)
+@_option("--weight-decay", "Of SGD an L2 penalty on all parameters; else the decay of all matrices.", type=float)
 @_option("--schedule", "How the learning rate falls: at --milestones, or along a cosine.", type=click.Choice(SCHEDULES))
 @click.option(
     "--milestones",

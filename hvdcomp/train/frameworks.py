@@ -43,7 +43,7 @@ def build_model(name: str, *, channels: int, size: int, classes: int, framework:
     """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
 
     Args:
-        name: one of `options.MODELS`.
+        name: one of `options.MODELS`; those of `options.TORCH_MODELS` in PyTorch alone.
         channels, size: of the images, `size` pixels high and wide; not used by the language model.
         classes: labels, or the tokens of the vocabulary.
         framework: one of `options.FRAMEWORKS`.

@@ -3,7 +3,8 @@
 Image models take float batches of shape (N, channels, size, size), and the signal model (N, channels, size), and give
 logits (N, classes); language models take token ids (N, length) and give logits (N, length, classes). The convolutional
 networks have their CIFAR form: no early downsampling, one linear layer at the end. Here is what all frameworks share;
-`models_torch` and `models_tensorflow` build the same networks, with the same parameters under the same names.
+`models_torch` and `models_tensorflow` build the same networks, with the same parameters under the same names; the
+vision transformer is PyTorch's alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from hvdcomp.train.options import SetupError
 
-_SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32}
+_SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32, "vit": 4}
 
 # Convolutions by width, "M" a max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
 VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
@@ -32,8 +33,8 @@ class LSTMSize(NamedTuple):
         return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
 
 
-class GPTSize(NamedTuple):
-    """Layers, width and attention heads of a decoder.
+class TransformerSize(NamedTuple):
+    """Layers, width and attention heads of a transformer.
 
     References: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Table 2 (gpt-small).
     """
@@ -43,8 +44,19 @@ class GPTSize(NamedTuple):
     heads: int
 
 
-GPT_SIZES = {"gpt": GPTSize(3, 96, 4), "gpt-mini": GPTSize(6, 384, 6), "gpt-small": GPTSize(12, 768, 12)}
+GPT_SIZES = {
+    "gpt": TransformerSize(3, 96, 4),
+    "gpt-mini": TransformerSize(6, 384, 6),
+    "gpt-small": TransformerSize(12, 768, 12),
+}
 """By model; of bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
+
+VIT_SIZE = TransformerSize(4, 64, 4)
+
+
+def patch_side(size: int) -> int:
+    """Pixels on a side of the patches that the vit reads: the digits make 16, images of CIFAR 64."""
+    return 4 if size >= 16 else 2
 
 
 def pooling(size: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import tf_keras
 from tf_keras import layers
 from tf_keras.initializers import RandomNormal, RandomUniform, VarianceScaling
 
-from hvdcomp.train.models import GPT_SIZES, VGG16, VGG19, GPTSize, LSTMSize, check_image_size, pooling
+from hvdcomp.train.models import GPT_SIZES, VGG16, VGG19, LSTMSize, TransformerSize, check_image_size, pooling
 
 # He et al., Delving Deep into Rectifiers, 2015, equation 14.
 _HE = {"scale": 2.0, "mode": "fan_out", "distribution": "untruncated_normal"}
@@ -77,7 +77,7 @@ def cnn1d(signals: Any, classes: int) -> Any:
     return _linear("9", x, classes)
 
 
-def gpt(tokens: Any, classes: int, length: int, size: GPTSize) -> Any:
+def gpt(tokens: Any, classes: int, length: int, size: TransformerSize) -> Any:
     """A decoder whose token embedding also gives the logits; see `models_torch.GPT`."""
     embedding = TokenEmbedding(classes, size.width)
     x = PositionEmbedding(length, size.width)(embedding(tokens))

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from hvdcomp.train.models import GPT_SIZES, VGG16, VGG19, GPTSize, LSTMSize, check_image_size, pooling
+from hvdcomp.train.models import (
+    GPT_SIZES,
+    VGG16,
+    VGG19,
+    VIT_SIZE,
+    LSTMSize,
+    TransformerSize,
+    check_image_size,
+    patch_side,
+    pooling,
+)
 
 
 def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Module:
@@ -26,8 +36,20 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
         "resnet18": lambda: ResNet(channels, classes, widths=(64, 128, 256, 512), blocks=2),
         "vgg16": lambda: vgg(VGG16, channels, size, classes, norm=False),
         "vgg19_bn": lambda: vgg(VGG19, channels, size, classes, norm=True),
+        "vit": lambda: ViT(channels, size, classes, VIT_SIZE),
     }
     return builders[name]()
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of linear and LSTM layers, without the head, which gives the logits.
+
+    Kernels of convolutions and embeddings are not among them. The head of a GPT is its embedding.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LSTM)]
+    if not isinstance(model, GPT):
+        del layers[-1]
+    return [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
 
 
 def mlp(inputs: int, classes: int) -> nn.Sequential:
@@ -177,12 +199,16 @@ class LSTM(nn.Module):
         return self.head(self.dropout(hidden))
 
 
-class _DecoderBlock(nn.Module):
-    """Attention to earlier tokens, then two linear layers, each after a layer norm and around a shortcut."""
+class _TransformerBlock(nn.Module):
+    """Attention, then two linear layers, each after a layer norm and around a shortcut.
 
-    def __init__(self, size: GPTSize) -> None:
+    Args:
+        causal: whether a token attends to itself and earlier ones alone, and not to all.
+    """
+
+    def __init__(self, size: TransformerSize, causal: bool) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.causal = size.heads, causal
         self.norm1 = nn.LayerNorm(size.width)
         self.attention = nn.Linear(size.width, 3 * size.width)
         self.projection = nn.Linear(size.width, size.width)
@@ -194,7 +220,7 @@ class _DecoderBlock(nn.Module):
         count, length, width = x.shape
         parts = self.attention(self.norm1(x)).view(count, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.projection(mixed.transpose(1, 2).reshape(count, length, width))
         return x + self.contraction(gelu(self.expansion(self.norm2(x))))
 
@@ -205,11 +231,11 @@ class GPT(nn.Module):
     References: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3.
     """
 
-    def __init__(self, tokens: int, length: int, size: GPTSize) -> None:
+    def __init__(self, tokens: int, length: int, size: TransformerSize) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, size.width)
         self.position = nn.Embedding(length, size.width)
-        self.blocks = nn.Sequential(*[_DecoderBlock(size) for _ in range(size.layers)])
+        self.blocks = nn.Sequential(*[_TransformerBlock(size, causal=True) for _ in range(size.layers)])
         self.norm = nn.LayerNorm(size.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -221,3 +247,27 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
         return linear(self.norm(self.blocks(x)), self.embedding.weight)
+
+
+class ViT(nn.Module):
+    """A vision transformer: patches and their positions embedded, blocks, a layer norm, and a linear layer on the mean.
+
+    What is left of an image at its right and lower edge, less than a patch, is not read. Weights begin as PyTorch draws
+    them: from GPT-2's, much smaller, so narrow a network learned the digits far slower.
+
+    References: Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, section 3.1. Beyer et al., Better plain ViT
+    baselines for ImageNet-1k, 2022 (the mean in place of a class token).
+    """
+
+    def __init__(self, channels: int, size: int, classes: int, shape: TransformerSize) -> None:
+        super().__init__()
+        side = patch_side(size)
+        self.embedding = nn.Conv2d(channels, shape.width, side, stride=side)
+        self.position = nn.Embedding((size // side) ** 2, shape.width)
+        self.blocks = nn.Sequential(*[_TransformerBlock(shape, causal=False) for _ in range(shape.layers)])
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.embedding(images).flatten(2).transpose(1, 2)
+        return self.head(self.norm(self.blocks(patches + self.position.weight)).mean(dim=1))

@@ -27,11 +27,13 @@ OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # -
 
 DECISIONS = "decisions.jsonl"  # below --output; written by the compression, which puts full files aside
 
-IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn")
+IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
 GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
 MODELS = IMAGE_MODELS + SIGNAL_MODELS + TEXT_MODELS
+TRANSFORMERS = (*GPT_MODELS, "vit")
+TORCH_MODELS = ("vit",)  # which TensorFlow has not
 
 IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
 SIGNAL_DATA = ("mnist1d",)
@@ -40,7 +42,8 @@ DATA = IMAGE_DATA + SIGNAL_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
 VALIDATED_DATA = ("mnist1d", "text", "wikitext2", "ptb")  # with a validation part of their own
 
-OPTIMIZERS = ("sgd", "adamw", "compressed-adam")
+OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
+MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", *TEXT_MODELS)  # those with hidden matrices
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
@@ -50,6 +53,7 @@ _SGD_RATES = {
     "resnet18": 0.1,
     "vgg16": 0.02,
     "vgg19_bn": 0.05,
+    "vit": 0.05,
     "cnn1d": 0.05,
     "lstm": 2.0,
     "gpt": 0.1,
@@ -57,11 +61,11 @@ _SGD_RATES = {
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # of a run, where AdamW's second moment is frozen
-_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3; muon has the same
 _BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8}  # others: 32
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
 _TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
-_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(GPT_MODELS, 1.0)}  # others: none
+_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
 
 
 class SetupError(ValueError):
@@ -92,7 +96,7 @@ class TrainingOptions:
     lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.95)  # adamw
+    betas: tuple[float, float] = (0.9, 0.95)  # adamw, and what muon leaves to it
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
     local_steps: int = 1  # compressed-adam, after that: from one exchange to the next
@@ -131,7 +135,7 @@ class TrainingOptions:
             SetupError: a value, or a combination of values, that cannot be trained.
         """
         self._check_names()
-        optimizer = _either(self.optimizer, "adamw" if self.model in GPT_MODELS else "sgd")
+        optimizer = _either(self.optimizer, "adamw" if self.model in TRANSFORMERS else "sgd")
         rate = _SGD_RATES[self.model] if optimizer == "sgd" else _ADAMW_RATES.get(self.model, 1e-3)
         decay = 0.1 if optimizer != "sgd" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
         chosen = dataclasses.replace(
@@ -231,6 +235,20 @@ class TrainingOptions:
                 self.freeze_after is None or self.optimizer == "compressed-adam",
                 f"--freeze-after {self.freeze_after} is of --optimizer compressed-adam; leave it out with --optimizer "
                 f"{self.optimizer}",
+            ),
+            (
+                self.model not in TORCH_MODELS or self.framework == "torch",
+                f"--model {self.model}: --framework torch has it alone",
+            ),
+            (
+                self.optimizer != "muon" or self.framework == "torch",
+                "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework "
+                f"{self.framework}",
+            ),
+            (
+                self.optimizer != "muon" or self.model in MUON_MODELS,
+                f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; take --optimizer "
+                f"sgd or adamw, or one of {', '.join(MUON_MODELS)}",
             ),
             (
                 self.schedule == "step" or not self.milestones,

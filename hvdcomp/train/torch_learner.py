@@ -24,7 +24,8 @@ from hvdcomp.torch import CompressedAdam
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
-from hvdcomp.train.models_torch import build_model
+from hvdcomp.train.models_torch import build_model, hidden_matrices
+from hvdcomp.train.muon import MuonWithAdamW, require_muon
 from hvdcomp.train.options import TrainingOptions
 from hvdcomp.train.ranks import Ranks
 
@@ -35,6 +36,8 @@ class TorchLearner(Learner):
     """See `Learner`. On a GPU if there is one: each rank of a host takes its own."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        if options.optimizer == "muon":
+            require_muon()
         self._options = options
         self._rank = ranks.rank
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,6 +73,11 @@ class TorchLearner(Learner):
         ]
         if options.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
+        if options.optimizer == "muon":
+            hidden = hidden_matrices(model)
+            groups[0]["params"] = [matrix for matrix in matrices if matrix not in {*hidden}]
+            by_adamw = [{**group, "betas": options.betas} for group in groups]
+            return MuonWithAdamW([{"params": hidden, "weight_decay": decay, "use_muon": True}, *by_adamw], lr=0.0)
         return CompressedAdam(
             groups,
             lr=0.0,
