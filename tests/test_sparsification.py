@@ -184,7 +184,7 @@ def test_levels_for_a_factor_of_elements(d: int, factor: float) -> None:
         level = method.level_for_elements(factor, (d,))
         assert isinstance(level, float)
         assert elements_kept(level, d) == max(1, math.floor(d / factor))
-        with pytest.raises(SpecError, match="compression factor 0.5 is not allowed"):
+        with pytest.raises(SpecError, match=r"compression factor 0\.5 is not allowed"):
             method.level_for_elements(0.5, (d,))
 
 
