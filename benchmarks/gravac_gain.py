@@ -3,9 +3,9 @@
     python benchmarks/gravac_gain.py                  # no Horovod; half a minute on one core
 
 Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of what is sent, C(g + r), by that of g + r,
-the gradient with what error feedback kept back. The code that they published divides by the energy of g alone. This
-trains the cnn on the digits with TopK and error feedback at fixed compression factors, as one rank would, and prints
-both gains, and beside them what the same factor keeps of g where there is no residual.
+the gradient with what error feedback kept back. The code that they published divides by g alone (`gain=raw`). This
+trains the cnn on the digits with TopK and error feedback at fixed compression factors, of bytes or of elements, as one
+rank would, and prints both gains, and beside them what the same factor keeps of g where there is no residual.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ class GravacGains:
     residual: float
 
 
-def ratio_of(factor: float) -> float:
-    """The share of elements that takes 1 / factor of the dense bytes."""
-    return 4 / BYTES_OF_A_PAIR / factor
+def ratio_of(factor: float, of: str = "bytes") -> float:
+    """The share of elements that takes 1 / factor of the dense bytes, or that is 1 / factor of the elements."""
+    return (4 / BYTES_OF_A_PAIR if of == "bytes" else 1) / factor
 
 
-def measure(data: DataSet, options: TrainingOptions, factor: float) -> GravacGains:
-    """Trains as one rank with TopK at this compression factor, and looks at each step's energies."""
+def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGains:
+    """Trains as one rank with TopK at this ratio, and looks at each step's energies."""
     assert options.batch_size is not None
     torch.manual_seed(options.seed)
     model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     named = dict(model.named_parameters())
-    compressor = TopK(ratio_of(factor))
+    compressor = TopK(ratio)
     tensors = [TensorInfo(name, tuple(one.shape)) for name, one in named.items()]
     engine = Engine(LoopbackCommunicator(1), tensors, compressor)
     compressed = {name for name, chosen in engine.plan.items() if chosen == compressor}
@@ -106,10 +106,11 @@ def energy(tensors: Mapping[str, Tensor]) -> float:
 
 @click.command()
 @click.option("--factor", "factors", multiple=True, type=float, default=(10.0, 100.0, 1000.0), show_default=True)
+@click.option("--of", type=click.Choice(["bytes", "elements"]), default="bytes", show_default=True, help="Factors.")
 @click.option("--batch-size", "batches", multiple=True, type=int, default=(16, 256), show_default=True)
 @click.option("--steps", type=click.IntRange(2), default=180, show_default=True, help="Of each training, at least.")
 @click.option("--seed", default=0, show_default=True)
-def main(factors: tuple[float, ...], batches: tuple[int, ...], steps: int, seed: int) -> None:
+def main(factors: tuple[float, ...], of: str, batches: tuple[int, ...], steps: int, seed: int) -> None:
     """Prints GraVAC's gain by both formulas, at each batch size and compression factor."""
     table = Table("batch", "factor", "kept of g", "gain, text", "gain, code", "|r|² / |g|²")
     for batch in batches:
@@ -118,7 +119,7 @@ def main(factors: tuple[float, ...], batches: tuple[int, ...], steps: int, seed:
         epochs = -(-steps // (len(data.train_x) // batch))
         options = TrainingOptions(model="cnn", data="digits", batch_size=batch, seed=seed, epochs=epochs).resolved()
         for factor in factors:
-            found = measure(data, options, factor)
+            found = measure(data, options, ratio_of(factor, of))
             shown = (f"{one:.2f}" for one in (found.alone, found.text, found.code, found.residual))
             table.add_row(str(batch), f"{factor:g}", *shown)
     Console(width=80).print(table)

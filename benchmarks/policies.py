@@ -450,9 +450,9 @@ Why some expectations are not met:
   residual, as the text of the paper has it. In the second half of a training of the cnn a tenth of g alone keeps 0.7
   to 0.9 of its energy. But as soon as something was kept back, that is part of x, and the share is 0.3 to 0.5; for a
   thousandth it is 0.01. That is below 0.7, so steps go dense. The batch size is not the reason: with larger batches a
-  tenth of g keeps less, not more. The authors' published code divides by the energy of g alone instead. That gives
-  more than 1.3 here at any factor, and more for a thousandth than for a tenth; factors as high as the published ones
-  are within reach only so. `python benchmarks/gravac_gain.py` prints both gains by batch size and factor.
+  tenth of g keeps less, not more. The authors' published code divides by g alone instead, as `gain=raw` does. That
+  gives more than 1.3 here at any factor, and more for a thousandth than for a tenth; factors as high as the published
+  ones are within reach only so. `python benchmarks/gravac_gain.py` prints both gains by batch size and factor.
 - `accordion:auto` asks for a share of each tensor's energy. Where gradients have little structure, that is a low factor
   (resnet20 with PowerSGD); where they have much, a high one, which is not always enough to train well (the LSTM with
   PowerSGD). A share of energy is no sure sign of what training needs.

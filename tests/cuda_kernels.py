@@ -107,6 +107,7 @@ def watch(engine: Engine, sources: bool = False) -> None:
     def look(look: Look) -> Mapping[str, Any]:
         names = list(look)
         look.energies(names)
+        look.gradient_energies(names)
         look.lost_when_sent(names)
         kept = look.kept(engine.plan, names, Energies())
         replaced = {name: densified(look.xp, look[name], one) for name, one in kept.items()} if sources else {}

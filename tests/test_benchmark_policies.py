@@ -144,8 +144,9 @@ def test_the_residual_makes_gravacs_gain_small_and_its_published_code_leaves_it_
     pytest.importorskip("torch")
     gains = load("gravac_gain")
     settings = TrainingOptions(model="cnn", data="digits", batch_size=16, epochs=1, samples=320).resolved()
-    found = gains.measure(load_data(settings), settings, 10.0)
+    found = gains.measure(load_data(settings), settings, gains.ratio_of(10.0))
     assert found.text < 0.8 * found.alone
     assert found.code > 1
     assert found.residual > 0.2
     assert gains.ratio_of(10.0) == 0.05
+    assert gains.ratio_of(10.0, "elements") == 0.1

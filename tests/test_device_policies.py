@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}"),
 ]
 
+RAW = "gravac:factor=elements,gain=raw"
 SHAPES = {"matrix": (6, 8), "odd": (5, 7, 3), "long": (4, 2300)}  # of one piece, and of two
 
 
@@ -99,6 +100,7 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
             }
             lost = [look.lost(engine.plan, names), look.lost(engine.plan, list(SHAPES), half)]
             energies = [look.energies(names), of_kept, *lost, look.lost_when_sent(names)[0]]
+            energies.append(look.gradient_energies(names))
             seen.append((energies, numbers_of(look), numbers_of(kept)))
             return half
 
@@ -201,6 +203,8 @@ def test_powersgd_goes_on_from_what_it_kept_when_its_rank_changes(device: bool) 
                 ("topk:ratio=0.1", "budget:factor=4,interval=4,last=2"),
                 ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
                 ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3,lag=0"),
+                ("topk:ratio=0.1", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
+                ("powersgd:rank=2", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3,lag=0"),
                 ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5,lag=0"),
                 ("powersgd:rank=2", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),
             )

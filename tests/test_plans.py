@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import ATOMO, FP16, ByName, BySize, NoCompression, PowerSGD, RandomK, SignSGD, TopK, TwoLevel
+from hvdcomp import (
+    ATOMO,
+    FP16,
+    ByName,
+    BySize,
+    NoCompression,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    SparseTernary,
+    TopK,
+    TwoLevel,
+)
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors import Compressor
@@ -125,6 +137,25 @@ def test_the_plan_of_a_factor_is_made_once() -> None:
     assert plans.at_factor(5.0) is first
     assert MultiLevel(5.0, 40.0, "candidate").plan(plans) is plans.at_factor(40.0)
     assert MultiLevel(5.0, 40.0, "dense").plan(plans) is MultiLevel(2.0, None, "dense").plan(plans)
+
+
+@pytest.mark.parametrize(("send", "factor"), [("minimum", 5.0), ("candidate", 40.0), (None, 5.0), ("dense", 1.0)])
+def test_factors_of_elements_count_no_indices(send: Any, factor: float) -> None:
+    decision = MultiLevel(5.0, 40.0, send, "elements")
+    ratios = {name: math.floor(size / factor) / size for name, size in SIZES.items()}
+    for method in (TopK(0.1), TopK(0.1, values="fp16"), RandomK(0.1, values="fp16"), SparseTernary(0.1)):
+        right = {name: NONE if factor == 1 else method.at_level(ratio) for name, ratio in ratios.items()}
+        assert plan(decision, method) == right
+    router = ByName({"conv": TwoLevel(TopK(0.1)), "*": PowerSGD(2)})
+    bytes_of = plan(MultiLevel(5.0, 40.0, send), router)
+    right = {"conv": NONE if factor == 1 else TwoLevel(TopK(ratios["conv"])), "linear": bytes_of["linear"]}
+    assert plan(decision, router) == right
+
+
+def test_the_plans_of_a_factor_of_bytes_and_of_elements_are_two() -> None:
+    plans = Plans(engine_of(TopK(0.1)), NAMES)
+    assert plans.at_factor(5.0, "elements") is plans.at_factor(5.0, "elements")
+    assert plans.at_factor(5.0, "elements") != plans.at_factor(5.0)
 
 
 def test_joint_is_its_levels_and_its_batch() -> None:

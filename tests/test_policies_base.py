@@ -67,6 +67,7 @@ POLICIES: list[Policy] = [
     AdaQS(start=16, fall=0.2),
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
     GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", lag=0, smoothing=0.5),
+    GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4, factor="elements", gain="raw"),
     LGreCo(interval=5, last=10, alpha=0.7, least=0.25, most=1, levels=3, statistic="aggregated", lag=0),
     Budget(factor=20, interval=7, last=2, least=0.5, most=1, levels=3, statistic="aggregated", lag=0),
     Auto(calibration="cluster.json"),
@@ -202,6 +203,13 @@ def test_lag(policy: Policy) -> None:
         (
             MultiLevel(10.0, None, "dense"),
             {"kind": "multilevel", "minimum": 10.0, "candidate": None, "send": "dense"},
+        ),
+        (
+            MultiLevel(10.0, 20.0, None, "elements", "raw"),
+            {
+                "kind": "multilevel", "minimum": 10.0, "candidate": 20.0, "send": None, "factor": "elements",
+                "gain": "raw",
+            },
         ),
         (BatchSize(4, 4.0), {"kind": "batch_size", "accumulation": 4, "learning_rate_factor": 4.0}),
         (

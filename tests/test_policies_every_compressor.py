@@ -26,6 +26,7 @@ POLICIES = (
     "budget:factor=4,interval=3,last=2",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,lag=0",
+    "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,factor=elements,gain=raw",
 )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdcomp import NoCompression, SpecError, TopK
 from hvdcomp.policies.decisions import MultiLevel
-from hvdcomp.policies.gravac import GraVAC, GraVACState, error_gain
+from hvdcomp.policies.gravac import GraVAC, GraVACState, error_gain, raw_gain
 from hvdcomp.policies.request import GravacGains, Period, Statistics, Timing
 
 SAMPLES, RANKS = 640, 20  # N b, N
@@ -353,6 +353,18 @@ def test_the_gain() -> None:
     assert math.isnan(error_gain(math.inf, math.inf))
 
 
+def test_the_gain_against_the_gradient_alone() -> None:
+    assert raw_gain(0.0, 0.0, 0.0) == 1.0  # nothing to send
+    assert raw_gain(4.0, 1.0, 4.0) == error_gain(4.0, 1.0) == 0.75
+    assert raw_gain(4.0, 1.0, 1.0) == 3.0
+    assert raw_gain(4.0, 40.0, 1.0) == 0.0
+    assert raw_gain(4.0, 1.0, 8.0) == 0.375  # the residual was against the gradient
+    assert raw_gain(0.0, 0.0, 1.0) == 0.0
+    assert raw_gain(0.0, 1.0, 0.0) == 0.0
+    for energies in ((4.0, 1.0, 0.0), (math.nan, 1.0, 1.0), (4.0, 1.0, math.inf), (4.0, math.nan, 1.0)):
+        assert math.isnan(raw_gain(*energies))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -373,6 +385,9 @@ def test_the_gain() -> None:
         ({"every": 3}, "every=3 .* a divisor of the window, 500 steps"),
         ({"smoothing": 2}, "smoothing=2"),
         ({"lag": 2}, "lag=2"),
+        ({"factor": "floats"}, "factor='floats' .* bytes or elements"),
+        ({"factor": None}, "factor=None"),
+        ({"gain": "code"}, "gain='code' .* error_feedback or raw"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict, words: str) -> None:

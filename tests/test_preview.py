@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,13 +10,26 @@ import numpy as np
 import pytest
 
 from hvdcomp.arrays import arrays_for
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
-from tests.harness import BACKENDS, EXAMPLES, SpyFeedback, as_numpy, densify, infos, make, run_engines, states_of, torch
+from tests.harness import (
+    BACKENDS,
+    BACKENDS_AND_DTYPES,
+    EXAMPLES,
+    SpyFeedback,
+    as_numpy,
+    densify,
+    infos,
+    make,
+    run_engines,
+    states_of,
+    torch,
+)
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 MATRIX = (37, 29)  # nothing divides it
@@ -95,6 +109,33 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
         return previews == [densify(kept.sent, MATRIX).tobytes() for kept in spy.log]
 
     assert run_ranks(2, work) == [parse_compressor(spec).sent_is_own] * 2
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize("clip", [0.0, 2.0])
+def test_energies_of_the_gradients_alone_leave_out_what_the_memory_adds(clip: float, backend: str, dtype: str) -> None:
+    """In buckets, and one by one; of the gradients as the memory takes them, clipped."""
+    memory = MomentumCorrection(0.9, clip=clip)
+    method = parse_compressor("topk:ratio=0.1")
+    engine = Engine(LoopbackCommunicator(), infos(SHAPES, dtype), method, memory, min_numel=0)
+    seen: list[tuple[dict[str, float], dict[str, float]]] = []
+
+    def look(x_of: Look) -> dict[str, Any]:
+        seen.append((x_of.gradient_energies(["w"]).numbers(), x_of.energies(["w"]).numbers()))
+        return {}
+
+    engine.before_compress = look
+    for step in range(3):
+        random = np.random.default_rng(step)
+        gradients = {name: make(backend, random.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+        given = {name: numbers(x) for name, x in gradients.items()}
+        norm = math.sqrt(sum(np.sum(each**2) for each in given.values()))
+        engine.begin()
+        engine.step(gradients)
+        alone, of_x = seen[-1]
+        factor = min(1.0, clip / norm) if clip else 1.0
+        assert alone == {"w": pytest.approx(factor**2 * np.sum(given["w"] ** 2), rel=1e-3)}
+        assert (of_x["w"] > 1.1 * alone["w"]) == (step > 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -46,6 +46,7 @@ SPECS = [
     "adaqs:start=16,fall=0.2",
     "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4",
     "gravac:min=10,max=200,window=3,omega=0.2,epsilon=0.4,scaling=geometric,lag=0,smoothing=0.5",
+    "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4,factor=elements,gain=raw",
     "lgreco:interval=1,alpha=1.5",
     "budget:factor=4,interval=3,last=1",
     "budget:error=0.5,interval=2,last=1",

@@ -404,6 +404,20 @@ def test_gains_are_drawn_with_epsilon_and_shares(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("times", "top"), [(0.5, 1.05), (4.0, 4.2)])
+def test_gains_above_one_are_seen(times: float, top: float, tmp_path: Path) -> None:
+    """As raw gains may be; the scale of all others is that of a share."""
+
+    def told(state: Any, step: int) -> Statistics:
+        return Statistics(step, gains=GravacGains(times, state.candidate and times, ranks=4), timing=Timing(64, 0.01))
+
+    folder = write_steps(tmp_path / "run")
+    write_log(folder / "decisions.jsonl", "gravac:min=10,max=100,window=30,gain=raw,factor=elements", told)
+    (run,), _ = find_runs([folder])
+    (_, _, _), (_, _, figure) = draw_decisions(run)
+    assert figure.axes[0].get_ylim() == pytest.approx((0, top))
+
+
 def test_strange_names_and_logs_alone_are_drawn(tmp_path):
     names = ("$x_{", "<script>", "\x1b[31m")
     told = regimes({1: (1, 1, 1)}, tensors=names)

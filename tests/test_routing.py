@@ -189,6 +189,7 @@ def test_a_router_is_not_asked_what_only_a_tensors_compressor_knows() -> None:
         lambda: EXAMPLE.payload_bytes(LARGE),
         lambda: EXAMPLE.payload_floats(LARGE),
         lambda: EXAMPLE.level_for(10, LARGE),
+        lambda: EXAMPLE.level_for_elements(10, LARGE),
         lambda: EXAMPLE.aggregate(numpy_arrays, np.zeros(3), (), Context("w", 0, 0, 0, 1)),
     ):
         with pytest.raises(TypeError, match="route"):

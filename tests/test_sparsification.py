@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import ErrorFeedback, NoMemory, RandomK, SpecError, TopK
+from hvdcomp import ErrorFeedback, NoMemory, RandomK, SparseTernary, SpecError, TopK
 from hvdcomp.compressors.protocol import SparseVector
 from hvdcomp.compressors.sparse_payload import elements_kept
 from tests.harness import (
@@ -175,6 +175,17 @@ def test_levels_for_a_compression_factor(d: int, factor: float) -> None:
         assert payload == method.at_level(level).payload_bytes((d,)) == bytes_of(k, d)
         assert payload <= 4 * d / factor * (1 + 1e-9) or k == 1
         assert k == d or bytes_of(k + 1, d) > 4 * d / factor * (1 - 1e-9)
+
+
+@given(st.integers(1, 10**8), st.floats(1, 10**5))
+def test_levels_for_a_factor_of_elements(d: int, factor: float) -> None:
+    """A factor of 10 keeps a tenth of the elements, however values and indices travel; at least one."""
+    for method in (TopK(0.5), TopK(0.5, values="fp16"), RandomK(0.5), RandomK(0.5, values="fp16"), SparseTernary(0.5)):
+        level = method.level_for_elements(factor, (d,))
+        assert isinstance(level, float)
+        assert elements_kept(level, d) == max(1, math.floor(d / factor))
+        with pytest.raises(SpecError, match=r"compression factor 0\.5 is not allowed"):
+            method.level_for_elements(0.5, (d,))
 
 
 @pytest.mark.parametrize("k", [1, 5, 6, 7, 4000])

@@ -23,7 +23,7 @@ from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.previews import Kept
 from hvdcomp.policies.decisions import MultiLevel, Probe
-from hvdcomp.policies.gravac import error_gain
+from hvdcomp.policies.gravac import error_gain, raw_gain
 from hvdcomp.policies.request import GravacGains, Request, Statistic, Timing
 
 Decide = Callable[[], MultiLevel]
@@ -61,15 +61,16 @@ class TwoLevels(Observer):
         self._decide = decide
         self._clock = clock or StepClock(time.perf_counter)
         self.due = True
-        self._candidate = decision.candidate and plans.at_factor(decision.candidate)
+        self._candidate = decision.candidate and plans.at_factor(decision.candidate, decision.factor)
         self._energies: list[Energies] = []  # of x, and of what each level loses
+        self._of_gradient = Energies()  # of g alone, where gains are raw
         self._spent: Callable[[], float | None] = lambda: None  # seconds of what was done only to learn gains
 
     def begin_step(self, period_ends: bool) -> None:
         self.due = period_ends
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
-        self._energies, self._spent = [], lambda: None
+        self._energies, self._of_gradient, self._spent = [], Energies(), lambda: None
         decision = self._decision
         measures = self._measuring and self.due
         if not measures and self._decide is None and decision.send != "candidate":
@@ -88,7 +89,7 @@ class TwoLevels(Observer):
             return {}
         # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing. The
         # minimum is that of the latest decision: if it was made just now, rank 0 may have changed it.
-        minimum = self._plans.at_factor(decision.minimum)
+        minimum = self._plans.at_factor(decision.minimum, decision.factor)
         twice = [name for name in names if not self._nests(minimum[name], self._engine.plan[name])]
         return sources if sources.keys() == set(twice) else self._once(look, look.kept(minimum, twice))
 
@@ -117,12 +118,14 @@ class TwoLevels(Observer):
         """
         like = look.like
         start = look.xp.mark(like)
-        minimum, candidate = self._plans.at_factor(self._decision.minimum), self._candidate
+        minimum, candidate = self._plans.at_factor(self._decision.minimum, self._decision.factor), self._candidate
         twice = [name for name in names if candidate and not self._nests(minimum[name], candidate[name])]
         once = [name for name in names if name not in set(twice)]
         self._energies = [look.energies(names), self._lost(look, minimum, once, {}, sends == "minimum")]
         sources |= self._once(look, look.kept(minimum, twice, self._energies[1]))
         between = look.xp.mark(like)
+        if self._decision.gain == "raw":
+            self._of_gradient = look.gradient_energies(names)
         if candidate:
             self._energies.append(self._lost(look, candidate, names, sources, sends == "candidate"))
         return start, between, look.xp.mark(like)
@@ -152,7 +155,11 @@ class TwoLevels(Observer):
         Waits for the device.
         """
         energy, *lost = [each.total() for each in self._energies] or [0.0] * (3 if self._candidate else 2)
-        first, *second = (error_gain(energy, each) for each in lost)
+        if self._decision.gain == "raw":
+            of_gradient = self._of_gradient.total()
+            first, *second = (raw_gain(energy, each, of_gradient) for each in lost)
+        else:
+            first, *second = (error_gain(energy, each) for each in lost)
         return GravacGains(first, second[0] if second else None, self._engine.communicator.world_size)
 
     def seconds(self) -> float:

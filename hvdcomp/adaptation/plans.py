@@ -9,7 +9,7 @@ from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.specs.levels import Level
+from hvdcomp.specs.levels import Level, Unit
 
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class Plans:
         self.engine = engine
         self.names = names
         self._own = engine.planner.plan_for(engine.compressor)
-        self._at_factor: dict[float, Plan] = {}
+        self._at_factor: dict[tuple[float, Unit], Plan] = {}
 
     def own(self) -> Plan:
         """The plan of the engine's compressor."""
@@ -55,13 +55,14 @@ class Plans:
         """Each named tensor at a compression factor."""
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
-    def at_factor(self, factor: float) -> Plan:
+    def at_factor(self, factor: float, of: Unit = "bytes") -> Plan:
         """All of `names` at one compression factor. It is kept, because every step of GraVAC asks for it."""
-        if factor not in self._at_factor:
+        key = factor, of
+        if key not in self._at_factor:
             if len(self._at_factor) == _MOST_KEPT:
                 self._at_factor.clear()
-            self._at_factor[factor] = self.at_factors(dict.fromkeys(self.names, factor))
-        return self._at_factor[factor]
+            self._at_factor[key] = self._with({name: at_factor(self.engine, name, factor, of) for name in self.names})
+        return self._at_factor[key]
 
     def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> Plan:
         """Each named tensor with the compressor of a spec, all others with another; None for the engine's."""
@@ -80,11 +81,13 @@ class Plans:
         return MappingProxyType({**self._own, **routed})
 
 
-def at_factor(engine: Engine, name: str, factor: float) -> Compressor:
-    """The compressor whose payload for a tensor is nearest to dense bytes / `factor`; none at all for 1."""
+def at_factor(engine: Engine, name: str, factor: float, of: Unit = "bytes") -> Compressor:
+    """The compressor whose payload for a tensor is nearest to dense / `factor`, in bytes or elements; none at all for
+    1."""
     if factor <= 1:
         return NoCompression()
     tensor = engine.tensors[name]
     compressor = engine.compressor.method_for(tensor)
-    level, least = compressor.level_for(factor, tensor.shape), compressor.least_level(engine.communicator.world_size)
+    level_for = compressor.level_for if of == "bytes" else compressor.level_for_elements
+    level, least = level_for(factor, tensor.shape), compressor.least_level(engine.communicator.world_size)
     return compressor.at_level(level if level is None or least is None else max(level, least))

@@ -208,6 +208,14 @@ class Compressor(Described):
             raise SpecError(f"compression factor {compression_factor} is not allowed: it must be at least 1")
         return None
 
+    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        """The same for a factor of elements, without indices: the level that sends nearest to 1 / `compression_factor`
+        of the tensor's elements, or as many numbers of 32 bits in their place.
+
+        That is `level_for` where no indices are sent.
+        """
+        return self.level_for(compression_factor, shape)
+
     def least_level(self, ranks: int) -> Level | None:
         """The smallest level that works with this number of ranks; None if every level does."""
         return None

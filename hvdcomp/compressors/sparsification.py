@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Annotated, ClassVar
@@ -46,6 +47,11 @@ class ByRatio(Compressor):
         super().level_for(compression_factor, shape)
         size = number_of_elements(shape)
         return self.most_elements(4 * size / compression_factor, size) / size
+
+    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)
+        size = number_of_elements(shape)
+        return max(1, math.floor(size / compression_factor)) / size
 
 
 @dataclass(frozen=True)

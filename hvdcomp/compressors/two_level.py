@@ -123,6 +123,9 @@ class TwoLevel(Compressor):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         return self.compressor.level_for(compression_factor, shape)
 
+    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        return self.compressor.level_for_elements(compression_factor, shape)
+
     def least_level(self, ranks: int) -> Level | None:
         return self.compressor.least_level(ranks)
 

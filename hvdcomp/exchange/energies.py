@@ -79,11 +79,12 @@ def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
         yield name, weight * values[place] if weight else 0.0  # 0 times an infinity would be NaN
 
 
-def of_arrays(xp: ModuleType, xs: dict[str, Array]) -> Energies:
-    """||x||^2 of each array, by name."""
+def of_arrays(xp: ModuleType, xs: dict[str, Array], factor: Array | None = None) -> Energies:
+    """||x||^2 of each array times the factor, None for 1, by name."""
     found = Energies()
     if xs:
-        found.add(list(xs), xp.norms(list(xs.values())) ** 2)
+        norms = xp.norms(list(xs.values()))
+        found.add(list(xs), (norms if factor is None else norms * factor) ** 2)
     return found
 
 

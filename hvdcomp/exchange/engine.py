@@ -315,7 +315,7 @@ def _waves(
     sources: Mapping[str, Array] = {}
     if engine.before_compress is not None:
         plan = engine.plan
-        look = Look(xp, buckets, tensors, plan, engine.previews, context)
+        look = Look(xp, buckets, tensors, plan, engine.previews, context, factor)
         sources = engine.before_compress(look)
         if any(not bucket.group.places.keys().isdisjoint(sources) for bucket in buckets):
             look.make()

@@ -25,6 +25,7 @@ class Look(Mapping[str, Array]):
         buckets, tensors: of the step, not yet open.
         plan, previews: of the engine.
         context: of the step.
+        factor: what the memory multiplies gradients with; None for 1.
 
     Attributes:
         like: an array of the framework, where the gradients are.
@@ -38,12 +39,14 @@ class Look(Mapping[str, Array]):
         plan: Plan,
         previews: Previews,
         context: Context,
+        factor: Array | None = None,
     ) -> None:
         self.xp = xp
         self._buckets = buckets
         self._tensors = {one.name: one for one in tensors}
         self._previews = previews
         self._context = context
+        self._factor = factor
         self.like = buckets[0].like if buckets else tensors[0].like
         self._plan = plan
         self._addresses: dict[str, int] = {}
@@ -91,6 +94,13 @@ class Look(Mapping[str, Array]):
         for bucket, values in zip(self._buckets, self._energies, strict=True):
             self._add(found, bucket, values, wanted)
         return found
+
+    def gradient_energies(self, names: Sequence[str]) -> Energies:
+        """||g||^2 of some tensors, where g is this rank's gradient without what its memory adds. A pass over it."""
+        arrays = {name: one.like for name, one in self._tensors.items()}
+        for bucket in self._buckets:
+            arrays.update(zip(bucket.group.names, bucket.group.arrays, strict=True))
+        return of_arrays(self.xp, {name: arrays[name] for name in names}, self._factor)
 
     def kept(
         self, compressors: Mapping[str, Compressor], names: Sequence[str], lost: Energies | None = None

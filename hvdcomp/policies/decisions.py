@@ -10,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hvdcomp.specs.levels import Level
-from hvdcomp.specs.typed import typed
+from hvdcomp.specs.levels import Level, Unit
+from hvdcomp.specs.typed import as_fields, typed
+
+Gain = Literal["error_feedback", "raw"]
+"""What the energy that compression keeps of x = g + r is compared with: that of x, or that of the gradient g alone."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,14 @@ class Decision:
         sets_batch_size: whether it is about the batch size, beside or instead of compression.
         uses_factors: whether it may ask for any level that a compression factor leads to.
         shown: its attributes that a report shows under the same names.
+        later: its fields that logs of earlier versions lack; `to_json` leaves them out while they have their defaults.
     """
 
     kind: ClassVar[str]
     sets_batch_size: ClassVar[bool] = False
     uses_factors: ClassVar[bool] = False
     shown: ClassVar[tuple[str, ...]] = ()
+    later: ClassVar[tuple[str, ...]] = ()
 
     def plan(self, plans: Any) -> Any:
         """The plan that it asks for: one of those that `hvdcomp.adaptation.plans.Plans` makes."""
@@ -51,7 +56,8 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Its `kind` and its fields."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
+        fields = dataclasses.asdict(self)
+        return {"kind": self.kind, **{name: fields[name] for name in as_fields(self)}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
@@ -61,7 +67,8 @@ class Decision:
             LookupError: if a field is not there.
             ValueError: if one holds what such a decision cannot.
         """
-        decision: Decision = typed(cls, {field.name: data[field.name] for field in dataclasses.fields(cls)}, cls.kind)
+        names = [one.name for one in dataclasses.fields(cls) if one.name in data or one.name not in cls.later]
+        decision: Decision = typed(cls, {name: data[name] for name in names}, cls.kind)
         return decision
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
@@ -114,15 +121,20 @@ class MultiLevel(Decision):
         minimum: factor of the first compression, of the gradient with its residual.
         candidate: factor, still against the dense size, to which the result is compressed again; None for not again.
         send: which of the two, or the uncompressed gradient with its residual; None if the gains must be told first.
+        factor: what the factors count.
+        gain: which gains are to be told, as of the setting of `GraVAC`.
     """
 
     minimum: float
     candidate: float | None
     send: Literal["dense", "minimum", "candidate"] | None
+    factor: Unit = "bytes"
+    gain: Gain = "error_feedback"
 
     kind: ClassVar[str] = "multilevel"
     uses_factors: ClassVar[bool] = True
     shown: ClassVar[tuple[str, ...]] = ("minimum", "candidate", "sent")
+    later: ClassVar[tuple[str, ...]] = ("factor", "gain")
 
     @property
     def sent(self) -> float | None:
@@ -133,7 +145,7 @@ class MultiLevel(Decision):
 
     def plan(self, plans: Any) -> Any:
         # Before it is known what is sent, the plan only says which memory goes with it.
-        return plans.at_factor(self.minimum if self.sent is None else self.sent)
+        return plans.at_factor(self.minimum if self.sent is None else self.sent, self.factor)
 
     def observer(self, observers: Any) -> Any:
         return observers.two_levels(self)

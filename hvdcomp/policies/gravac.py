@@ -11,13 +11,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from hvdcomp.errors import SpecError
 from hvdcomp.policies.base import LargestFactor, Policy, SmallestFactor
-from hvdcomp.policies.decisions import MultiLevel
+from hvdcomp.policies.decisions import Gain, MultiLevel
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
 from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_none
+from hvdcomp.specs.levels import Unit
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
 """Steps for which a candidate is evaluated, by how the candidates follow on each other."""
@@ -46,6 +47,27 @@ def error_gain(energy: float, error_energy: float) -> float:
         return 1.0 if error_energy == 0 else 0.0
     share = 1.0 - error_energy / energy
     return share if math.isnan(share) else min(1.0, max(0.0, share))
+
+
+def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> float:
+    """The energy that compression keeps of x = g + r, against that of the gradient g alone: `error_gain` times
+    ||x||^2 / ||g||^2.
+
+    Where C(x) keeps some elements and drops the others, or projects x, this is ||C(x)||^2 / ||g||^2. It exceeds 1 where
+    the residual r brings in more energy than compression loses.
+
+    Args:
+        energy, error_energy: as of `error_gain`.
+        gradient_energy: ||g||^2, likewise.
+
+    Returns:
+        1.0 if there is nothing to send. NaN if x or g is not finite, or if g alone is zero.
+    """
+    if energy == gradient_energy == 0:
+        return error_gain(energy, error_energy)
+    if gradient_energy == 0 or not math.isfinite(gradient_energy):
+        return math.nan
+    return error_gain(energy, error_energy) * (energy / gradient_energy)
 
 
 @dataclass(frozen=True)
@@ -93,6 +115,10 @@ class GraVAC(Policy[GraVACState]):
         every: gains are measured, and what to send is decided, in one of `every` steps; 1 for the published algorithm,
             which costs much where steps are short. None for 10 if that divides the window into 10 or more parts and
             `lag` is 1, and for 1 otherwise.
+        factor: what factors count, of what is dense and of what is sent: "bytes", with those of indices, or "elements",
+            without indices, as published. Where no element is left out, "elements" are as many numbers of 32 bits.
+        gain: "error_feedback", the share of x = g + r that is kept (`error_gain`), as in the published text, or "raw",
+            what is kept of x against the gradient g alone (`raw_gain`), as in the published code.
         lag: 1 to let steps obey what the one before them showed; all are dense until gains are first measured. 0 for
             the algorithm to the letter: gains are told, and the decision awaited, in the middle of each step, and its
             timing is told at the end of it, in two calls of `decide`.
@@ -106,6 +132,8 @@ class GraVAC(Policy[GraVACState]):
     window: Annotated[int | None, or_none(at_least(1))] = None
     smoothing: Annotated[float | None, or_none(SHARE)] = None
     every: Annotated[int | None, or_none(at_least(1))] = None
+    factor: Annotated[Unit, Rule(get_args(Unit).__contains__, " or ".join(get_args(Unit)))] = "bytes"
+    gain: Annotated[Gain, Rule(get_args(Gain).__contains__, " or ".join(get_args(Gain)))] = "error_feedback"
 
     name: ClassVar[str] = "gravac"
     examples: ClassVar[tuple[str, ...]] = ("gravac:min=10,max=1000",)
@@ -150,7 +178,7 @@ class GraVAC(Policy[GraVACState]):
         return GraVACState(minimum=float(self.min), candidate=first, send="dense" if self.lag else None)
 
     def decision(self, state: GraVACState) -> MultiLevel:
-        return MultiLevel(state.minimum, state.candidate, state.send)
+        return MultiLevel(state.minimum, state.candidate, state.send, self.factor, self.gain)
 
     def update(self, state: GraVACState, statistics: Statistics) -> GraVACState:
         asked = self.request(state).statistics

@@ -52,7 +52,7 @@ class LearningRates:
 
 @dataclass(frozen=True)
 class GravacGains:
-    """Compression gains of one step, whole model, see `hvdcomp.policies.gravac`; NaN if a gradient is not finite.
+    """Compression gains of one step, whole model, see `hvdcomp.policies.gravac`; NaN if there is none.
 
     Attributes:
         minimum: of the first compression.

@@ -251,7 +251,8 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
     for factor in factors:
         if factor in decisions.gains:
             gain.plot(edges[:-1], decisions.gains[factor][place], linewidth=1.8, color=colours[factor])
-    gain.set_ylim(0, 1.05)
+    known = [one[np.isfinite(one)].max(initial=0) for one in decisions.gains.values()]
+    gain.set_ylim(0, 1.05 * max(1, *known) if known else 1.05)  # a share, but of raw gains
     gain.set_ylabel("smoothed gain")
     shares = _draw_shares(share, decisions, end, factors, colours)
     for axes in (gain, share):

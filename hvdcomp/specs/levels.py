@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 Level = float | int
 """A ratio, a rank or a number of bits."""
+
+Unit = Literal["bytes", "elements"]
+"""What a compression factor counts, of what is dense and of what is sent: bytes, with those of indices, or elements,
+without indices."""
 
 DENSE: Final = "dense"
 """In place of a level: the step is sent uncompressed."""

@@ -117,7 +117,7 @@ def convert(text: str, kind: Any, where: str) -> Any:
         if text.lower() not in _TRUTH:
             raise SpecError(f"{where}: expected true or false")
         return _TRUTH[text.lower()]
-    if kind is str:
+    if kind is str or typing.get_origin(kind) is typing.Literal:
         return text
     if typing.get_origin(kind) is tuple:
         if str in typing.get_args(kind):

@@ -73,11 +73,11 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 def as_fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass as files hold them; `typed` makes it of them again.
 
-    Fields that its class names as `later` are left out while they are None: files of versions that did not have them
-    are to be the same as files of today.
+    Fields that its class names as `later` are left out while they have their defaults: files of versions that did not
+    have them are to be the same as files of today.
     """
     later = getattr(value, "later", ())
-    return {name: item for name, item in vars(value).items() if item is not None or name not in later}
+    return {name: item for name, item in vars(value).items() if name not in later or item != getattr(type(value), name)}
 
 
 def shortened(value: Any) -> str:
