@@ -66,7 +66,7 @@ def train_epoch(
 ) -> tuple[float, float, float]:
     """One epoch of training: its learning rate, its mean loss, and the norm of the sum of its steps' gradients."""
     assert options.batch_size is not None
-    rate = options.learning_rate(epoch - 1)
+    rate = options.learning_rate(epoch - 1, options.epochs)
     for group in optimizer.param_groups:
         group["lr"] = rate
     accumulated = [torch.zeros_like(parameter) for parameter in model.parameters()]

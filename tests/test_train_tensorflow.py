@@ -176,7 +176,7 @@ settings = TrainingOptions(framework=framework, **options).resolved()
 data = load_data(settings)
 make_learner = learner_class(framework)
 ranks = HorovodRanks(framework)
-learner = make_learner(settings, data, ranks.rank)
+learner = make_learner(settings, data, ranks)
 if framework == "torch":
     np.savez(weights, **learner.parameters())
 else:
@@ -193,7 +193,8 @@ losses = []
 for step in range(int(sys.argv[4])):
     batch = data.training_batch(np.arange(step * size, (step + 1) * size), np.random.default_rng(0))
     losses.append(learner.step(*batch, 1))
-print("losses", json.dumps([*losses, *learner.evaluate(*data.test_batch(np.arange(100)))]))
+tested = data.model_input(data.test.x[:100]), data.test.y[:100]
+print("losses", json.dumps([*losses, *learner.evaluate(*tested)]))
 """
 
 
