@@ -582,7 +582,7 @@ def draw(tables: Sequence[Table]) -> bytes:
                 markersize=4,
                 linewidth=1,
             )
-            place = {"xytext": (3, 3), "textcoords": "offset points"}
+            place: dict[str, Any] = {"xytext": (3, 3), "textcoords": "offset points"}
             axes.annotate(run.method.spec, (row.factor, shown), fontsize=5, color=colour, **place)
         axes.set_ylim(top=_MOST * 1.08)
     image = io.BytesIO()

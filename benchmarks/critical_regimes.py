@@ -76,6 +76,7 @@ def train_epoch(
         loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
         loss.backward()
         for total, parameter in zip(accumulated, model.parameters(), strict=True):
+            assert parameter.grad is not None
             total += parameter.grad
         optimizer.step()
         losses.append(loss.item())

@@ -109,7 +109,7 @@ def rows_of(run: Mapping[str, Any]) -> list[Row]:
     """The rows of one setting, from what its ranks wrote."""
     measured = {one["method"]: one for one in run["methods"]}
 
-    def compared(name: str, method: str, other: str | None) -> dict[str, float]:
+    def compared(name: str, method: str, other: str | None) -> dict[str, Any]:
         if other is None or method in (other, COMPUTE):
             return {}
         value, error = ratio(measured[other]["step_ms"], measured[method]["step_ms"])
@@ -336,11 +336,11 @@ def main(
     if methods != METHODS:
         words += [word for method in methods for word in ("--method", shlex.quote(method))]
     words += ["--batch-size", str(batch_size), "--seconds", f"{seconds:g}", "--output", str(output)]
-    details = {"command": " ".join(["python benchmarks/ddp_hooks.py", *words]), "batch_size": batch_size}
-    details |= environment_facts()
+    command = " ".join(["python benchmarks/ddp_hooks.py", *words])
+    details = {"command": command, "batch_size": batch_size, **environment_facts()}
     try:
         output.mkdir(parents=True, exist_ok=True)
-        runs = earlier(output / f"{STEM}.json", details["command"]) if resume else []
+        runs = earlier(output / f"{STEM}.json", command) if resume else []
         known = {place_of(run) for run in runs}
         left = [place for place in places if place not in known]
         if left:

@@ -83,7 +83,8 @@ class Training:
         self._steps = self._wire_bytes = self._ledger_bytes = 0  # of all steps of all blocks
 
     def _distributed(self, loss: Loss, seed: int) -> DistributedDataParallel:
-        buckets = {"bucket_cap_mb": 1 + 4 * self.numel // 2**20} if self.method in _IN_ONE_BUCKET else {}
+        whole = 1 + 4 * self.numel // 2**20
+        buckets: dict[str, Any] = {"bucket_cap_mb": whole} if self.method in _IN_ONE_BUCKET else {}
         # Buffers are the same work for all methods, and none of theirs.
         model = DistributedDataParallel(loss, **OWN_BUFFERS, **buckets)
         if self.method in HOOKS:

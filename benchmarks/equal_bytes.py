@@ -67,7 +67,10 @@ def _of_convergence(name: str, ranks: int = convergence.RANKS, **changes: Any) -
     return {**convergence.WORKLOADS[name].options, "simulate_ranks": ranks, **changes}
 
 
-_MNIST1D = {"levels": {"topk": (0.03, 0.008, 0.002), "powersgd": (4, 2, 1)}, "extremes": {"topk": (0.1, 0.002)}}
+_MNIST1D: dict[str, Any] = {
+    "levels": {"topk": (0.03, 0.008, 0.002), "powersgd": (4, 2, 1)},
+    "extremes": {"topk": (0.1, 0.002)},
+}
 WORKLOADS = {
     # At the rate of the other page, 0.2, training with few bytes is near its edge.
     "mnist1d": Workload(_of_convergence("mnist1d", lr=0.1), rules="steps=40", **_MNIST1D),

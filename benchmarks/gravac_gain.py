@@ -60,6 +60,7 @@ def ratio_of(factor: float, of: str = "bytes") -> float:
 def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGains:
     """Trains as one rank with TopK at this ratio, and looks at each step's energies."""
     assert options.batch_size is not None
+    assert options.lr is not None
     torch.manual_seed(options.seed)
     model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)

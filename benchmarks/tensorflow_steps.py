@@ -90,7 +90,7 @@ def step_of_torch(name: str, compression: Any) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        sum((one * other).sum() for (_, one), other in zip(named, gradients, strict=True)).backward()
+        torch.stack([(one * other).sum() for (_, one), other in zip(named, gradients, strict=True)]).sum().backward()
         optimizer.step()
 
     return step

@@ -62,6 +62,7 @@ def step_of(framework: str, method: str, options: dict[str, Any]) -> Step:
     if method != COMPUTE:
         learner.distribute(stock if method == NONE else learner.compression(method))
     learner.set_learning_rate(1e-4)
+    assert settings.batch_size is not None
     first = ranks.rank * settings.batch_size
     batch = data.train_x[first : first + settings.batch_size], data.train_y[first : first + settings.batch_size]
     return lambda: learner.step(*batch, 1)

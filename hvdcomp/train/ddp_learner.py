@@ -14,7 +14,8 @@ from hvdcomp.compression import Compression
 from hvdcomp.train.torch_learner import TorchLearner, loss_of
 
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
-OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers": False}
+_LEAVES_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
+OWN_BUFFERS: dict[str, Any] = {_LEAVES_BUFFERS: False}
 """The option with which a forward pass leaves buffers alone. Its older name warns where there is the newer one."""
 
 
