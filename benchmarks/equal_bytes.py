@@ -35,6 +35,7 @@ from hvdcomp.files import csv_of, replace_files
 from hvdcomp.terminal import make_console
 from hvdcomp.train.options import TrainingOptions
 
+POLICIES = ("budget", "lgreco", "accordion")
 LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
 
 
@@ -435,7 +436,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     lines = [
         "# Adaptive levels beside a fixed level of the same bytes",
         "",
-        f"""Made by `python benchmarks/equal_bytes.py`, at commit {shown}.
+        f"""Made by `{_command(by_workload)}`, at commit {shown}.
 Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the weights of real
 ones. A policy's control is the fixed level of the same compressor whose training sends as many bytes as the policy's do
 on average, found by bisection; of ranks, which are whole numbers, the lowest that sends at least as many. `schedule` is
@@ -457,6 +458,17 @@ zero is outside of it. The figures are also in the CSV file beside this page."""
     records = csv_of([pair.record() for pair in pairs])
     replace_files({file: text.encode(), table: records, plot: draw(by_workload)})
     return True
+
+
+def _command(by_workload: Mapping[str, Sequence[Pair]]) -> str:
+    """That trains what the page shows."""
+    words = ["python", "benchmarks/equal_bytes.py"]
+    if list(by_workload) != list(WORKLOADS):
+        words += [word for name in by_workload for word in ("--workload", name)]
+    kinds = sorted({pair.policy.row.kind for pairs in by_workload.values() for pair in pairs})
+    if kinds != sorted(POLICIES):
+        words += [word for kind in kinds for word in ("--only", kind)]
+    return " ".join(words)
 
 
 def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
@@ -481,7 +493,7 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
         axes.set_ylabel(WORKLOADS[name].metric)
         axes.grid(alpha=0.3)
         everything = [outcome for pair in pairs for outcome in (pair.policy, pair.control)]
-        for compressor, line in zip(LEVEL_NAMES, ("-", "--"), strict=True):
+        for compressor, line, marker in zip(LEVEL_NAMES, ("-", "--"), ("o", "s"), strict=True):
             for kind, colour in _COLOURS.items():
                 of_kind = [one for one in everything if (one.row.compressor, one.row.kind) == (compressor, kind)]
                 chosen = {outcome.megabytes: outcome.mean for outcome in of_kind}
@@ -489,7 +501,7 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
                     places = sorted(chosen)
                     joined = line if kind == "fixed" else "none"
                     axes.plot(
-                        places, [chosen[at] for at in places], color=colour, linestyle=joined, marker="o", markersize=4,
+                        places, [chosen[at] for at in places], color=colour, linestyle=joined, marker=marker, markersize=4,
                         label=f"{compressor} {kind}",
                     )  # fmt: skip
         axes.legend(fontsize=7)
@@ -518,7 +530,7 @@ def planned(
 
 @click.command()
 @click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
-@click.option("--only", multiple=True, type=click.Choice(["budget", "lgreco", "accordion"]), help="Which policies.")
+@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Which policies.")
 @click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
 @click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
