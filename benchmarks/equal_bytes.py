@@ -501,8 +501,8 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
                     places = sorted(chosen)
                     joined = line if kind == "fixed" else "none"
                     axes.plot(
-                        places, [chosen[at] for at in places], color=colour, linestyle=joined, marker=marker, markersize=4,
-                        label=f"{compressor} {kind}",
+                        places, [chosen[at] for at in places], color=colour, linestyle=joined, marker=marker,
+                        markersize=4, label=f"{compressor} {kind}",
                     )  # fmt: skip
         axes.legend(fontsize=7)
     image = io.BytesIO()
@@ -530,7 +530,7 @@ def planned(
 
 @click.command()
 @click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
-@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Which policies.")
+@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Policies.")
 @click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
 @click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
