@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from trainings import Run, mean_and_interval, parse_seeds, train_missing
+from trainings import Run, findings_of, mean_and_interval, parse_seeds, train_missing, with_interval
 
 from hvdcomp.files import replace_files
 from hvdcomp.terminal import make_console
@@ -400,9 +400,9 @@ def _row(table: Table, row: Row) -> str:
     cells = [
         row.label + (f"; {diverged} of {len(row.outcomes)} diverged" if diverged else ""),
         f"{row.factor:.1f}",
-        _with_interval(losses, ".4f"),
-        _with_interval(shown, ".2f"),
-        _with_interval(row.difference, "+.2f"),
+        with_interval(losses, ".4f"),
+        with_interval(shown, ".2f"),
+        with_interval(row.difference, "+.2f"),
     ]
     missed = len(row.outcomes) - len(row.reached)
     if missed:
@@ -421,13 +421,6 @@ def _time(table: Table, row: Row, link: str) -> str:
     seconds, plain = row.seconds(link, table.compute_ms), table.better_uncompressed(link)
     assert seconds is not None
     return f"{seconds:.1f}" + ("" if plain is None else f" ({plain / seconds:.2f} x)")
-
-
-def _with_interval(values: Sequence[float], form: str) -> str:
-    if not values:
-        return "-"
-    mean, half = mean_and_interval(values)
-    return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -469,9 +462,6 @@ def best_lines(tables: Sequence[Table]) -> list[str]:
     return [*lines, ""]
 
 
-FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-- end of findings -->"
-
-
 def introduction(tables: Sequence[Table], findings: str, plot: str) -> str:
     commits = sorted({run.about.get("commit", "unknown") for table in tables for run in table.runs})
     seeds = sorted({run.seed for table in tables for run in table.runs})
@@ -492,9 +482,7 @@ defaults for the rest. Only the compressor differs, and:
 - with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the
   factor too; with `qsgd` and `atomo` they are sent as `int8`, and with `none` and the casts like all others.
 
-{FINDINGS}
-{findings.strip()}
-{END_OF_FINDINGS}
+{findings}
 
 How to read the tables:
 
@@ -523,8 +511,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int], compute_ms: Mapping
     tables = [table for table in found if table is not None]
     if not tables:
         return False
-    before = file.read_text() if file.exists() else ""
-    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0]
+    findings = findings_of(file)
     plot = file.with_suffix(".png")
     sections = [line for table in tables for line in lines_of(table)]
     text = "\n".join([introduction(tables, findings, plot.name), *best_lines(tables), *sections]).rstrip() + "\n"

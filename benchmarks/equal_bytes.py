@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 import convergence
-from trainings import Run, mean_and_interval, parse_seeds, train_missing
+from trainings import Run, findings_of, mean_and_interval, parse_seeds, train_missing, with_interval
 
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
@@ -362,9 +362,7 @@ def _shown(outcome: Outcome, workload: Workload) -> str:
     values = [(100 if workload.higher_is_better else 1) * value for value in outcome.qualities.values()]
     if not values:
         return "diverged"
-    mean, half = mean_and_interval(values)
-    form = ".2f" if workload.higher_is_better else ".4f"
-    text = format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form)}")
+    text = with_interval(values, ".2f" if workload.higher_is_better else ".4f")
     lost = outcome.count - len(values)
     return text + (f"; {lost} of {outcome.count} diverged" if lost else "")
 
@@ -383,12 +381,11 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[s
         "|---|---|--:|--:|---|--:|--:|--:|---|",
     ]
     for pair in pairs:
-        mean, half = mean_and_interval(pair.gains) if pair.gains else (math.nan, math.nan)
-        gain = "-" if math.isnan(mean) else f"{mean:+.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")
         control = f"`{pair.control.row.spec if pair.control.row.kind == 'fixed' else pair.control.row.policy}`"
         cells = [
             f"`{pair.policy.row.spec}`", f"`{pair.policy.row.policy}`", f"{pair.policy.factor:.1f}",
-            _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload), gain,
+            _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload),
+            with_interval(pair.gains, "+.2f"),
             pair.verdict,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -412,9 +409,6 @@ def summary_of(pairs: Sequence[Pair]) -> list[str]:
     return [*lines, ""]
 
 
-FINDINGS, END_OF_FINDINGS = convergence.FINDINGS, convergence.END_OF_FINDINGS
-
-
 def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     """Writes the page of all runs that are there, a CSV and a plot beside it; False if there are none."""
     by_workload = {name: pairs_of(name, runs, seeds) for name in WORKLOADS}
@@ -429,8 +423,6 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         for seed in seeds
         if (run := LevelRun(pair.workload, seed, runs, outcome.row)).summary is not None
     }
-    before = file.read_text() if file.exists() else ""
-    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
     table, plot = file.with_suffix(".csv"), file.with_suffix(".png")
     shown = ", ".join(f"`{one}`" for one in sorted(commits))
     lines = [
@@ -444,9 +436,7 @@ a second control of a rule with two levels: as many bytes, with the less compres
 the mean of the differences seed by seed, with its 95 % interval (Student's t): a policy counts as better only where
 zero is outside of it. The figures are also in the CSV file beside this page.""",
         "",
-        FINDINGS,
-        findings,
-        END_OF_FINDINGS,
+        findings_of(file),
         "",
         f"![Quality over bytes]({plot.name})",
         "",

@@ -263,6 +263,24 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     return found.mean, math.nan if found.half is None else found.half
 
 
+def with_interval(values: Sequence[float], form: str) -> str:
+    """The mean with half of its 95 % interval, each in a format; "-" without a value."""
+    if not values:
+        return "-"
+    mean, half = mean_and_interval(values)
+    return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
+
+
+FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-- end of findings -->"
+
+
+def findings_of(page: Path) -> str:
+    """What is written by hand on a page that is there, with its marks; none on a new one."""
+    before = page.read_text() if page.exists() else ""
+    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
+    return f"{FINDINGS}\n{findings}\n{END_OF_FINDINGS}"
+
+
 def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
         seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))

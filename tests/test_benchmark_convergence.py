@@ -195,7 +195,8 @@ def page(benchmark_file: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     failed.mkdir(parents=True)
     (failed / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 9.0, "error": "Error: no room"}))
     file = tmp_path / "page.md"
-    file.write_text(f"# Old\n{benchmark_file.FINDINGS}\nKept.\n{benchmark_file.END_OF_FINDINGS}\nGone.\n")
+    marks = sys.modules["trainings"]
+    file.write_text(f"# Old\n{marks.FINDINGS}\nKept.\n{marks.END_OF_FINDINGS}\nGone.\n")
     words = ["--page-only", "--runs", str(tmp_path / "runs"), "--table", str(file), "--compute-ms", "gpt=7"]
     done = CliRunner().invoke(benchmark_file.main, words)
     assert done.exit_code == 0, done.output

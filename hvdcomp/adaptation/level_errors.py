@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
-from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
@@ -38,7 +38,7 @@ class LevelErrors:
         self._compressors: list[dict[str, Compressor]] = []
         self._bytes: dict[str, dict[Level, int]] = {}
         self._own_bytes: dict[str, int] = {}  # of all tensors, also of those without a level
-        self._dense_bytes: dict[str, int] = {}
+        self._dense_bytes = 0
 
     def of_sums(self, sums: Mapping[str, Array], request: Request) -> LevelTable:
         """Errors and bytes. Waits for the device.
@@ -65,7 +65,7 @@ class LevelErrors:
             {name: self._bytes[name] for name in means},
             {name: self._levels[0][name] for name in means},
             other_bytes=sum(sent for name, sent in self._own_bytes.items() if name not in means),
-            dense_bytes=sum(self._dense_bytes.values()),
+            dense_bytes=self._dense_bytes,
         )
 
     def _look_around(self, around: tuple[float, ...]) -> None:
@@ -73,9 +73,8 @@ class LevelErrors:
         if around == self._around:
             return
         self._around, self._levels, self._compressors, self._bytes = around, [], [], {}
-        for name, compressor in self._plans.own().items():
-            self._own_bytes[name] = self._sent(name, compressor)
-            self._dense_bytes[name] = self._sent(name, NoCompression())
+        self._dense_bytes = sum(one.size * dtype_bytes(one.dtype) for one in self._engine.tensors.values())
+        self._own_bytes = {name: self._sent(name, compressor) for name, compressor in self._plans.own().items()}
         for factor in (1.0, *(each for each in around if each != 1.0)):
             levels: dict[str, Level] = {}
             compressors: dict[str, Compressor] = {}

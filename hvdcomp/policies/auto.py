@@ -24,10 +24,11 @@ from hvdcomp.policies.auto_state import (
     NOTICEABLE,
     PATIENCE,
     SETTLING,
+    SURE,
     AutoState,
     Measured,
     Trial,
-    as_if_measured,
+    known_before,
 )
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Methods
@@ -49,7 +50,6 @@ _UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are:
 _MOST_PATIENCE = 64  # looks in a row
 _LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be short
 _AGAIN = 100  # windows after which a candidate whose time is known is tried once more
-_SURE = 3  # standard errors that a change of the step time must exceed: else restless steps would always open all again
 
 
 def _are_texts(value: object) -> bool:
@@ -154,7 +154,7 @@ class Auto(Policy[AutoState]):
             now = Measured.of(counted)
             usual = state.usual.get(state.chosen, now.seconds)
             state = dataclasses.replace(state, trial=Trial(latest=now), usual={**state.usual, state.chosen: usual})
-            if abs(now.seconds - usual) > max(self.drift * usual, _SURE * now.error):
+            if abs(now.seconds - usual) > max(self.drift * usual, SURE * now.error):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
                     why = f"steps take {_ms(now.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
@@ -204,9 +204,7 @@ class Auto(Policy[AutoState]):
         rival = state.trial.rival or state.chosen
         found = trial.seconds * state.measured[rival].seconds / seconds
         now = Measured(found, doubt * found, trial.steps, state.since)
-        old = state.measured.get(name) or as_if_measured(state.expected(rival, name), now)
-        if old is not None and name in state.measured and old.contradicts(now):
-            old = None  # of another time
+        old = known_before(state.measured.get(name), state.expected(rival, name), now)
         told = now if old is None else old.with_more(now, _MOST * self.window)
         return dataclasses.replace(state, measured={**state.measured, name: told})
 

@@ -22,8 +22,8 @@ LEAST = 2  # steps to judge a candidate by
 _CLOCK_S = 1e-9  # no clock tells less: a step time below that is an error of the clock, and does not count
 DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
 _PRIOR = 2  # steps that a prediction weighs as much as, with DOUBT as its standard error
-_SURE = 3  # standard errors beyond which a difference is none of chance
 _AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
+SURE = 3  # standard errors that a change must exceed: else restless steps would always open all again
 NOTICEABLE = 0.01  # differences of step times that are looked for
 
 
@@ -54,9 +54,9 @@ class Measured:
         """The same of steps that take `factor` times as long."""
         return Measured(factor * self.seconds, factor * self.error, self.steps, self.at)
 
-    def contradicts(self, other: Measured) -> bool:
-        """Whether the difference is more than chance explains."""
-        return abs(self.seconds - other.seconds) > _SURE * math.hypot(self.error, other.error)
+    def contradicts(self, other: Measured, errors: float) -> bool:
+        """Whether the difference is more than so many standard errors."""
+        return abs(self.seconds - other.seconds) > errors * math.hypot(self.error, other.error)
 
     def with_more(self, other: Measured, most: int) -> Measured:
         """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""
@@ -190,9 +190,10 @@ class AutoState:
         return self.candidates[name].seconds * correction
 
 
-def as_if_measured(predicted: float, now: Measured) -> Measured | None:
-    """The prediction as if it were measured: a first trial may be as far off. None if the trial contradicts it."""
-    error = DOUBT * predicted
-    if abs(now.seconds - predicted) > _AGREES * math.hypot(error, now.error):
-        return None
-    return Measured(predicted, error, _PRIOR)
+def known_before(measured: Measured | None, predicted: float, now: Measured) -> Measured | None:
+    """What was measured before a trial or, without that, the prediction as if it were measured: a first trial may be as
+    far off. None if the trial contradicts it."""
+    if measured is not None:
+        return None if measured.contradicts(now, SURE) else measured  # it would be of another time
+    prior = Measured(predicted, DOUBT * predicted, _PRIOR)
+    return None if prior.contradicts(now, _AGREES) else prior

@@ -25,6 +25,7 @@ Value = TypeVar("Value")
 
 SmallestFactor = Annotated[float, number(lambda factor: factor > 1, "a compression factor above 1")]
 LargestFactor = Annotated[float, number(lambda factor: factor <= 1e12, "a compression factor of at most 1e12")]
+Source = Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")]
 LEVEL = Rule(is_number, "a level, such as a ratio or a rank")
 SomeLevel = Annotated[Level, LEVEL]
 
@@ -168,7 +169,7 @@ class AccumulatedGradientPolicy(Policy[State]):
     """
 
     steps: Annotated[int, at_least(0)] = 0
-    statistic: Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")] = "local"
+    statistic: Source = "local"
 
     def require_interval(self, interval: int, default: int) -> None:
         """Raises SpecError unless a policy that takes `interval` was given that or `steps`."""

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.optimal_levels import OptimalLevels, TensorLevels, fewest_bytes, least_error
+from hvdcomp.policies.optimal_levels import (
+    Count,
+    Least,
+    Most,
+    OptimalLevels,
+    TensorLevels,
+    fewest_bytes,
+    least_error,
+    least_of,
+)
 from hvdcomp.policies.request import LevelTable, Period, Request, Statistic, Statistics
-from hvdcomp.specs.described import between, number
+from hvdcomp.specs.described import number
 from hvdcomp.specs.levels import Level
 
 
@@ -35,9 +43,9 @@ class Budget(OptimalLevels):
 
     factor: Annotated[float, number(lambda it: it == 0 or 1 < it <= 1e12, "above 1 and at most 1e12")] = 0.0
     error: Annotated[float, number(lambda error: 0 <= error < 1, "above 0 and below 1")] = 0.0
-    least: Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")] = 0.1
-    most: Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")] = 10.0
-    levels: Annotated[int, between(3, 64)] = 13
+    least: Least = 0.1
+    most: Most = 10.0
+    levels: Count = 13
 
     name: ClassVar[str] = "budget"
     examples: ClassVar[tuple[str, ...]] = ("budget:factor=50", "budget:error=0.5,interval=200")
@@ -52,20 +60,17 @@ class Budget(OptimalLevels):
             )
 
     def request(self, state: TensorLevels) -> Request:
-        first = min(self.last, self.interval)
         undecided = all(level is None for level in state.levels.values())
         asked = frozenset({Statistic.LEVEL_TABLE, *([Statistic.NORMS] if self.error else [])})
-        period = Period(steps=first if undecided else self.interval, last=first)
+        period = Period(steps=self.looks if undecided else self.interval, last=self.looks)
         return Request(asked, period, self.statistic, around=self.around)
 
     def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
-        nearest: Mapping[str, Mapping[Level, float]]
-        if self.error:
-            assert statistics.norms is not None
-            whole = math.fsum(statistics.norms[name] for name in table.errors) / min(self.last, self.interval)
-            if not math.isfinite(whole):
-                return {}
-            found, nearest = fewest_bytes(table, self.error * whole), table.errors
-        else:
-            found, nearest = least_error(table, table.dense_bytes / self.factor - table.other_bytes), table.sent
-        return found or {name: min(levels, key=levels.__getitem__) for name, levels in nearest.items()}
+        if self.factor:
+            limit = table.dense_bytes / self.factor - table.other_bytes
+            return least_error(table, limit) or least_of(table.sent)
+        assert statistics.norms is not None
+        whole = math.fsum(statistics.norms[name] for name in table.errors) / self.looks
+        if not math.isfinite(whole):
+            return {}
+        return fewest_bytes(table, self.error * whole) or least_of(table.errors)

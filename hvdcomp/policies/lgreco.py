@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hvdcomp.policies.optimal_levels import OptimalLevels, fewest_bytes
+from hvdcomp.policies.optimal_levels import Count, Least, Most, OptimalLevels, fewest_bytes, least_of
 from hvdcomp.policies.request import LevelTable, Statistics
-from hvdcomp.specs.described import between, number
+from hvdcomp.specs.described import number
 from hvdcomp.specs.levels import Level
 
 
@@ -29,9 +29,9 @@ class LGreCo(OptimalLevels):
     """
 
     alpha: Annotated[float, number(lambda alpha: 0 < alpha <= 1e6, "a number above 0 and at most 1e6")] = 1.0
-    least: Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")] = 0.5
-    most: Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")] = 2.0
-    levels: Annotated[int, between(3, 64)] = 7
+    least: Least = 0.5
+    most: Most = 2.0
+    levels: Count = 7
 
     name: ClassVar[str] = "lgreco"
     examples: ClassVar[tuple[str, ...]] = ("lgreco", "lgreco:interval=200,least=0.25,most=4")
@@ -43,9 +43,7 @@ class LGreCo(OptimalLevels):
 def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
     """The level of each tensor, as `LGreCo` chooses it; `alpha` is the share of the error at the own levels."""
     budget = alpha * math.fsum(found[table.own[name]] for name, found in table.errors.items())
-    found = fewest_bytes(table, budget)
-    if found is None:
-        found = {name: min(levels, key=levels.__getitem__) for name, levels in table.errors.items()}
+    found = fewest_bytes(table, budget) or least_of(table.errors)
     # Rounding up takes from the budget, which the own levels use up to the last bit where alpha is 1.
     own = {name: table.own[name] for name in found}
     return own if alpha >= 1 and _bytes_of(table, found) >= _bytes_of(table, own) else found

@@ -14,15 +14,21 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import Policy
+from hvdcomp.policies.base import Policy, Source
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import LevelTable, Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.described import Rule, at_least, between, number
+from hvdcomp.specs.described import at_least, between, number
 from hvdcomp.specs.levels import Level
 
 PARTS = 10_000
 """What is limited is rounded up to one of so many parts of the limit."""
+
+Least = Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")]
+Most = Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]
+Count = Annotated[int, between(3, 64)]
+
+_ByLevel = Mapping[str, Mapping[Level, float]]  # by tensor name and level
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
@@ -95,10 +101,10 @@ class OptimalLevels(Policy[TensorLevels]):
 
     interval: Annotated[int, at_least(1)] = 100
     last: Annotated[int, at_least(1)] = 10
-    least: Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")]
-    most: Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]
-    levels: Annotated[int, between(3, 64)]
-    statistic: Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")] = "local"
+    least: Least
+    most: Most
+    levels: Count
+    statistic: Source = "local"
 
     state_type: ClassVar[type] = TensorLevels
 
@@ -109,6 +115,11 @@ class OptimalLevels(Policy[TensorLevels]):
                 f"{self.name}: least={self.least},most={self.most} is not allowed; there is one level only, so that "
                 "nothing is to be chosen. Give least below 1, or most above 1, or leave out the policy"
             )
+
+    @property
+    def looks(self) -> int:
+        """Steps whose gradients are looked at before a decision."""
+        return min(self.last, self.interval)
 
     @property
     def around(self) -> tuple[float, ...]:
@@ -131,7 +142,7 @@ class OptimalLevels(Policy[TensorLevels]):
         return TensorLevels(dict.fromkeys(tensors))
 
     def request(self, state: TensorLevels) -> Request:
-        period = Period(steps=self.interval, last=min(self.last, self.interval))
+        period = Period(steps=self.interval, last=self.looks)
         return Request(frozenset({Statistic.LEVEL_TABLE}), period, self.statistic, around=self.around)
 
     def decision(self, state: TensorLevels) -> Levels:
@@ -154,31 +165,33 @@ class OptimalLevels(Policy[TensorLevels]):
 def fewest_bytes(table: LevelTable, limit: float) -> dict[str, Level] | None:
     """The levels that send the fewest bytes, with errors that add up to a limit at most; None if there are none.
 
-    Args:
-        limit: of the sum of errors.
+    Of two levels with as many bytes, that which loses less is taken.
     """
-    errors, sizes = table.errors, table.sent
-    # The level that loses least comes first, so that of two with as many bytes it is taken.
-    candidates = {name: sorted(found, key=found.__getitem__) for name, found in errors.items()}
-    parts = [in_parts([errors[name][level] for level in levels], limit) for name, levels in candidates.items()]
-    costs = [np.array([float(sizes[name][level]) for level in levels]) for name, levels in candidates.items()]
-    return _taken(candidates, least_cost(parts, costs))
+    return _best(table.errors, table.sent, limit)
 
 
 def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels whose errors add up to the least, with at most so many bytes; None if there are none.
+    """The levels whose errors add up to the least, with bytes of a limit at most; None if there are none.
 
     Args:
         limit: of the sum of bytes, of the tensors of the table.
     """
-    errors, sizes = table.errors, table.sent
-    candidates = {name: sorted(found, key=sizes[name].__getitem__) for name, found in errors.items()}
-    parts = [in_parts([sizes[name][level] for level in levels], limit) for name, levels in candidates.items()]
-    costs = [np.array([errors[name][level] for level in levels]) for name, levels in candidates.items()]
-    return _taken(candidates, least_cost(parts, costs))
+    return _best(table.sent, table.errors, limit)
 
 
-def _taken(candidates: Mapping[str, Sequence[Level]], chosen: Sequence[int] | None) -> dict[str, Level] | None:
+def least_of(values: _ByLevel) -> dict[str, Level]:
+    """Of each tensor the level with the least value."""
+    return {name: min(levels, key=levels.__getitem__) for name, levels in values.items()}
+
+
+def _best(limited: _ByLevel, costs: _ByLevel, limit: float) -> dict[str, Level] | None:
+    """The levels that cost least, with limited values that add up to a limit at most; None if there are none."""
+    # What takes least of the limit comes first, so that of two levels with the same cost it is taken.
+    candidates = {name: sorted(found, key=found.__getitem__) for name, found in limited.items()}
+    chosen = least_cost(
+        [in_parts([limited[name][level] for level in levels], limit) for name, levels in candidates.items()],
+        [np.array([costs[name][level] for level in levels], float) for name, levels in candidates.items()],
+    )
     if chosen is None:
         return None
     return {name: levels[place] for (name, levels), place in zip(candidates.items(), chosen, strict=True)}
