@@ -36,6 +36,8 @@ from hvdcomp.terminal import make_console
 from hvdcomp.train.options import TrainingOptions
 
 POLICIES = ("budget", "lgreco", "accordion")
+ALIKE = 0.005
+"""Share by which the bytes of a policy and of its control may differ."""
 LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
 
 
@@ -204,13 +206,19 @@ def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]
 
 
 def level_of_bytes(workload: Workload, compressor: str, target: float, measured: Mapping[float, float]) -> float:
-    """The fixed level whose training sends as many bytes; of ranks the lowest one that sends at least as many."""
+    """The fixed level whose training sends as many bytes; of ranks the lowest one that sends at least as many.
+
+    A level that is trained anyway is taken if its bytes differ by less than `ALIKE`: trainings take hours.
+    """
 
     def sent(level: float) -> float:
         return training_bytes(workload, Row("fixed", compressor, level), measured)
 
     if compressor == "powersgd":
         return float(next(rank for rank in range(1, 65) if rank == 64 or sent(rank) >= target))
+    nearest = min(measured, key=lambda level: abs(measured[level] - target))
+    if abs(measured[nearest] - target) <= ALIKE * target:
+        return nearest
     least, most = 1e-5, 1.0
     for _ in range(60):
         middle = math.sqrt(least * most)

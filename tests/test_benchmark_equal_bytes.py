@@ -56,6 +56,8 @@ def test_a_control_sends_as_many_bytes(benchmark_file: ModuleType) -> None:
     for target in (trained(0.1), trained(0.013), 1.01 * trained(0.002)):
         level = benchmark_file.level_of_bytes(workload, "topk", target, measured)
         assert trained(level) == pytest.approx(target, rel=0.01)
+    assert benchmark_file.level_of_bytes(workload, "topk", 1.003 * trained(0.03), measured) == 0.03, "is trained anyway"
+    assert benchmark_file.level_of_bytes(workload, "topk", 1.01 * trained(0.03), measured) > 0.03
     of_ranks = {rank: trained(rank, "powersgd") for rank in (1.0, 4.0)}
     assert benchmark_file.level_of_bytes(workload, "powersgd", trained(2, "powersgd"), of_ranks) == 2
     assert benchmark_file.level_of_bytes(workload, "powersgd", trained(2, "powersgd") + 9, of_ranks) == 3
