@@ -58,14 +58,16 @@ class TwoLevels(Observer):
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
         self._energies, self._of_gradient, self._spent = [], Energies(), lambda: None
+        measures, sends_twice = self._measuring and self.due, self._decision.send == "candidate"
+        if not measures and not sends_twice:
+            return {}
         names = [name for name in self._plans.names if name in look]
-        sends = self._decision.send
-        # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing.
-        if self._measuring and self.due and names:
+        if measures and names:
             sources, start, between, end = self._measure(look, names)
-            self._spent = partial(look.xp.seconds_between, between if sends == "candidate" else start, end)
-            return sources if sends == "candidate" else {}
-        return self._once(look, look.kept(self._minimum, self._twice(names))) if sends == "candidate" else {}
+            self._spent = partial(look.xp.seconds_between, between if sends_twice else start, end)
+            return sources if sends_twice else {}
+        # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing.
+        return self._once(look, look.kept(self._minimum, self._twice(names))) if sends_twice else {}
 
     def _twice(self, names: Sequence[str]) -> list[str]:
         """Those of the tensors whose second compression takes the first: of the others it is that of x itself."""

@@ -25,7 +25,7 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
 
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
-    """Whether decisions of a policy are about the batch size, beside or instead of levels."""
+    """Whether decisions of a policy are about the batch size instead of levels."""
     return isinstance(policy, Policy) and policy.first_decision.sets_batch_size
 
 

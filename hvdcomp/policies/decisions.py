@@ -23,7 +23,7 @@ class Decision:
 
     Class attributes:
         kind: the word for it in JSON.
-        sets_batch_size: whether it is about the batch size, beside or instead of compression.
+        sets_batch_size: whether it is about the batch size instead of compression.
         uses_factors: whether it may ask for any level that a compression factor leads to.
         shown: its attributes that a report shows under the same names.
         later: its fields that logs of earlier versions lack; `to_json` leaves them out while they have their defaults.
