@@ -54,7 +54,6 @@ from hvdcomp.errors import RankMismatchError as RankMismatchError
 from hvdcomp.errors import SpecError as SpecError
 from hvdcomp.policies import POLICIES
 from hvdcomp.policies.accordion import Accordion as Accordion
-from hvdcomp.policies.accordion_auto import AutoAccordion as AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS as AdaQS
 from hvdcomp.policies.auto import Auto as Auto
 from hvdcomp.policies.batch_size import AccordionBatchSize as AccordionBatchSize
@@ -62,7 +61,6 @@ from hvdcomp.policies.batch_size import IncreaseBatchSize as IncreaseBatchSize
 from hvdcomp.policies.budget import Budget as Budget
 from hvdcomp.policies.constant import Constant as Constant
 from hvdcomp.policies.gravac import GraVAC as GraVAC
-from hvdcomp.policies.joint import AccordionJoint as AccordionJoint
 from hvdcomp.policies.lgreco import LGreCo as LGreCo
 from hvdcomp.policies.schedules import Legacy as Legacy
 from hvdcomp.policies.schedules import Schedule as Schedule

@@ -40,23 +40,19 @@ class WaitedError(AssertionError):
 class NothingWaits(TorchDispatchMode):
     """Within it, what would wait for a device fails.
 
-    Args:
-        allowed: files and functions in which it does not.
-
     Attributes:
         operations: how often each was called that a device would have to be told of.
     """
 
-    def __init__(self, allowed: Places = frozenset()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.allowed = allowed
         self.operations: Counter[str] = Counter()
 
     def refuse(self, why: str, allowed: Places = frozenset()) -> None:
-        """Raises an error, unless one of the callers is allowed to wait."""
+        """Raises an error, unless one of the callers, by file and function, is allowed to wait."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in self.allowed | allowed:
+            if (Path(frame.f_code.co_filename).name, frame.f_code.co_name) in allowed:
                 return
             frame = frame.f_back
         raise WaitedError(why)
@@ -89,9 +85,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_waits(allowed: Places = frozenset()) -> Iterator[NothingWaits]:
-    """Within it, on this thread, what would wait for a device raises `WaitedError`; `allowed` as of `NothingWaits`."""
-    with pytest.MonkeyPatch.context() as patch, NothingWaits(allowed) as mode:
+def nothing_waits() -> Iterator[NothingWaits]:
+    """Within it, on this thread, what would wait for a device raises `WaitedError`."""
+    with pytest.MonkeyPatch.context() as patch, NothingWaits() as mode:
         for name in _METHODS:
             patch.setattr(torch.Tensor, name, _refused(name, getattr(torch.Tensor, name), mode))
         yield mode

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.adaptation.channel import CommunicatorBroadcaster
+from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog
-from hvdcomp.adaptation.in_step import coordinator_for
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
@@ -68,7 +68,7 @@ class Driven:
         self.engine = Engine(communicator, infos(shapes or SHAPES), parse_compressor(spec), min_numel=16)
         like = make(backend, np.zeros(0))
         log = log if communicator.rank == 0 else None
-        self.coordinator = coordinator_for(policy)(
+        self.coordinator = Coordinator(
             policy, self.engine, lambda: CommunicatorBroadcaster(communicator, like), like, steps_per_epoch, log,
             candidates if communicator.rank == 0 else None, clock,
         )  # fmt: skip

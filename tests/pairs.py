@@ -18,3 +18,16 @@ def compressor_for(policy: str) -> str:
         return True
 
     return next(filter(suits, ("topk:ratio=0.1", "powersgd:rank=4")))
+
+
+def lags_of(policy: str) -> tuple[int, ...]:
+    """The lags that a policy may have, of the spec of one that says nothing of it."""
+
+    def may_have(lag: int) -> bool:
+        try:
+            parse_policy(f"{policy},lag={lag}")
+        except SpecError:
+            return False
+        return True
+
+    return tuple(filter(may_have, (0, 1)))

@@ -93,7 +93,6 @@ def test_routed_compressors_and_a_momentum_that_is_for_all() -> None:
         ("auto:calibration=x", True),
         ("adaqs:start=20,floor=2,fall=0.5", False),
         ("gravac", False),
-        ("accordion:auto", False),
     ],
 )
 def test_levels_that_a_policy_may_set(policy: str, allowed: bool) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hvdcomp import NoCompression
-from hvdcomp.adaptation.decision_log import DecisionLog
-from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.policies.decisions import BatchSize, MultiLevel, Probe
+from hvdcomp.policies.decisions import BatchSize, MultiLevel
 from hvdcomp.policies.request import Period, Request, Statistic
-from tests.decision_lines import whole_lines
-from tests.driven import COMPRESSED, SHAPES, Driven, random_gradients
+from tests.driven import COMPRESSED, SHAPES, random_gradients
 from tests.harness import BACKENDS, make
-from tests.spy_policy import EPOCH, Spy, SpyState, at_ratio, drive
+from tests.spy_policy import EPOCH, at_ratio, drive
 from tests.test_step_counter import loop
-from tests.two_levels import Model, gain_of, top
+from tests.two_levels import Model
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_lag = pytest.mark.parametrize("lag", [0, 1])
@@ -205,7 +200,7 @@ def test_learning_rates_are_those_of_the_first_step_of_this_period_and_of_the_ne
 
 @every_backend
 def test_gains_and_times_are_of_the_step_that_ended(backend: str) -> None:
-    """With lag 1: after each step its own gains, of two ranks; what is sent alternates."""
+    """After each step its own gains, of two ranks; what is sent alternates."""
     policy = {
         "asked": frozenset({Statistic.GAINS, Statistic.TIMING}), "often": Period(steps=1),
         "decisions": [MultiLevel(3.0, 16.0, "dense"), MultiLevel(3.0, 16.0, "candidate"),
@@ -261,73 +256,3 @@ def test_gains_are_those_of_the_last_step_of_a_period_and_times_of_all_its_steps
     assert spy.seen[1].timing is not None
     assert spy.seen[1].timing.seconds == 4 + 5 + 6
     assert driven.needed_engine == [step % 3 == 2 for step in range(13)]
-
-
-class InStep(Spy):
-    """Is told gains while it has not decided what is sent, and the time of the step afterwards."""
-
-    def request(self, state: SpyState) -> Request:
-        open_ = self.decision(state).send is None  # type: ignore[attr-defined]
-        return Request(frozenset({Statistic.GAINS if open_ else Statistic.TIMING}), self.often, ever=self.asked)
-
-
-@every_backend
-def test_with_lag_0_gains_are_told_in_the_step_that_obeys_them(backend: str, tmp_path: Path) -> None:
-    """Each step is told its gains and then its time; at its end rank 0 goes on to other factors."""
-    sends = ["dense", "candidate", "minimum", "candidate", "candidate", "dense"]
-    factors = [(3.0, 16.0), (3.0, 16.0), (4.0, 8.0), (4.0, 20.0), (2.0, 40.0), (2.0, 40.0)]
-    decisions = [
-        MultiLevel(*pair, told)  # type: ignore[arg-type]
-        for pair, send in zip(factors, sends, strict=True)
-        for told in (None, send)
-    ]
-    log = DecisionLog(tmp_path / "decisions.jsonl")
-
-    def work(communicator: InProcessCommunicator) -> tuple[Driven, InStep]:
-        asked = frozenset({Statistic.GAINS, Statistic.TIMING})
-        spy = InStep(asked=asked, often=Period(steps=1), decisions=decisions, lag=0)
-        return Driven(communicator, spy, backend, log=log).run(6), spy
-
-    (first, spy), (second, other) = run_ranks(2, work)
-    assert not other.seen
-    assert first.plans == second.plans
-    assert first.result_bits() == second.result_bits()
-    models = [Model(0), Model(1)]
-    for step, send in enumerate(sends):
-        gains, timing = spy.seen[2 * step : 2 * step + 2]
-        assert (gains.step, gains.timing, timing.step, timing.gains) == (step, None, step + 1, None)
-        assert gains.gains is not None
-        assert timing.timing is not None
-        assert timing.timing.samples == 2
-        for model in models:
-            model.begin(step, *factors[step])
-        assert (gains.gains.minimum, gains.gains.candidate) == pytest.approx(models[0].gains(), rel=1e-5)
-        sent = [model.send(send) for model in models]
-        for name in SHAPES:
-            np.testing.assert_allclose(first.results[step][name], (sent[0][name] + sent[1][name]) / 2, atol=1e-6)
-    assert [line["from_step"] for line in whole_lines(log.path)[1:]] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
-
-
-@every_lag
-def test_level_gains_are_those_of_the_period_and_measured_on_rank_0_alone(lag: int) -> None:
-    factors = (2.0, 8.0)
-    policy = {
-        "asked": frozenset({Statistic.LEVEL_GAINS}), "often": Period(epochs=1), "lag": lag,
-        "decisions": [Probe(factors, 3, send=1.0)],
-    }  # fmt: skip
-    (first, spy), (second, other) = drive(policy, "numpy", 9)
-    assert not other.seen
-    assert second.engine.before_compress is None
-    assert all(first.needed_engine)
-    assert all(second.needed_engine)
-    assert set(first.plans[0].values()) == {str(NoCompression())}
-    for number, told in enumerate(spy.seen):
-        steps = (4 * number, 4 * number + 3)
-        assert told.level_gains is not None
-        for name in COMPRESSED:
-            xs = [random_gradients(0, step)[name] for step in steps]
-            right = {factor: gain_of([(x, top(x, factor)) for x in xs]) for factor in factors}
-            assert told.level_gains[name] == pytest.approx(right, rel=1e-5)
-        assert told.level_costs is not None
-        assert told.level_costs["linear"] == {2.0: 128 * 6 / (4 * 384), 8.0: 32 * 6 / (4 * 384)}
-    assert len(spy.seen) == 2

@@ -56,7 +56,6 @@ MADE: dict[str, Any] = {
 names = st.text(max_size=6) | st.sampled_from(["NaN", "Infinity", "1.0"])
 floats = st.floats()
 finite = st.floats(allow_nan=False, allow_infinity=False)
-levels = st.dictionaries(names, st.dictionaries(finite | st.integers(1, 64), floats, max_size=3), max_size=3)
 by_tensor = st.dictionaries(names, floats, max_size=4)
 candidates = st.builds(Candidate, floats, st.integers(0, 10**6), st.none() | names)
 rate_pairs = st.integers(1, 3).flatmap(lambda groups: st.tuples(*[st.tuples(*[floats] * groups)] * 2))
@@ -79,8 +78,6 @@ shapes = {
     "model_norm": floats,
     "mean_to_std": by_tensor,
     "gains": st.builds(GravacGains, floats, st.none() | floats, st.integers(1, 4096)),
-    "level_gains": levels,
-    "level_costs": levels,
     "timing": st.builds(Timing, st.integers(0, 10**9) | finite, floats, floats),
     "candidates": st.builds(Candidates, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
     "step_times": st.lists(floats).map(tuple),
@@ -112,7 +109,18 @@ def test_every_shape_of_statistics_is_drawn() -> None:
 
 @given(statistics=statistics)
 @example(Statistics(step=1, norms={"a": math.nan, "b": math.inf, "c": -math.inf, "d": 5e-324, "e": -0.0}))
-@example(Statistics(step=1, level_gains={"a": {10.0: 0.1, 0.1 + 0.2: math.nan, 4: 1.0, 1e300: 0.0}}))
+@example(
+    Statistics(
+        step=1,
+        level_table=LevelTable(
+            {"a": {10.0: 0.1, 0.1 + 0.2: math.nan, 4: 1.0, 1e300: 0.0}},
+            {"a": {10.0: 1, 0.1 + 0.2: 2, 4: 3, 1e300: 4}},
+            {"a": 4},
+            other_bytes=1,
+            dense_bytes=2,
+        ),
+    )
+)
 @example(Statistics(step=1, learning_rates=LearningRates((0.1, math.inf), (math.nan, -0.0))))
 def test_statistics_come_back_exactly(statistics: Statistics) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -223,6 +231,9 @@ def _change(line: int, old: str, new: str) -> Any:
     return change
 
 
+_TABLE = '{"errors": {"a": {"x": 0.5}}, "sent": {}, "own": {}, "other_bytes": 0, "dense_bytes": 0}'
+
+
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
@@ -243,7 +254,7 @@ def _change(line: int, old: str, new: str) -> Any:
         (2, lambda lines: lines.insert(1, "17\n"), "not a line of a decision log"),
         (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated|Invalid control"),
         (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "of the same groups"),
-        (2, _change(2, '"norms"', '"level_gains": {"a": {"x": 0.5}}, "norms"'), "level_gains.a.x: expected a number"),
+        (2, _change(2, '"norms"', f'"level_table": {_TABLE}, "norms"'), "errors.a.x: expected a number"),
         (1, lambda lines: lines.pop(0), "a decision log begins with a start line"),
         (1, _change(1, '"format":2', '"format":3'), f"format 3 is not known here; .* {version('hvdcomp')} or later"),
         (1, _change(1, '{"by_tensor":[4,null]}', '{"by_tensor":[4]}'), "does not fit the lines before it: ValueError"),

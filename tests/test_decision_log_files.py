@@ -38,13 +38,10 @@ TENSORS = {tensor.name: tensor.shape for tensor in tensors_of("resnet50")}
 LEVELS = (4, 2, 3, 5, 6, 8)
 LIMITS = {
     "accordion:low=4,high=1,steps=10": 3600,
-    "accordion:auto,steps=10": 3700,
     "accordion_batch_size:low=512,high=4096,steps=10": 320,
-    "accordion_joint:low=4,high=1,batch_low=512,batch_high=4096,steps=10": 3800,
     "increase_batch_size:low=128,high=2048": 320,
     "adaqs:start=64,fall=0.2,steps=10": 3800,
     "gravac:min=10,max=1000": 550,
-    "gravac:min=10,max=1000,lag=0": 400,
     "lgreco": 17_000,
     "budget:factor=50": 17_000,
     "auto:calibration=nowhere.json": 1700,
@@ -72,7 +69,6 @@ def known(policy: Policy[Any], state: Any, step: int, random: np.random.Generato
         Statistic.TIMING: lambda: Timing(640, random.uniform(), random.uniform()),
         Statistic.CANDIDATES: candidates,
         Statistic.STEP_TIMES: lambda: tuple(random.uniform(0.098, 0.1, 20).tolist()),
-        Statistic.LEVEL_GAINS: lambda: {name: {cf: random.uniform() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
         Statistic.LEVEL_TABLE: lambda: LevelTable(
             {name: {level: float(f"{random.uniform() / level:.6g}") for level in LEVELS} for name in TENSORS},
             {name: {level: 4096 * level for level in LEVELS} for name in TENSORS},
@@ -82,8 +78,6 @@ def known(policy: Policy[Any], state: Any, step: int, random: np.random.Generato
         ),
     }
     found = {each.value: told[each]() for each in policy.request(state).statistics}
-    if "level_gains" in found:
-        found["level_costs"] = {name: {cf: 1 / cf for cf in gains} for name, gains in found["level_gains"].items()}
     return Statistics(step=step, epoch=step // 100, **found)
 
 
@@ -115,8 +109,6 @@ def test_a_decision_about_resnet50_takes_few_bytes(spec: str, tmp_path: Path) ->
     assert len(TENSORS) == 161
     path = tmp_path / "decisions.jsonl"
     start, *decisions = sizes_of_lines(path, policy_of(spec), 60)
-    if "accordion:auto" in spec:
-        assert decisions.pop(0) < 75_000  # the gains and costs of all levels, told once
     assert start < 11_000
     assert np.mean(decisions) < LIMITS[spec]
     assert replay(path).difference is None
@@ -126,7 +118,7 @@ def test_a_decision_about_resnet50_takes_few_bytes(spec: str, tmp_path: Path) ->
 
 
 def test_every_policy_has_a_limit() -> None:
-    named = {spec.partition(",")[0] if spec.startswith("accordion:auto") else spec.partition(":")[0] for spec in LIMITS}
+    named = {spec.partition(":")[0] for spec in LIMITS}
     decide = {name for name, kind in POLICIES.items() if issubclass(kind, Policy)}
     assert named == decide - {"constant"}, "constant never decides"
 
@@ -200,8 +192,8 @@ def test_a_run_that_is_resumed_goes_on_in_the_file_unless_that_is_full(tmp_path:
 
 
 def test_a_file_that_begins_within_the_first_step(tmp_path: Path) -> None:
-    """With lag=0 the first step obeys a decision: it is not what a training begins with."""
-    policy, path = policy_of("gravac:lag=0"), tmp_path / "decisions.jsonl"
+    """Which obeys a decision, and is not what a training begins with."""
+    policy, path = policy_of("gravac"), tmp_path / "decisions.jsonl"
     drive(path, policy, 2, 1, file_bytes=1)
     files = [*put_aside_before(path).values(), path]
     start, *_ = read_decisions(files[1])

@@ -196,16 +196,14 @@ def test_powersgd_goes_on_from_what_it_kept_when_its_rank_changes(device: bool) 
             for spec, text in (
                 ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=2,eta=0.3,statistic=aggregated"),
                 ("powersgd:rank=2", "accordion:low=4,high=1,steps=2,statistic=aggregated,eta=0.5"),
-                ("topk:ratio=0.1", "accordion:auto,probe=2,interval=1,every=2,largest=64,eta=0.3"),
                 ("powersgd:rank=2", "adaqs:start=8,fall=0.01,steps=2"),
                 ("topk:ratio=0.1", "lgreco:interval=2,alpha=1.1"),
                 ("powersgd:rank=2", "lgreco:interval=4,last=2,alpha=1.2"),
                 ("topk:ratio=0.1", "budget:factor=4,interval=4,last=2"),
                 ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
-                ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3,lag=0"),
                 ("topk:ratio=0.1", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
-                ("powersgd:rank=2", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3,lag=0"),
-                ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5,lag=0"),
+                ("powersgd:rank=2", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),
+                ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5"),
                 ("powersgd:rank=2", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),
             )
         ),

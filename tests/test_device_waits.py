@@ -106,25 +106,21 @@ def test_in_a_step_of_buckets_nothing_waits(spec: str, memory: Memory, monkeypat
 @pytest.mark.parametrize(("spec", "text"), [
     ("topk:ratio=0.1", "accordion:low=0.5,high=0.02,interval=2,eta=0.3"),
     ("qsgd:bits=4", "accordion:low=8,high=2,interval=2,eta=0.3,statistic=aggregated"),
-    ("topk:ratio=0.1", "accordion:auto,probe=2,interval=1,every=2,largest=64,eta=0.3"),
     ("randomk:ratio=0.1", "adaqs:start=64,fall=0.01,interval=1"),
     ("topk:ratio=0.1", "lgreco:interval=3,last=2"),
     ("topk:ratio=0.1", "budget:error=0.5,interval=3,last=2"),
     ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5"),
     ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,factor=elements,gain=raw"),
     ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5"),
-    ("powersgd:rank=2", "gravac:min=2,max=16,window=3,omega=0,epsilon=0.5,lag=0"),
+    ("powersgd:rank=2", "gravac:min=2,max=16,window=3,omega=0,epsilon=0.5"),
 ])  # fmt: skip
 def test_in_a_step_that_a_policy_watches_nothing_waits(spec: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for GraVAC with lag=0, where what a step sends is decided in the step itself."""
-    decisions = frozenset({("in_step.py", "_decide_in_step")})
-
     def work(communicator: InProcessCommunicator) -> None:
         driven = Driven(communicator, parse_policy(text), "torch", spec=spec, steps_per_epoch=2)
         step = driven.engine.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            with nothing_waits(decisions):
+            with nothing_waits():
                 return step(*args, **kwargs)
 
         monkeypatch.setattr(driven.engine, "step", watched)

@@ -23,15 +23,12 @@ METHODS = (
     "dgc:ratio=0.1", "sidco:ratio=0.1", "stc:ratio=0.1", "terngrad", "signsgd", "onebit",
 )  # fmt: skip
 TRIED_POLICIES = (
-    "accordion_joint:low=0.5,high=0.1,batch_low=16,batch_high=32,steps=3",
+    "accordion_batch_size:low=16,high=32,steps=3",
     "auto:calibration=nowhere.json,window=3,every=5",
     "gravac:min=2,max=8,window=10",
     "accordion:low=0.5,high=0.1,steps=3",
-    "accordion:auto,steps=3,largest=8",
-    "accordion_batch_size:low=16,high=32,steps=3",
     "increase_batch_size:low=16,high=64,steps=3",
     "adaqs:start=8,fall=0.01,steps=3",
-    "gravac:min=2,max=8,window=10,lag=0",
     "lgreco:interval=4,last=2",
     "budget:factor=4,interval=4,last=2",
     "constant:level=0.2",

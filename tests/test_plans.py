@@ -28,7 +28,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Levels, LevelsAndBatch, Methods, MultiLevel, Probe
+from hvdcomp.policies.decisions import BatchSize, Decision, Factors, Levels, Methods, MultiLevel
 from tests.harness import infos
 
 SHAPES = {"conv": (64, 32, 3, 3), "linear": (100, 128), "small": (20, 20), "bias": (4096,), "none": (0, 4)}
@@ -93,11 +93,6 @@ def test_factors_of_single_tensors_and_factor_one_is_dense() -> None:
     assert plan(Factors({"conv": 1.0, "linear": 1.0}), PowerSGD(2)) == {"conv": NONE, "linear": NONE}
 
 
-def test_a_probe_sends_all_at_its_factor() -> None:
-    assert plan(Probe((2.0, 8.0), 10, send=2.0), TopK(0.1)) == top_k(2)
-    assert plan(Probe((2.0, 8.0), 10, send=1.0), TopK(0.1)) == {"conv": NONE, "linear": NONE}
-
-
 def test_methods_are_of_all_tensors_also_of_those_too_small_to_be_compressed() -> None:
     engine = engine_of(TopK(0.1))
     plans = Plans(engine, NAMES)
@@ -121,10 +116,8 @@ def test_methods_are_of_all_tensors_also_of_those_too_small_to_be_compressed() -
         of({}, "dense")
 
 
-@pytest.mark.parametrize(
-    ("send", "factor"), [("minimum", 5.0), ("candidate", 40.0), ("dense", 1.0), (None, 5.0)]
-)
-def test_multilevel_compresses_to_what_is_sent_or_to_the_minimum_while_that_is_open(send: Any, factor: float) -> None:
+@pytest.mark.parametrize(("send", "factor"), [("minimum", 5.0), ("candidate", 40.0), ("dense", 1.0)])
+def test_multilevel_compresses_to_what_is_sent(send: Any, factor: float) -> None:
     right = top_k(factor) if factor > 1 else {"conv": NONE, "linear": NONE}
     assert plan(MultiLevel(5.0, 40.0, send), TopK(0.1)) == right
 
@@ -133,13 +126,13 @@ def test_the_plan_of_a_factor_is_made_once() -> None:
     """A decision that only says what is sent then costs no more than looking it up."""
     plans = Plans(engine_of(TopK(0.1)), NAMES)
     first = MultiLevel(5.0, 40.0, "minimum").plan(plans)
-    assert MultiLevel(5.0, 160.0, None).plan(plans) is first
+    assert MultiLevel(5.0, 160.0, "minimum").plan(plans) is first
     assert plans.at_factor(5.0) is first
     assert MultiLevel(5.0, 40.0, "candidate").plan(plans) is plans.at_factor(40.0)
     assert MultiLevel(5.0, 40.0, "dense").plan(plans) is MultiLevel(2.0, None, "dense").plan(plans)
 
 
-@pytest.mark.parametrize(("send", "factor"), [("minimum", 5.0), ("candidate", 40.0), (None, 5.0), ("dense", 1.0)])
+@pytest.mark.parametrize(("send", "factor"), [("minimum", 5.0), ("candidate", 40.0), ("dense", 1.0)])
 def test_factors_of_elements_count_no_indices(send: Any, factor: float) -> None:
     decision = MultiLevel(5.0, 40.0, send, "elements")
     ratios = {name: math.floor(size / factor) / size for name, size in SIZES.items()}
@@ -158,12 +151,9 @@ def test_the_plans_of_a_factor_of_bytes_and_of_elements_are_two() -> None:
     assert plans.at_factor(5.0, "elements") != plans.at_factor(5.0)
 
 
-def test_joint_is_its_levels_and_its_batch() -> None:
-    joint = LevelsAndBatch(Levels({"conv": 0.5, "linear": 0.25}), BatchSize(3, 3.0))
-    assert plan(joint, TopK(0.1)) == {"conv": TopK(0.5), "linear": TopK(0.25)}
-    assert joint.batch() == BatchSize(3, 3.0)
+def test_what_is_not_about_the_batch_leaves_it_as_at_the_start() -> None:
     assert BatchSize(2, 2.0).batch() == BatchSize(2, 2.0)
-    for other in (Levels({}), Factors({}), MultiLevel(2.0, None, None), Probe((2.0, 4.0), 1, 2.0)):
+    for other in (Levels({}), Factors({}), MultiLevel(2.0, None, "dense")):
         assert other.batch() == BatchSize(1, 1.0)
 
 
@@ -200,7 +190,6 @@ def test_routed_tensors_take_levels_and_factors_by_their_own_compressor(router: 
     assert plan(Levels({"conv": 57, "linear": 57}), router) == {"conv": NONE, "linear": NONE}
     right = {"conv": NONE, "linear": PowerSGD(7)}
     assert plan(Factors({"conv": 8.0, "linear": 8.0}), router) == right
-    assert plan(Probe((8.0, 16.0), 1, send=8.0), router) == right
     assert plan(MultiLevel(8.0, 16.0, "minimum"), router) == right
     assert plan(Factors({"conv": 1.0, "linear": 1.0}), router) == {"conv": NONE, "linear": NONE}
 

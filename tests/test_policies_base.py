@@ -16,7 +16,6 @@ from hvdcomp import PowerSGD, SpecError, TopK
 from hvdcomp.policies import POLICIES as REGISTRY
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.accordion import Accordion
-from hvdcomp.policies.accordion_auto import AutoAccordion
 from hvdcomp.policies.adaqs import AdaQS
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.base import Policy
@@ -28,14 +27,11 @@ from hvdcomp.policies.decisions import (
     Decision,
     Factors,
     Levels,
-    LevelsAndBatch,
     Methods,
     MultiLevel,
-    Probe,
     decision_from_json,
 )
 from hvdcomp.policies.gravac import GraVAC
-from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.lgreco import LGreCo
 from hvdcomp.policies.request import (
     Candidate,
@@ -58,15 +54,11 @@ POLICIES: list[Policy] = [
     *(parse_policy(example) for kind in KINDS for example in kind.examples),  # type: ignore[list-item]
     Accordion(low=0.99, high=0.1, interval=3),
     Accordion(low=2, high=1, steps=4, statistic="aggregated"),
-    AutoAccordion(interval=3, smallest=4, largest=16),
-    AutoAccordion(probe=3, every=5, keep_low=0.5, keep_high=0.25, largest=8, eta=0.4, steps=7),
     AccordionBatchSize(low=512, high=4096, interval=2),
-    AccordionJoint(low=0.5, high=0.1, batch_low=64, batch_high=256, interval=2),
-    AccordionJoint(low=2, high=1, batch_low=1, batch_high=3, steps=5, eta=0.25, statistic="aggregated"),
     IncreaseBatchSize(low=128, high=2048),
     AdaQS(start=16, fall=0.2),
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4),
-    GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", lag=0, smoothing=0.5),
+    GraVAC(min=10, max=200, window=3, omega=0.2, epsilon=0.4, scaling="geometric", smoothing=0.5),
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4, factor="elements", gain="raw"),
     LGreCo(interval=5, last=10, alpha=0.7, least=0.25, most=1, levels=3, statistic="aggregated", lag=0),
     Budget(factor=20, interval=7, last=2, least=0.5, most=1, levels=3, statistic="aggregated", lag=0),
@@ -98,7 +90,6 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         Statistic.LEARNING_RATES: learning_rates,
         Statistic.GAINS: GravacGains(gain, None if candidate is None else candidate_gain, ranks=20),
         Statistic.TIMING: Timing(640, seconds),
-        Statistic.LEVEL_GAINS: {name: {cf: norms[name] / cf for cf in (2.0, 4.0, 8.0, 16.0)} for name in TENSORS},
         Statistic.CANDIDATES: CANDIDATES,
         Statistic.STEP_TIMES: (model_norm, *norms.values(), seconds),
         Statistic.LEVEL_TABLE: LevelTable(
@@ -110,8 +101,6 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
         ),
     }
     told = {each.value: known[each] for each in request.statistics}
-    if Statistic.LEVEL_GAINS in request.statistics:
-        told["level_costs"] = {name: {2.0: 0.5, 4.0: ratios[name], 8.0: 0.1} for name in TENSORS}
     return Statistics(step=step, **told)
 
 
@@ -187,6 +176,9 @@ def test_lag(policy: Policy) -> None:
     if isinstance(policy, Auto):
         with pytest.raises(SpecError, match="auto: lag=0 is not allowed; it must be 1"):
             dataclasses.replace(policy, lag=0)
+    elif isinstance(policy, GraVAC):
+        with pytest.raises(SpecError, match="lag=0 of gravac was taken out"):
+            dataclasses.replace(policy, lag=0)
     else:
         assert dataclasses.replace(policy, lag=0).lag == 0
         assert parse_policy(str(dataclasses.replace(policy, lag=0))).lag == 0
@@ -205,18 +197,13 @@ def test_lag(policy: Policy) -> None:
             {"kind": "multilevel", "minimum": 10.0, "candidate": None, "send": "dense"},
         ),
         (
-            MultiLevel(10.0, 20.0, None, "elements", "raw"),
+            MultiLevel(10.0, 20.0, "candidate", "elements", "raw"),
             {
-                "kind": "multilevel", "minimum": 10.0, "candidate": 20.0, "send": None, "factor": "elements",
+                "kind": "multilevel", "minimum": 10.0, "candidate": 20.0, "send": "candidate", "factor": "elements",
                 "gain": "raw",
             },
         ),
         (BatchSize(4, 4.0), {"kind": "batch_size", "accumulation": 4, "learning_rate_factor": 4.0}),
-        (
-            LevelsAndBatch(Levels({"a": 2}), BatchSize(4, 4.0)),
-            {"kind": "joint", "levels": {"a": 2}, "batch_size": {"accumulation": 4, "learning_rate_factor": 4.0}},
-        ),
-        (Probe((2.0, 4.0), 10, 2.0), {"kind": "probe", "factors": [2.0, 4.0], "every": 10, "send": 2.0}),
         (
             Methods({"a": None, "b": "fp16"}, "none"),
             {"kind": "methods", "methods": {"a": None, "b": "fp16"}, "others": "none"},
@@ -275,11 +262,7 @@ def test_learning_rates() -> None:
     [
         (Accordion(low=2, high=1), Period(epochs=1)),
         (Accordion(low=2, high=1, steps=50), Period(steps=50)),
-        (AutoAccordion(), Period(epochs=1)),
-        (AutoAccordion(steps=50), Period(steps=50)),
         (AccordionBatchSize(low=1, high=2), Period(epochs=1)),
-        (AccordionJoint(low=2, high=1, batch_low=1, batch_high=2), Period(epochs=1)),
-        (AccordionJoint(low=2, high=1, batch_low=1, batch_high=2, steps=50), Period(steps=50)),
         (IncreaseBatchSize(low=1, high=2, steps=7), Period(steps=7)),
         (AdaQS(start=4, fall=0.5, interval=3), Period(epochs=3)),
         (AdaQS(start=4, fall=0.5, steps=3), Period(steps=3)),

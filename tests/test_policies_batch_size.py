@@ -13,7 +13,6 @@ from hvdcomp import PowerSGD, SpecError
 from hvdcomp.policies import Policy
 from hvdcomp.policies.batch_size import AccordionBatchSize, IncreaseBatchSize
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.policies.joint import AccordionJoint
 from hvdcomp.policies.request import LearningRates, Statistic, Statistics
 
 norms_and_falls = st.lists(
@@ -159,7 +158,6 @@ def test_accordion_needs_a_multiple() -> None:
     [
         AccordionBatchSize(low=10, high=50),
         IncreaseBatchSize(low=10, high=50),
-        AccordionJoint(low=2, high=1, batch_low=10, batch_high=50),
     ],
 )
 def test_an_epoch_has_room_for_the_largest_batch(policy: Policy) -> None:

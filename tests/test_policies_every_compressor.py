@@ -20,12 +20,10 @@ SHAPES = {"a": (40, 30), "b": (24, 50)}
 LEVELLED = [spec for spec in EXAMPLES if parse_compressor(spec).level is not None]
 POLICIES = (
     "accordion:low={low},high={high},steps=2,eta=0.9",
-    "accordion:auto,steps=2,eta=0.9,every=1,largest=64",
     "adaqs:start=16,fall=0.01,steps=2",
     "lgreco:interval=3,last=2",
     "budget:factor=4,interval=3,last=2",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0",
-    "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,lag=0",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,factor=elements,gain=raw",
 )
 

@@ -26,7 +26,7 @@ def algorithm(policy: GraVAC, draws: list[Step]) -> list[tuple[float, float | No
     theta_min, theta = policy.min, ladder[0] if ladder else None
     delta: dict[float, float] = {}  # of what is compressed to
     throughput: dict[float, float] = {}
-    searching, decided, log = True, 1.0, []
+    searching, sent, log = True, 1.0, []
 
     def choice() -> float:
         if theta is not None and theta in delta and delta[theta] >= policy.epsilon:
@@ -37,7 +37,6 @@ def algorithm(policy: GraVAC, draws: list[Step]) -> list[tuple[float, float | No
         for cf, new in ((theta_min, gain_min), (theta, gain_c)):
             if cf is not None:
                 delta[cf] = new if cf not in delta else RANKS / 100 * new + (1 - RANKS / 100) * delta[cf]
-        sent = decided if policy.lag else choice()
         log.append((theta_min, theta, sent))
         throughput[sent] = SAMPLES / seconds * (1.0 if sent == 1 else delta[sent])
 
@@ -55,7 +54,7 @@ def algorithm(policy: GraVAC, draws: list[Step]) -> list[tuple[float, float | No
                 if theta <= theta_min:
                     theta_min, theta = theta, None
             delta = {cf: value for cf, value in delta.items() if cf in (theta_min, theta)}
-        decided = choice()
+        sent = choice()
     return log
 
 
@@ -67,15 +66,8 @@ def drive(policy: GraVAC, draws: list[Step]) -> list[tuple[float, float | None, 
     for step, (gain_min, gain_c, seconds) in enumerate(draws):
         gains = GravacGains(gain_min, None if decision.candidate is None else gain_c, RANKS)
         timing = Timing(SAMPLES, seconds)
-        if policy.lag:
-            log.append((decision.minimum, decision.candidate, decision.sent))
-            state, decision = policy.decide(state, Statistics(step=step, gains=gains, timing=timing))
-        else:
-            assert decision.send is None
-            assert decision.sent is None
-            state, decision = policy.decide(state, Statistics(step=step, gains=gains))
-            log.append((decision.minimum, decision.candidate, decision.sent))
-            state, decision = policy.decide(state, Statistics(step=step, timing=timing))
+        log.append((decision.minimum, decision.candidate, decision.sent))
+        state, decision = policy.decide(state, Statistics(step=step, gains=gains, timing=timing))
     return log
 
 
@@ -90,12 +82,11 @@ steps_drawn = st.lists(st.tuples(gains_drawn, gains_drawn, st.sampled_from([0.5,
     scaling=st.sampled_from(["exponential", "geometric"]),
     omega=st.sampled_from([0.0, 0.01, 0.3]),
     epsilon=st.sampled_from([0.3, 0.7, 0.9]),
-    lag=st.sampled_from([0, 1]),
 )
 def test_the_algorithm_as_one_loop(
-    draws: list[Step], ends: tuple, window: int, scaling: str, omega: float, epsilon: float, lag: int
+    draws: list[Step], ends: tuple, window: int, scaling: str, omega: float, epsilon: float
 ) -> None:
-    policy = GraVAC(min=ends[0], max=ends[1], window=window, scaling=scaling, omega=omega, epsilon=epsilon, lag=lag)
+    policy = GraVAC(min=ends[0], max=ends[1], window=window, scaling=scaling, omega=omega, epsilon=epsilon)
     assert drive(policy, draws) == algorithm(policy, draws)
 
 
@@ -140,7 +131,6 @@ def test_windows_by_default() -> None:
         ({"window": 100}, 10),
         ({"window": 90}, 1),
         ({"window": 505}, 1),
-        ({"lag": 0}, 1),
         ({"every": 1}, 1),
         ({"window": 90, "every": 45}, 45),
     ],
@@ -151,10 +141,8 @@ def test_how_often_gains_are_measured(settings: dict, every: int) -> None:
 
 
 def test_the_first_step() -> None:
-    """With a lag nothing is known yet, so it is dense; without, its own gains decide."""
-    draws = [(0.9, 0.8, 1.0)] * 2
-    assert [sent for _, _, sent in drive(GraVAC(lag=1), draws)] == [1, 20]
-    assert [sent for _, _, sent in drive(GraVAC(lag=0), draws)] == [20, 20]
+    """Nothing is known yet, so it is dense."""
+    assert [sent for _, _, sent in drive(GraVAC(), [(0.9, 0.8, 1.0)] * 2)] == [1, 20]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +156,8 @@ def test_the_first_step() -> None:
         (0.0, 0.0, "dense"),
     ],
 )
-@pytest.mark.parametrize("lag", [0, 1])
-def test_what_is_sent(gain_min: float, gain_c: float, send: str, lag: int) -> None:
-    policy = GraVAC(lag=lag)
+def test_what_is_sent(gain_min: float, gain_c: float, send: str) -> None:
+    policy = GraVAC()
     statistics = Statistics(step=1, gains=GravacGains(gain_min, gain_c, 4), timing=Timing(SAMPLES, 1.0))
     _, decision = policy.decide(policy.initial_state([]), statistics)
     assert decision == MultiLevel(10, 20, send)
@@ -191,16 +178,14 @@ def test_smoothing(ranks: int, smoothing: float | None, weight: float) -> None:
     assert state.gains == pytest.approx({10: expected, 20: expected / 2})
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_gradient_that_is_not_finite_leaves_the_gains(lag: int) -> None:
-    policy = GraVAC(lag=lag, window=2)
+def test_a_gradient_that_is_not_finite_leaves_the_gains() -> None:
+    policy = GraVAC(window=2)
     state = policy.initial_state([])
     told = [GravacGains(0.9, 0.8, 4), GravacGains(math.nan, math.nan, 4), GravacGains(0.9, math.inf, 4)]
     for step, gains in enumerate(told):
-        for told in [Statistics(step, gains=gains, timing=Timing(1, 1.0))] * (2 - lag):
-            state, decision = policy.decide(state, told)
+        state, decision = policy.decide(state, Statistics(step, gains=gains, timing=Timing(1, 1.0)))
     assert state.gains == {10: 0.9}  # the second window's candidate has none yet
-    assert decision == MultiLevel(10, 40, "minimum" if lag else None)
+    assert decision == MultiLevel(10, 40, "minimum")
     assert state.steps == 3
 
 
@@ -381,7 +366,7 @@ def test_the_gain_against_the_gradient_alone() -> None:
         ({"window": 2.5}, r"window=2\.5"),
         ({"smoothing": 0}, "smoothing=0"),
         ({"every": 0}, "every=0"),
-        ({"every": 2, "lag": 0}, "every=2 .* lag=0"),
+        ({"lag": 0}, "lag=0 of gravac was taken out"),
         ({"every": 3}, "every=3 .* a divisor of the window, 500 steps"),
         ({"smoothing": 2}, "smoothing=2"),
         ({"lag": 2}, "lag=2"),

@@ -39,13 +39,11 @@ SPECS = [
     *(spec for kind in POLICIES.values() if issubclass(kind, Policy) for spec in kind.examples),
     "accordion:low=0.99,high=0.1,interval=3",
     "accordion:low=2,high=1,steps=4,statistic=aggregated",
-    "accordion:auto,probe=2,interval=2,eta=0.3",
     "accordion_batch_size:low=512,high=4096,interval=2,lag=0",
-    "accordion_joint:low=4,high=1,batch_low=64,batch_high=512,interval=2",
     "increase_batch_size:low=128,high=2048",
     "adaqs:start=16,fall=0.2",
     "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4",
-    "gravac:min=10,max=200,window=3,omega=0.2,epsilon=0.4,scaling=geometric,lag=0,smoothing=0.5",
+    "gravac:min=10,max=200,window=3,omega=0.2,epsilon=0.4,scaling=geometric,smoothing=0.5",
     "gravac:min=10,max=200,window=2,omega=0.2,epsilon=0.4,factor=elements,gain=raw",
     "lgreco:interval=1,alpha=1.5",
     "budget:factor=4,interval=3,last=1",
@@ -87,7 +85,6 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         Statistic.MEAN_TO_STD: by_tensor,
         Statistic.LEARNING_RATES: lambda: LearningRates(rates(), rates()),
         Statistic.GAINS: lambda: GravacGains(number(), None if state.candidate is None else number(), ranks=20),
-        Statistic.LEVEL_GAINS: lambda: {name: {cf: number() for cf in policy.candidates} for name in TENSORS},  # type: ignore[attr-defined]
         Statistic.CANDIDATES: lambda: Candidates(
             tuple(sorted(TENSORS, key=lambda name: draw.random())),
             {name: Candidate(0.1 + draw.random(), 2, rest) for name, rest in (("dense", "none"), ("other", None))},
@@ -97,9 +94,6 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         Statistic.LEVEL_TABLE: level_table,
     }
     known = {each.value: made[each]() for each in sorted(asked, key=lambda each: each.value)}
-    if "level_gains" in known:
-        table = known["level_gains"]
-        known["level_costs"] = {name: {cf: draw.random() for cf in gains} for name, gains in table.items()}
     return Statistics(step=step, epoch=draw.choice([None, step // 3]), **known)
 
 

@@ -162,84 +162,28 @@ def test_factors_of_tensors(tmp_path):
     assert np.isnan(log.critical).all()
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_factors_gains_and_throughput_of_the_whole_model(tmp_path, lag):
-    spec = f"gravac:min=10,max=100,window=30,lag={lag}"
+def test_factors_gains_and_throughput_of_the_whole_model(tmp_path):
+    spec = "gravac:min=10,max=100,window=30"
     policy: Any = parse_policy(spec)
-    path = write_log(tmp_path / "log", spec, gains) if lag else write_two_calls_a_step(tmp_path / "log", policy)
+    path = write_log(tmp_path / "log", spec, gains)
     log = load_decisions(path)
     assert log is not None
-    assert log.steps.tolist() == ([0, *range(2, 102)] if lag else list(range(101)))
+    assert log.steps.tolist() == [0, *range(2, 102)]
     assert log.minimum[0] == 10
-    assert log.candidate[[0, 31 if lag else 30, 62 if lag else 60]].tolist() == [20, 40, 100]
+    assert log.candidate[[0, 31, 62]].tolist() == [20, 40, 100]
     assert set(log.gains) == set(policy.candidates) | {10}
-    sent = set(log.sent[np.isfinite(log.sent)])
-    assert sent == set(log.throughput) if lag else sent <= set(log.throughput) | {1}
+    assert set(log.sent) == set(log.throughput)
     last = whole_lines(path)[-1]["state"]
     for name, arrays in (("gains", log.gains), ("throughput", log.throughput)):
         assert {repr(cf): column[-1] for cf, column in arrays.items() if np.isfinite(column[-1])} == last[name]
 
 
-def write_two_calls_a_step(path: Path, policy: Any) -> Path:
-    """With lag=0 what a step sends is decided in it, and its timing is told at its end."""
-    state = policy.initial_state(TENSORS)
-    log = DecisionLog(path)
-
-    def logged(now: Any) -> dict[str, Any]:
-        return {"state": policy.to_json(now), "decision": policy.decision(now).to_json()}
-
-    log.start(
-        step=0,
-        epoch=None,
-        policy=str(policy),
-        compressor="topk:ratio=0.1",
-        tensors=dict.fromkeys(TENSORS, (8, 8)),
-        steps_per_epoch=None,
-        ranks=4,
-        **logged(state),
-    )
-    for step in range(100):
-        for from_step in (step, step + 1):
-            statistics = gains(state, from_step)
-            state, _ = policy.decide(state, statistics)
-            log.decision(step=from_step, epoch=None, from_step=from_step, statistics=statistics, **logged(state))
-    log.close()
-    return path
-
-
-def test_batch_size_and_joint(tmp_path):
+def test_batch_size(tmp_path):
     told = regimes({1: (1, 1, 1), 2: (1, 1, 4)})
     log = load_decisions(write_log(tmp_path / "batch", "accordion_batch_size:low=64,high=512,interval=1", told))
     assert log is not None
     assert log.accumulation.tolist() == [1, 1, 1, 8, 8, 8]
     assert log.levels == {}
-    spec = "accordion_joint:low=4,high=1,batch_low=64,batch_high=512,interval=1"
-    joint = load_decisions(write_log(tmp_path / "joint", spec, told))
-    assert joint is not None
-    assert joint.accumulation.tolist() == log.accumulation.tolist()
-    assert joint.levels["fc2.weight"].tolist() == [4, 4, 4, 1, 1, 1]
-    assert joint.critical[2] == pytest.approx(1 / 3)
-
-
-def test_probed_levels(tmp_path):
-    levels = (2.0, 4.0, 8.0)
-
-    def told(state: Any, step: int) -> Statistics:
-        known = regimes({1: (1, 1, 1)})(state, step)
-        table = {name: {cf: 1.0 / cf for cf in levels} for name in TENSORS}
-        level_gains = {name: {2.0: 0.9, 4.0: 0.75, 8.0: 0.4} for name in TENSORS}
-        return Statistics(
-            step,
-            known.epoch,
-            learning_rates=known.learning_rates,
-            norms=known.norms,
-            level_gains=level_gains,
-            level_costs=table,
-        )
-
-    log = load_decisions(write_log(tmp_path / "log", "accordion:auto,largest=8,interval=1", told))
-    assert log is not None
-    assert log.factors["fc1.weight"].tolist() == [2, 4, 8, 8, 8, 8]
 
 
 def test_resumed_run_counts_the_later_decisions(tmp_path):

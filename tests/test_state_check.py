@@ -20,7 +20,6 @@ from tests.test_bindings import bound, gradients
 from tests.test_checkpoint import policy_of
 
 SPEC, POLICY = "powersgd:rank=2", "accordion:steps=3,eta=0.3,low=4,high=1"
-PROBED = "accordion:auto,probe=2,interval=2,every=1,largest=64,eta=0.3"
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -148,31 +147,6 @@ def test_numbers_that_would_spoil_every_step_are_refused(what: str, number: str,
     (array,) = kept["linear"]["arrays"]
     array[3, 1] = float(number)
     refused(state, f"the {what} of linear holds an inf or NaN", backend)
-
-
-def test_what_was_measured_has_to_be_in_order() -> None:
-    state = state_of_training("numpy", PROBED, 3)
-    probe = state["own"]["coordinator"]["probe"]
-    assert probe["energies"], "a step was measured"
-    for path, value, match in (
-        (("steps",), -1, "steps: -1 must be a whole number"),
-        (("energies",), None, "energies: None must be a table"),
-        (("energies", "linear", 2.0), np.zeros(3), "measured of linear must be two numbers"),
-        (("energies", "other"), {2.0: np.zeros(2)}, "'other' is no parameter"),
-    ):
-        wrong = copying.deepcopy(state)
-        place = wrong["own"]["coordinator"]["probe"]
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-        refused(wrong, match, policy=PROBED)
-
-
-def test_a_policy_of_two_parts_has_to_be_in_order() -> None:
-    joint = "accordion_joint:low=4,high=1,batch_low=16,batch_high=32,interval=1,eta=0.9"
-    state = state_of_training("numpy", joint, 3)
-    state["shared"]["coordinator"]["state"]["levels"] = "x"
-    refused(state, "'x' is not a state of accordion", policy=joint)
 
 
 def test_a_rank_outside_of_its_process_set_has_a_state() -> None:

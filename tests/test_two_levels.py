@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +18,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
 from hvdcomp.policies.decisions import MultiLevel
@@ -90,7 +90,7 @@ def test_two_levels_of_gravac_are_those_of_numpy_in_all_three_modes(backend: str
             for model in models:
                 model.begin(step, minimum, candidate)
             decision = MultiLevel(minimum, candidate, what)  # type: ignore[arg-type]
-            observer = TwoLevels(plans, decision, communicator.rank == 0, None)
+            observer = TwoLevels(plans, decision, communicator.rank == 0)
             attach(engine, observer)
             engine.set_plan(decision.plan(plans))
             engine.begin()
@@ -107,50 +107,12 @@ def test_two_levels_of_gravac_are_those_of_numpy_in_all_three_modes(backend: str
 
 
 @every_backend
-def test_two_levels_decided_in_the_step_itself(backend: str) -> None:
-    """What is sent is told in the middle of the step; rank 0 has then gone on to factors of which it tells the others
-    only now, as at the end of GraVAC's windows."""
-    factors = [(3.0, 16.0), (3.0, 16.0), (2.0, 40.0), (4.0, 8.0), (4.0, 8.0), (5.0, 25.0), (5.0, 25.0)]
-
-    def work(communicator: InProcessCommunicator) -> None:
-        engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
-        plans = Plans(engine, COMPRESSED)
-        models = [Model(rank) for rank in range(2)]
-        measures = communicator.rank == 0
-        heard = MultiLevel(*factors[0], None)
-        for step, what in enumerate(SENDING):
-            for model in models:
-                model.begin(step, *factors[step])
-            known = MultiLevel(*factors[step], None) if measures else heard
-            now = MultiLevel(*factors[step], what)  # type: ignore[arg-type]
-
-            def decide(now: MultiLevel = now) -> MultiLevel:
-                if measures:
-                    told = observer.gains()  # noqa: B023
-                    np.testing.assert_allclose([told.minimum, told.candidate], models[0].gains(), rtol=1e-5)
-                engine.set_plan(now.plan(plans))
-                engine.begin()
-                return now
-
-            observer = TwoLevels(plans, known, measures, decide)
-            attach(engine, observer)
-            engine.set_plan(heard.plan(plans))
-            engine.begin()
-            result = engine.step(gradients_of(backend, communicator.rank, step))
-            check_step(engine, models, what, result, f"{step} {what}")
-            check_bytes(engine, now.sent or 0)
-            heard = MultiLevel(*factors[step], None)
-
-    run_ranks(2, work)
-
-
-@every_backend
 @pytest.mark.parametrize("what", ["dense", "minimum"])
 def test_without_a_candidate_only_the_first_gain_is_measured(backend: str, what: Any) -> None:
     (run,) = run_engines(1, infos(SHAPES), parse_compressor("topk:ratio=0.5"), lambda r, s: {}, 0, min_numel=16)
     engine, plans = run.engine, Plans(run.engine, COMPRESSED)
     decision = MultiLevel(4.0, None, what)
-    observer = TwoLevels(plans, decision, True, None)
+    observer = TwoLevels(plans, decision, True)
     attach(engine, observer)
     engine.set_plan(decision.plan(plans))
     engine.begin()
@@ -174,7 +136,7 @@ def test_gains_of_what_is_not_finite_are_nan(backend: str, what: Any, bad: float
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
         plans, decision = Plans(engine, COMPRESSED), MultiLevel(4.0, 20.0, what)
-        observer = TwoLevels(plans, decision, True, None)
+        observer = TwoLevels(plans, decision, True)
         attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         engine.begin()
@@ -204,7 +166,7 @@ def test_two_levels_of_any_method_keep_a_share_and_send_the_smaller_thing(backen
         engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
         decision = MultiLevel(2.0, 6.0, "candidate")
         plans = Plans(engine, COMPRESSED)
-        observer = TwoLevels(plans, decision, communicator.rank == 0, None)
+        observer = TwoLevels(plans, decision, communicator.rank == 0)
         attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         out = []
@@ -227,26 +189,17 @@ def test_two_levels_of_any_method_keep_a_share_and_send_the_smaller_thing(backen
 
 
 @every_backend
-@pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize("spec", ["randomk:ratio=0.5", "qsgd:bits=8", "atomo:rank=8"])
-def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
-    spec: str, in_step: bool, backend: str
-) -> None:
-    """With methods whose second compression of x itself would be something else than that of the first.
-
-    Decided in the step, the other rank has heard of another minimum before.
-    """
+def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(spec: str, backend: str) -> None:
+    """With methods whose second compression of x itself would be something else than that of the first."""
     compressor = parse_compressor(spec)
-    now = MultiLevel(3.0, 8.0, "candidate")
 
     def work(communicator: InProcessCommunicator) -> None:
         measures = communicator.rank == 0
         engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
         plans = Plans(engine, COMPRESSED)
         levels = [plans.at_factor(factor) for factor in (3.0, 8.0)]
-        heard = MultiLevel(3.0 if measures else 2.0, 8.0, None) if in_step else now
-        decide = (lambda: now) if in_step else None
-        observer = TwoLevels(plans, heard, measures, decide)
+        observer = TwoLevels(plans, MultiLevel(3.0, 8.0, "candidate"), measures)
         x: dict[str, Any] = {}
         kept: list[dict[str, np.ndarray]] = []
 
@@ -282,22 +235,14 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(
 
 # What measuring costs and changes ------------------------------------------------------------------------------------
 
-# How often each of the two levels is compressed only to learn gains, by whether that is decided in the step, and what
-# is sent.
-COMPRESSIONS = {
-    (False, "dense"): (1, 1),
-    (False, "minimum"): (0, 1),
-    (False, "candidate"): (0, 0),
-    (True, "dense"): (1, 1),
-    (True, "minimum"): (1, 1),
-    (True, "candidate"): (0, 1),
-}
+# How often each of the two levels is compressed only to learn gains, by what is sent.
+COMPRESSIONS = {"dense": (1, 1), "minimum": (0, 1), "candidate": (0, 0)}
 
 
-@pytest.mark.parametrize(("in_step", "what"), COMPRESSIONS)
+@pytest.mark.parametrize("what", COMPRESSIONS)
 @pytest.mark.parametrize(("spec", "own"), [("topk:ratio=0.5", True), ("powersgd:rank=2", False)])
 def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
-    spec: str, own: bool, in_step: bool, what: Any, monkeypatch: pytest.MonkeyPatch
+    spec: str, own: bool, what: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock that only previews move: the first takes 10 s for each tensor, the second 1 s.
 
@@ -315,19 +260,13 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
     watch_previews(monkeypatch, engine, note)
     monkeypatch.setattr(numpy_arrays, "mark", lambda like, spare=None: clock)
     decided = MultiLevel(2.0, 6.0, what)
-
-    def decide() -> MultiLevel:
-        engine.set_plan(decided.plan(plans))
-        engine.begin()
-        return decided
-
-    observer = TwoLevels(plans, MultiLevel(2.0, 6.0, None if in_step else what), True, decide if in_step else None)
+    observer = TwoLevels(plans, decided, True)
     attach(engine, observer)
     engine.set_plan(decided.plan(plans))
     engine.begin()
     engine.step(random_gradients(0, 0))
-    first, second = COMPRESSIONS[in_step, what]
-    if not own and not in_step:
+    first, second = COMPRESSIONS[what]
+    if not own:
         first, second = max(first, what == "minimum"), max(second, what == "candidate")
     assert observer.seconds() == len(COMPRESSED) * (10 * first + second)
 
@@ -347,7 +286,7 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
         watch_previews(monkeypatch, engine, lambda names, plan: previews.extend(names))
         plans = Plans(engine, COMPRESSED)
         decision = MultiLevel(3.0, 8.0, what)
-        observer = TwoLevels(plans, decision, communicator.rank == 0, None)
+        observer = TwoLevels(plans, decision, communicator.rank == 0)
         attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         for step, due in enumerate((True, False)):
@@ -362,6 +301,14 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
             assert len(previews) == expected * len(COMPRESSED)
 
     run_ranks(2, work)
+
+
+class Previewing(TwoLevels):
+    """Compresses for measuring also what is sent."""
+
+    @staticmethod
+    def _lost(look: Look, plan: Plan, names: Sequence[str], sources: Mapping[str, Any], sent: bool) -> Energies:
+        return TwoLevels._lost(look, plan, names, sources, sent=False)
 
 
 @pytest.mark.parametrize(
@@ -387,14 +334,7 @@ def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing
         def work(communicator: InProcessCommunicator) -> list[Any]:
             engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), memory=ErrorFeedback(), min_numel=16)
             plans, measures = Plans(engine, COMPRESSED), communicator.rank == 0 and looks != "nobody"
-            now = decision if looks != "in the step" else dataclasses.replace(decision, send=None)
-
-            def decide() -> MultiLevel:
-                engine.set_plan(decision.plan(plans))
-                engine.begin()
-                return decision
-
-            observer = TwoLevels(plans, now, measures, decide if looks == "in the step" else None)
+            observer = (Previewing if looks == "in the step" else TwoLevels)(plans, decision, measures)
             attach(engine, observer)
             engine.set_plan(decision.plan(plans))
             found: list[Any] = []

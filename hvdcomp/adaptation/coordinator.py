@@ -6,8 +6,7 @@ only while the policy asks for it. The coordinator counts steps and epochs, and 
 With `lag=1` a decision is made at the end of a step and taken up when the next one begins, so that its broadcast
 hides behind the optimizer's step and the forward pass. What depends on the learning rate of the step after a period is
 decided at the end of that step. With `lag=0` it is decided in that step itself, before anything is compressed; the
-ranks then wait for the broadcast. The policy that decides by the gains of the step itself, GraVAC with `lag=0`, has a
-coordinator of its own (`hvdcomp.adaptation.in_step`).
+ranks then wait for the broadcast.
 """
 
 from __future__ import annotations
@@ -141,7 +140,9 @@ class Coordinator(Kept):
         else:
             return
         self.receive()
-        self._take_up_in_step()
+        # The plan may be another one now: the ranks have compared the one that the step began with.
+        self.engine.begin()
+        require_same_levels(self.engine.communicator, self.engine.planner.digest, self._like)
 
     def observe(self, gradients: Mapping[str, Array], factor: float) -> None:
         """Adds gradients of a step that does not go through the engine to what is accumulated: this rank's own, or the
@@ -233,14 +234,11 @@ class Coordinator(Kept):
 
     def _decide(self, statistics: Statistics) -> None:
         """Makes a decision on rank 0 and starts its broadcast."""
-        self._decide_on_rank_0(statistics)
+        if self.channel.decides:
+            self._log.decision(statistics, self.channel.decide(statistics))
         self.channel.send()
         if not self.observes:
             self.observers.sums.clear()
-
-    def _decide_on_rank_0(self, statistics: Statistics) -> None:
-        if self.channel.decides:
-            self._log.decision(statistics, self.channel.decide(statistics))
 
     def _obey(self, decision: Decision) -> None:
         if decision == self.decision:
@@ -252,12 +250,4 @@ class Coordinator(Kept):
     def _put_in_force(self, decision: Decision) -> None:
         self.decision = decision
         self.engine.set_plan(decision.plan(self.plans))
-        self._follow(decision)
-
-    def _follow(self, decision: Decision) -> None:
         self.observers.follow(decision)
-
-    def _take_up_in_step(self) -> None:
-        """Goes over to a plan that was decided in the step under way, when all ranks have the same one."""
-        self.engine.begin()
-        require_same_levels(self.engine.communicator, self.engine.planner.digest, self._like)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from hvdcomp.adaptation.log_lines import Parts, Shorthand
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import RecordFile, parse_json, put_aside, put_aside_before
-from hvdcomp.policies import Policy
+from hvdcomp.policies import Policy, refuse_removed
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
@@ -253,8 +253,8 @@ def read_decisions(path: Path) -> Iterator[Start | Decided]:
         path: of the newest file; those that were put aside are read before it. Or of one of these, to read it alone.
 
     Raises:
-        DecisionLogError: at a line that is not as this module writes them, naming the file and the line; or if a file
-            between two others is not there.
+        DecisionLogError: at a line that is not as this module writes them, or is of a policy that was taken out, naming
+            the file and the line; or if a file between two others is not there.
         OSError: if a file cannot be read.
     """
     aside = put_aside_before(path)
@@ -286,6 +286,8 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
                     before = shorthand.whole({name: data[name] for name in _PARTS if name in data}, before)
                     data |= before
                 record = _record(path, number, data)
+                if isinstance(record, Start):
+                    refuse_removed(record.policy)
             except ValueError as error:
                 raise DecisionLogError(f"{path}, line {number}: {error}") from None
             yield record

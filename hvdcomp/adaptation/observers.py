@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from hvdcomp.adaptation.gains import Decide, LevelProbe, TwoLevels
+from hvdcomp.adaptation.gains import TwoLevels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.adaptation.level_errors import LevelErrors
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import StepClock, StepTimes
 from hvdcomp.arrays.types import Array
-from hvdcomp.policies.decisions import Decision, MultiLevel, Probe
+from hvdcomp.policies.decisions import Decision, MultiLevel
 from hvdcomp.policies.request import Request, Statistic
 
 
@@ -37,11 +37,9 @@ class Observers:
         self.sums = AccumulatedGradients(plans.names, LevelErrors(plans))
         self.times = StepTimes(clock)
         self.gains: Observer | None = None
-        self._decide: Decide | None = None
 
-    def follow(self, decision: Decision, decide: Decide | None = None) -> None:
-        """Observes the engine as a decision wants it; `decide` is as in `TwoLevels`."""
-        self._decide = decide
+    def follow(self, decision: Decision) -> None:
+        """Observes the engine as a decision wants it."""
         self.gains = decision.observer(self)
         self._plans.engine.before_compress = None if self.gains is None else self.gains.before_compress
 
@@ -50,11 +48,7 @@ class Observers:
 
         On every rank, because the first compression is part of what is sent.
         """
-        return TwoLevels(self._plans, decision, self._measuring, self._decide, self._clock)
-
-    def level_gains(self, decision: Probe) -> Observer | None:
-        """Measures the gain of each tensor at several compression factors, on rank 0 alone."""
-        return LevelProbe(self._plans, decision) if self._measuring else None
+        return TwoLevels(self._plans, decision, self._measuring, self._clock)
 
     @property
     def all(self) -> tuple[Observer, ...]:
@@ -86,15 +80,9 @@ class Observers:
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
         """What was measured in this period so far, for `restore`."""
-        return {
-            "sums": self.sums.state(copy),
-            "probe": None if self.gains is None else self.gains.state(copy),
-            "step_times": self.times.state(copy),
-        }
+        return {"sums": self.sums.state(copy), "step_times": self.times.state(copy)}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
-        """Goes on from what `state` returned, when the decision of that time is in force."""
+        """Goes on from what `state` returned."""
         self.sums.restore(state["sums"], place)
-        if self.gains is not None:
-            self.gains.restore(state["probe"], place)
         self.times.restore(state["step_times"], place)

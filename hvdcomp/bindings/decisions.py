@@ -7,7 +7,6 @@ from typing import Any, cast
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog, LogFiles
-from hvdcomp.adaptation.in_step import coordinator_for
 from hvdcomp.bindings.training import Training
 from hvdcomp.communicators import rank_so_far
 from hvdcomp.errors import ConfigurationError
@@ -68,8 +67,8 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None
             return MPIBroadcaster()
         return CommunicatorBroadcaster(communicator, training.like)
 
-    make, steps = coordinator_for(policy), setup.compression.settings.steps_per_epoch
-    coordinator = make(policy, training.engine, broadcaster, training.like, steps, log, candidates, training.now)
+    steps = setup.compression.settings.steps_per_epoch
+    coordinator = Coordinator(policy, training.engine, broadcaster, training.like, steps, log, candidates, training.now)
     return coordinator, error
 
 

@@ -20,9 +20,10 @@ from hvdcomp.arrays.types import FLOATING, Array, dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
+from hvdcomp.policies import refuse_removed
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import DENSE
@@ -67,7 +68,6 @@ class _OwnOfPolicy:
     latest: Mapping[str, Any]
     ended: Mapping[str, Any] | None
     sums: Mapping[str, Any]
-    probe: Mapping[str, Any] | None
     step_times: tuple[float, ...]
 
 
@@ -155,6 +155,11 @@ def require_fit(
         wrong = sorted(name for name in {*tensors, *theirs} if theirs.get(name) != tensors.get(name))
         raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {', '.join(wrong)}")
     policy = shared["coordinator"] and shared["coordinator"]["policy"]
+    if policy:
+        try:
+            refuse_removed(policy)
+        except SpecError as error:
+            raise ConfigurationError(f"the checkpoint was written with a policy that is no more: {error}") from None
     for what, then, now in (
         ("compressor", shared["compressor"], str(engine.compressor)),
         ("policy", policy, coordinator and str(coordinator.policy)),
@@ -285,12 +290,3 @@ def _check_own_of_policy(own: Mapping[str, Any], engine: Engine, coordinator: Co
     for name, total in own["sums"].items():
         where = f"the sum of the gradients of {name}"
         _check_shapes(_listed([total], where), _tensor(engine, name), where)
-    if own["probe"] is None:
-        return
-    if not is_whole(own["probe"].get("steps"), 0):
-        raise ValueError(f"steps: {shortened(own['probe'].get('steps'))} must be a whole number of at least 0")
-    measured = typed(Mapping[str, Mapping[str, Any]], own["probe"].get("energies"), "energies")
-    for name, row in measured.items():
-        where = f"what was measured of {_tensor(engine, name).name}"
-        if any(tuple(array.shape) != (2,) for array in _listed(list(row.values()), where)):
-            raise ValueError(f"{where} must be two numbers for each factor")

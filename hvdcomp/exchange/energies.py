@@ -41,16 +41,6 @@ class Energies:
         """Adds all sums of others."""
         self._parts += others._parts
 
-    def merge(self, others: Energies) -> None:
-        """The same in as little memory as can be: values of the same tensors, such as those of several steps, become
-        one."""
-        known = {part[:3]: number for number, part in enumerate(self._parts)}
-        for part in others._parts:
-            if (number := known.get(part[:3])) is None:
-                self._parts.append(part)
-            else:
-                self._parts[number] = part._replace(values=self._parts[number].values + part.values)
-
     def total(self) -> float:
         """The sum over all tensors. Waits for the device."""
         return sum((value for part in self._parts for _, value in _numbers(part)), 0.0)
@@ -61,15 +51,6 @@ class Energies:
         for part in self._parts:
             for name, value in _numbers(part):
                 found[name] = found.get(name, 0.0) + value
-        return found
-
-    def by_name(self) -> dict[str, Array]:
-        """The same as float64 scalars on the device, each of which is made by itself."""
-        found: dict[str, Array] = {}
-        for part in self._parts:
-            for name, place, weight in zip(part.names, part.places, part.weights, strict=True):
-                value = weight * part.values[place]
-                found[name] = found[name] + value if name in found else value
         return found
 
 

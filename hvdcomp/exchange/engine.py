@@ -55,8 +55,8 @@ class Engine:
         step_number: of the step that comes next, or is under way, from 0.
         states: of the tensors, by name.
         buckets: says which tensors are compressed together.
-        before_compress: called in each step before x is compressed. It may look at it, may replace the plan by
-            `set_plan` and `begin`, and returns by name what is to be compressed in place of some.
+        before_compress: called in each step before x is compressed. It may look at it, and returns by name what is to
+            be compressed in place of some.
         found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
         overlap: is to be told of gradients when they are there, after `expect`.
     """
@@ -314,16 +314,11 @@ def _waves(
     made: Mapping[str, int] = {}
     sources: Mapping[str, Array] = {}
     if engine.before_compress is not None:
-        plan = engine.plan
-        look = Look(xp, buckets, tensors, plan, engine.previews, context, factor)
+        look = Look(xp, buckets, tensors, engine.plan, engine.previews, context, factor)
         sources = engine.before_compress(look)
         if any(not bucket.group.places.keys().isdisjoint(sources) for bucket in buckets):
             look.make()
         made = look.made
-        if engine.plan is not plan and buckets:
-            names = [name for bucket in buckets for name in bucket.group.names]
-            buckets, others = _make_steps(engine, xp, names, gradients, context, factor)
-            tensors += others
     for bucket in buckets:
         with clock.around(bucket.spans.encoding):
             bucket.open(gradients, in_place, made, sources, sums)
@@ -371,7 +366,7 @@ def _make_steps(
     gradients: Mapping[str, Array],
     context: Context,
     factor: Array | None,
-    started: Sequence[Group] = (),
+    started: Sequence[Group],
 ) -> tuple[list[BucketStep], list[TensorStep]]:
     """The buckets of a step that have not started, and the tensors that go one by one. factor: what the memory
     multiplies gradients with."""

@@ -11,6 +11,7 @@ from hvdcomp.policies.accordion import finite, is_critical
 from hvdcomp.policies.base import Policy, is_number, is_whole
 from hvdcomp.policies.decisions import decision_from_json
 from hvdcomp.policies.median import median_with_error
+from hvdcomp.policies.removed import refuse_removed
 from hvdcomp.policies.schedules import LevelSchedule
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.parsing import parse
@@ -24,18 +25,21 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
 
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
-    """Whether decisions of a policy are about the batch size, beside or instead of levels."""
+    """Whether decisions of a policy are about the batch size instead of levels."""
     return isinstance(policy, Policy) and policy.first_decision.sets_batch_size
 
 
 def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
     """The policy or schedule that a spec string describes.
 
-    Such as `warmup:levels=0.25|0.0625,epochs=1`, `accordion:low=4,high=1`, `accordion:auto,eta=0.4` or `gravac`.
+    Such as `warmup:levels=0.25|0.0625,epochs=1`, `accordion:low=4,high=1` or `gravac`.
 
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
+            For a policy of earlier versions; says what to take instead.
     """
+    if isinstance(spec, str):
+        refuse_removed(spec)
     return parse(spec, POLICIES, "policy")
 
 
@@ -52,4 +56,5 @@ __all__ = [
     "is_whole",
     "median_with_error",
     "parse_policy",
+    "refuse_removed",
 ]

@@ -6,19 +6,17 @@ at, or when the learning rate falls. The choice is made for each tensor by itsel
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import AccumulatedGradientPolicy, Policy, SomeLevel, State
+from hvdcomp.policies.base import AccumulatedGradientPolicy, SomeLevel, State
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import at_least, number
-from hvdcomp.specs.levels import Level
 
 
 def finite(norm: float) -> float | None:
@@ -76,53 +74,13 @@ class AccordionState:
     ends: int = 0
 
 
-TensorsState = TypeVar("TensorsState", bound=AccordionState)
-
-
 @dataclass(frozen=True, kw_only=True)
-class CriticalTensors(CriticalRegimes[TensorsState]):
-    """Base of the policies that tell for each tensor by itself whether its regime is critical.
-
-    Every regime is critical until its norm has been compared for the first time. A learning rate that falls at the end
-    of any epoch makes all regimes critical until norms are compared the next time; one that rises does nothing.
-    """
-
-    def initial_state(self, tensors: Sequence[str]) -> TensorsState:
-        return self.state_type(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))
-
-    def request(self, state: TensorsState) -> Request:
-        norms = {Statistic.NORMS} if self.compares_at(state.ends + 1) else set()
-        # Every epoch, because of the learning rates.
-        return self.request_after(1, {Statistic.LEARNING_RATES} | norms, ever={Statistic.NORMS})
-
-    def update(self, state: TensorsState, statistics: Statistics) -> TensorsState:
-        critical, previous = state.critical, state.previous
-        ends = state.ends + 1
-        if self.compares_at(ends):
-            assert statistics.norms is not None
-            norms = self.of_tensors(statistics.norms, critical, "norms")
-            critical = {name: is_critical(previous[name], norms[name], self.eta) for name in critical}
-            previous = {name: finite(norms[name]) for name in critical}
-        assert statistics.learning_rates is not None
-        if statistics.learning_rates.fall:
-            critical = dict.fromkeys(critical, True)
-        return dataclasses.replace(state, critical=critical, previous=previous, ends=ends)
-
-
-def require_two_levels(policy: Policy, low: Level, high: Level) -> None:
-    """Raises SpecError unless a policy's settings `low` and `high` are levels of low and of high compression."""
-    if not low > high:
-        raise SpecError(
-            f"{policy.name}: low={low},high={high} is not allowed; low is the level of low compression, so it must be "
-            "the larger ratio, rank or number of bits"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accordion(CriticalTensors[AccordionState]):
+class Accordion(CriticalRegimes[AccordionState]):
     """Accordion for gradient compression (Agarwal et al. 2021, arXiv:2010.16248, algorithm 1).
 
-    A tensor is at level `low` while its regime is critical, else at `high`.
+    A tensor is at level `low` while its regime is critical, else at `high`. Every regime is critical until its norm has
+    been compared for the first time. A learning rate that falls at the end of any epoch makes all regimes critical
+    until norms are compared the next time; one that rises does nothing.
 
     Attributes:
         low: the level (ratio, rank, bits) of low compression, the larger number.
@@ -138,12 +96,37 @@ class Accordion(CriticalTensors[AccordionState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_two_levels(self, self.low, self.high)
+        if not self.low > self.high:
+            raise SpecError(
+                f"{self.name}: low={self.low},high={self.high} is not allowed; low is the level of low compression, "
+                "so it must be the larger ratio, rank or number of bits"
+            )
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
         for level in (self.low, self.high):
             compressor.at_level(level)
 
+    def initial_state(self, tensors: Sequence[str]) -> AccordionState:
+        return AccordionState(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))
+
+    def request(self, state: AccordionState) -> Request:
+        norms = {Statistic.NORMS} if self.compares_at(state.ends + 1) else set()
+        # Every epoch, because of the learning rates.
+        return self.request_after(1, {Statistic.LEARNING_RATES} | norms, ever={Statistic.NORMS})
+
     def decision(self, state: AccordionState) -> Levels:
         return Levels({name: self.low if critical else self.high for name, critical in state.critical.items()})
+
+    def update(self, state: AccordionState, statistics: Statistics) -> AccordionState:
+        critical, previous = state.critical, state.previous
+        ends = state.ends + 1
+        if self.compares_at(ends):
+            assert statistics.norms is not None
+            norms = self.of_tensors(statistics.norms, critical, "norms")
+            critical = {name: is_critical(previous[name], norms[name], self.eta) for name in critical}
+            previous = {name: finite(norms[name]) for name in critical}
+        assert statistics.learning_rates is not None
+        if statistics.learning_rates.fall:
+            critical = dict.fromkeys(critical, True)
+        return AccordionState(critical, previous, ends)

@@ -16,15 +16,13 @@ from hvdcomp.errors import SpecError
 from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
-from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole, number
+from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole
 from hvdcomp.specs.levels import Level
 from hvdcomp.specs.typed import as_fields, shortened, typed
 
 State = TypeVar("State")
 Value = TypeVar("Value")
 
-SmallestFactor = Annotated[float, number(lambda factor: factor > 1, "a compression factor above 1")]
-LargestFactor = Annotated[float, number(lambda factor: factor <= 1e12, "a compression factor of at most 1e12")]
 Source = Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")]
 LEVEL = Rule(is_number, "a level, such as a ratio or a rank")
 SomeLevel = Annotated[Level, LEVEL]

@@ -26,16 +26,6 @@ ROUNDING = 1e-9
 """Relative: 0.1 / 0.02 must be a decay by 5, whatever floating point makes of it."""
 
 
-def require_multiple(policy: Policy, low: str, high: str) -> None:
-    """Raises SpecError unless two settings of a policy are batch sizes, the second a larger multiple of the first."""
-    small, large = getattr(policy, low), getattr(policy, high)
-    if large <= small or large % small:
-        raise SpecError(
-            f"{policy.name}: {low}={small},{high}={large} is not allowed; the large batch is accumulated from small "
-            f"ones, so {high} must be a multiple of {low}"
-        )
-
-
 @dataclass(frozen=True)
 class AccordionBatchSizeState:
     """The state of `AccordionBatchSize`.
@@ -72,7 +62,11 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_multiple(self, "low", "high")
+        if self.high <= self.low or self.high % self.low:
+            raise SpecError(
+                f"{self.name}: low={self.low},high={self.high} is not allowed; the large batch is accumulated from "
+                "small ones, so high must be a multiple of low"
+            )
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)

@@ -23,7 +23,7 @@ class Decision:
 
     Class attributes:
         kind: the word for it in JSON.
-        sets_batch_size: whether it is about the batch size, beside or instead of compression.
+        sets_batch_size: whether it is about the batch size instead of compression.
         uses_factors: whether it may ask for any level that a compression factor leads to.
         shown: its attributes that a report shows under the same names.
         later: its fields that logs of earlier versions lack; `to_json` leaves them out while they have their defaults.
@@ -120,14 +120,14 @@ class MultiLevel(Decision):
     Attributes:
         minimum: factor of the first compression, of the gradient with its residual.
         candidate: factor, still against the dense size, to which the result is compressed again; None for not again.
-        send: which of the two, or the uncompressed gradient with its residual; None if the gains must be told first.
+        send: which of the two, or the uncompressed gradient with its residual.
         factor: what the factors count.
         gain: which gains are to be told, as of the setting of `GraVAC`.
     """
 
     minimum: float
     candidate: float | None
-    send: Literal["dense", "minimum", "candidate"] | None
+    send: Literal["dense", "minimum", "candidate"]
     factor: Unit = "bytes"
     gain: Gain = "error_feedback"
 
@@ -137,15 +137,14 @@ class MultiLevel(Decision):
     later: ClassVar[tuple[str, ...]] = ("factor", "gain")
 
     @property
-    def sent(self) -> float | None:
-        """The compression factor of what is sent, 1.0 for dense; None if that is not known yet."""
-        if self.send == "dense":
-            return 1.0
-        return {"minimum": self.minimum, "candidate": self.candidate}.get(self.send or "")
+    def sent(self) -> float:
+        """The compression factor of what is sent, 1.0 for dense."""
+        if self.send == "candidate" and self.candidate is not None:
+            return self.candidate
+        return 1.0 if self.send == "dense" else self.minimum
 
     def plan(self, plans: Any) -> Any:
-        # Before it is known what is sent, the plan only says which memory goes with it.
-        return plans.at_factor(self.minimum if self.sent is None else self.sent, self.factor)
+        return plans.at_factor(self.sent, self.factor)
 
     def observer(self, observers: Any) -> Any:
         return observers.two_levels(self)
@@ -176,67 +175,6 @@ class BatchSize(Decision):
 
     def batch(self) -> BatchSize:
         return self
-
-
-@dataclass(frozen=True)
-class LevelsAndBatch(Decision):
-    """Levels and a batch size at the same time."""
-
-    levels: Levels
-    batch_size: BatchSize
-
-    kind: ClassVar[str] = "joint"
-    sets_batch_size: ClassVar[bool] = True
-
-    def plan(self, plans: Any) -> Any:
-        return self.levels.plan(plans)
-
-    def batch(self) -> BatchSize:
-        return self.batch_size
-
-    def to_json(self) -> dict[str, Any]:
-        """In it `levels` is the mapping of names itself, and `batch_size` an object of the two numbers."""
-        return {**super().to_json(), "levels": dict(self.levels.levels)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Decision:
-        return super().from_json({**data, "levels": {"levels": data["levels"]}})
-
-    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        return {**self.levels.row(state["levels"], tensors), **self.batch_size.row({}, tensors)}
-
-
-@dataclass(frozen=True)
-class Probe(Decision):
-    """Levels are to be measured: in some steps rank 0 compresses the same gradients to several factors.
-
-    Attributes:
-        factors: the compression factors to try, ascending. What they give is measured, not sent.
-        every: levels are measured in the first step of a period, and in every `every`-th step after it.
-        send: the factor at which all tensors are sent, in every step.
-    """
-
-    factors: tuple[float, ...]
-    every: int
-    send: float
-
-    kind: ClassVar[str] = "probe"
-    uses_factors: ClassVar[bool] = True
-
-    def plan(self, plans: Any) -> Any:
-        return plans.at_factor(self.send)
-
-    def observer(self, observers: Any) -> Any:
-        return observers.level_gains(self)
-
-    def measures(self, period_ends: bool) -> bool:
-        return True
-
-    def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), "factors": list(self.factors)}
-
-    def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        return {**super().row(state, tensors), "factors": dict.fromkeys(tensors, self.send)}
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
 from hvdcomp.errors import SpecError
-from hvdcomp.policies.base import LargestFactor, Policy, SmallestFactor
+from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Gain, MultiLevel
+from hvdcomp.policies.removed import refuse_removed
 from hvdcomp.policies.request import GravacGains, Period, Request, Statistic, Statistics, Timing
 from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_none
 from hvdcomp.specs.levels import Unit
@@ -86,7 +87,7 @@ class GraVACState:
 
     minimum: float
     candidate: float | None
-    send: Literal["dense", "minimum", "candidate"] | None
+    send: Literal["dense", "minimum", "candidate"]
     gains: Mapping[float, float] = field(default_factory=dict)
     throughput: Mapping[float, float] = field(default_factory=dict)
     steps: int = 0
@@ -113,19 +114,17 @@ class GraVAC(Policy[GraVACState]):
         smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
             `every` steps.
         every: gains are measured, and what to send is decided, in one of `every` steps; 1 for the published algorithm,
-            which costs much where steps are short. None for 10 if that divides the window into 10 or more parts and
-            `lag` is 1, and for 1 otherwise.
+            which costs much where steps are short. None for 10 if that divides the window into 10 or more parts, and
+            for 1 otherwise.
         factor: what factors count, of what is dense and of what is sent: "bytes", with those of indices, or "elements",
             without indices, as published. Where no element is left out, "elements" are as many numbers of 32 bits.
         gain: "error_feedback", the share of x = g + r that is kept (`error_gain`), as in the published text, or "raw",
             what is kept of x against the gradient g alone (`raw_gain`), as in the published code.
-        lag: 1 to let steps obey what the one before them showed; all are dense until gains are first measured. 0 for
-            the algorithm to the letter: gains are told, and the decision awaited, in the middle of each step, and its
-            timing is told at the end of it, in two calls of `decide`.
+        lag: 1: steps obey what the one before them showed; all are dense until gains are first measured.
     """
 
-    min: SmallestFactor = 10.0
-    max: LargestFactor = 1000.0
+    min: Annotated[float, number(lambda factor: factor > 1, "a compression factor above 1")] = 10.0
+    max: Annotated[float, number(lambda factor: factor <= 1e12, "a compression factor of at most 1e12")] = 1000.0
     epsilon: Share = 0.7
     omega: Annotated[float, number(lambda omega: omega >= 0, "a number of at least 0, such as 0.01 for 1 %")] = 0.01
     scaling: Annotated[str, Rule(WINDOWS.__contains__, " or ".join(WINDOWS))] = "exponential"
@@ -141,10 +140,10 @@ class GraVAC(Policy[GraVACState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_removed(str(self))
         if self.max < self.min:
             raise SpecError(f"{self.name}: min={self.min},max={self.max} is not allowed; max must not be below min")
         if self.every is not None:
-            self.require(self.lag == 1 or self.every == 1, "every", "1 with lag=0, where each step obeys its own gains")
             self.require(self._window % self.every == 0, "every", f"a divisor of the window, {self._window} steps")
 
     @property
@@ -166,31 +165,23 @@ class GraVAC(Policy[GraVACState]):
         if self.every is not None:
             return self.every
         parts, rest = divmod(self._window, SELDOM)
-        return SELDOM if self.lag and parts >= SELDOM and not rest else 1
+        return SELDOM if parts >= SELDOM and not rest else 1
 
     def request(self, state: GraVACState) -> Request:
-        both = frozenset({Statistic.GAINS, Statistic.TIMING})
-        in_step = Statistic.GAINS if state.send is None else Statistic.TIMING
-        return Request(both if self.lag else frozenset({in_step}), Period(steps=self._every), ever=both)
+        return Request(frozenset({Statistic.GAINS, Statistic.TIMING}), Period(steps=self._every))
 
     def initial_state(self, tensors: Sequence[str]) -> GraVACState:
         first = next(iter(self.candidates), None)
-        return GraVACState(minimum=float(self.min), candidate=first, send="dense" if self.lag else None)
+        return GraVACState(minimum=float(self.min), candidate=first, send="dense")
 
     def decision(self, state: GraVACState) -> MultiLevel:
         return MultiLevel(state.minimum, state.candidate, state.send, self.factor, self.gain)
 
     def update(self, state: GraVACState, statistics: Statistics) -> GraVACState:
-        asked = self.request(state).statistics
-        if Statistic.GAINS in asked:
-            assert statistics.gains is not None
-            state = self._smooth(state, statistics.gains)
-        if Statistic.TIMING in asked:
-            assert statistics.timing is not None
-            state = self._look(self._record(state, statistics.timing))
-            if not self.lag:
-                return dataclasses.replace(state, send=None)
-        return self._choose(state)
+        assert statistics.gains is not None
+        assert statistics.timing is not None
+        state = self._smooth(state, statistics.gains)
+        return self._choose(self._look(self._record(state, statistics.timing)))
 
     def _smooth(self, state: GraVACState, told: GravacGains) -> GraVACState:
         if (told.candidate is None) != (state.candidate is None):
@@ -223,7 +214,7 @@ class GraVAC(Policy[GraVACState]):
         state = dataclasses.replace(state, steps=state.steps + self._every)
         cf = self.decision(state).sent
         seconds = timing.seconds - timing.evaluation_seconds
-        if cf is None or not seconds > 0:
+        if not seconds > 0:
             return state
         kept = 1.0 if state.send == "dense" else state.gains[cf]
         return dataclasses.replace(state, throughput={**state.throughput, cf: timing.samples / seconds * kept})

@@ -21,7 +21,6 @@ class Statistic(Enum):
     MODEL_NORM = "model_norm"
     MEAN_TO_STD = "mean_to_std"
     GAINS = "gains"
-    LEVEL_GAINS = "level_gains"
     TIMING = "timing"
     CANDIDATES = "candidates"
     STEP_TIMES = "step_times"
@@ -154,11 +153,6 @@ class Statistics:
             deviation.
         gains, timing: of the last step of a period, and of all its steps; for policies whose periods are counted in
             steps.
-        level_gains: by tensor name and compression factor, the gain 1 - ||x - C(x)||^2 / ||x||^2, both energies summed
-            over the probed steps of the period, on rank 0. A tensor without a gradient has no entry; NaN if a gradient
-            was not finite.
-        level_costs: given together with them, the tensor's sent bytes / dense bytes at the level that serves that
-            factor.
         candidates: what there is to choose from; told once, before the first step is exchanged. The policy that asks
             for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`.
         step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
@@ -173,8 +167,6 @@ class Statistics:
     model_norm: float | None = None
     mean_to_std: Mapping[str, float] | None = None
     gains: GravacGains | None = None
-    level_gains: Mapping[str, Mapping[float, float]] | None = None
-    level_costs: Mapping[str, Mapping[float, float]] | None = None
     timing: Timing | None = None
     candidates: Candidates | None = None
     step_times: tuple[float, ...] | None = None
@@ -206,8 +198,6 @@ class Period:
 class Request:
     """What a policy asks for while it is in one state.
 
-    Two requests joined with `|` ask for the statistics of both, at the period and from the source of the first.
-
     Attributes:
         statistics: what the next `decide` reads. Nothing else need be computed in the period before it.
         period: at whose end `decide` is called, and over which gradients are accumulated; None for never.
@@ -224,7 +214,3 @@ class Request:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ever", self.ever | self.statistics)
-
-    def __or__(self, other: Request) -> Request:
-        around = self.around or other.around
-        return Request(self.statistics | other.statistics, self.period, self.source, self.ever | other.ever, around)

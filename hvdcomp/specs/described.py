@@ -34,16 +34,13 @@ class Described:
     examples: ClassVar[tuple[str, ...]]
 
     def __str__(self) -> str:
-        """`name:field=value,field=value` with the fields that differ from their defaults.
-
-        A name that has a colon itself, such as `accordion:auto`, is followed by a comma instead.
-        """
+        """`name:field=value,field=value` with the fields that differ from their defaults."""
         settings = [
             f"{field.name}={_text(getattr(self, field.name))}"
             for field in fields_of(type(self))
             if field.default is dataclasses.MISSING or getattr(self, field.name) != field.default
         ]
-        return self.name + after_name(self.name) + ",".join(settings) if settings else self.name
+        return f"{self.name}:{','.join(settings)}" if settings else self.name
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -59,11 +56,6 @@ class Described:
 def fields_of(kind: type[Described]) -> list[dataclasses.Field[Any]]:
     """The settings of a description, those of its own before what it shares with others."""
     return sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))  # type: ignore[arg-type]
-
-
-def after_name(name: str) -> str:
-    """What stands between a name and its settings."""
-    return "," if ":" in name else ":"
 
 
 def is_number(value: object) -> bool:

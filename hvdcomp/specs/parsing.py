@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from hvdcomp.errors import SpecError
-from hvdcomp.specs.described import Described, after_name
+from hvdcomp.specs.described import Described
 from hvdcomp.specs.suggestions import did_you_mean
 
 Kind = TypeVar("Kind", bound=Described)
@@ -29,7 +29,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
     """
-    name, rest = _split(text_of(spec, what, next(iter(kinds.values())).examples[0]), kinds)
+    name, _, rest = text_of(spec, what, next(iter(kinds.values())).examples[0]).partition(":")
     if name not in kinds:
         guess = did_you_mean(name, kinds)
         raise SpecError(f"unknown {what} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
@@ -47,8 +47,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
         values[key] = convert(text, types[key], f"{key}={text} in {spec!r}")
     missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in values]
     if missing:
-        others = [f", or {other!r}" for other in kinds if other.startswith(f"{name}:")]
-        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}{''.join(others)}")
+        raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}")
     return kind(**values)
 
 
@@ -66,15 +65,6 @@ def text_of(spec: object, what: str, example: str) -> str:
         return spec.strip()
     instead = ", or hand it over without from_spec" if isinstance(spec, Described) else ""
     raise SpecError(f"{spec!r} is no spec string of a {what}; give text, such as {example!r}{instead}")
-
-
-def _split(spec: str, names: Iterable[str]) -> tuple[str, str]:
-    """A spec's name and its settings. Some names have a colon themselves."""
-    for name in names:
-        if ":" in name and (spec == name or spec.startswith(name + after_name(name))):
-            return name, spec[len(name) + 1 :]
-    name, _, rest = spec.partition(":")
-    return name, rest
 
 
 def split_outside(text: str, separator: str) -> list[str]:

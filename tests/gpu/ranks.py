@@ -14,7 +14,6 @@ import torch
 from hvdcomp import kernels
 from hvdcomp.adaptation.channel import CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
-from hvdcomp.adaptation.in_step import coordinator_for
 from hvdcomp.communicators.in_process import InProcessCommunicator, InProcessGroup
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
@@ -111,7 +110,7 @@ class Ranks:
         policy: Any = parse_policy(spec)
         like = np.zeros(0, np.float32)
         ticks = itertools.count()  # in place of seconds, so that a policy decides the same in each run
-        return coordinator_for(policy)(
+        return Coordinator(
             policy, engine, lambda: CommunicatorBroadcaster(engine.communicator, like), like, steps_per_epoch=2,
             clock=lambda: float(next(ticks)),
         )  # fmt: skip

@@ -36,6 +36,7 @@ from tests.multirank.training_tensorflow import (
     weights,
 )
 from tests.multirank.worker import thorough
+from tests.pairs import lags_of
 
 SPECS = ["none", "topk:ratio=0.05", "qsgd:bits=4"]
 
@@ -348,7 +349,7 @@ def case_a_saved_model_is_loaded_with_our_compression() -> None:
 @thorough
 def case_resumed_fit_is_as_if_never_stopped() -> None:
     for policy in (_ACCORDION["policy"], "gravac:min=2,max=64,window=4,omega=0,epsilon=0.6,smoothing=0.3"):
-        for lag in (0, 1):
+        for lag in lags_of(policy):
             options = {"policy": f"{policy},lag={lag}", "steps_per_epoch": 4}
 
             def ready(options: dict[str, Any] = options) -> Any:

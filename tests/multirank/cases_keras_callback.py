@@ -157,7 +157,7 @@ def case_variables_of_keras_3_are_refused() -> None:
 
 @thorough
 def case_a_checkpoint_resumes_bit_for_bit() -> None:
-    for policy in ("accordion:low=2,high=1,interval=1", "gravac:min=2,max=8,window=3,epsilon=0.5,lag=0"):
+    for policy in ("accordion:low=2,high=1,interval=1", "gravac:min=2,max=8,window=3,epsilon=0.5"):
         model, compression = make(policy)
         fit(model)
         state = tf.train.Checkpoint(model=model, optimizer=model.optimizer, compression=CompressionState(compression))

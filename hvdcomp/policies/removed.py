@@ -1,0 +1,41 @@
+"""What earlier versions decided by, and this one does not: an old spec, log or checkpoint is told what to take now."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from hvdcomp.errors import SpecError
+
+
+class _Removed(NamedTuple):
+    specs: str  # a pattern of what a spec begins with
+    what: str
+    why: str
+    instead: str
+
+
+_NO_BETTER = "a fixed level that sends as many bytes did at least as well"
+_REMOVED = (
+    _Removed(r"accordion:auto\b", "the policy accordion:auto", _NO_BETTER, "budget:factor=50"),
+    _Removed(
+        r"accordion_joint\b",
+        "the policy accordion_joint",
+        _NO_BETTER,
+        "accordion for levels, or accordion_batch_size for the batch",
+    ),
+    _Removed(
+        r"gravac:(.*,)?\s*lag\s*=\s*0\s*(,|$)",
+        "lag=0 of gravac",
+        "all ranks waited for a device in the middle of each step",
+        "gravac without lag, and every=1 for a decision after each step",
+    ),
+)
+
+
+def refuse_removed(spec: str) -> None:
+    """Raises SpecError, which says why and what to take instead, if a policy's spec string asks for what is no more."""
+    spec = spec.strip()
+    for one in _REMOVED:
+        if re.match(one.specs, spec):
+            raise SpecError(f"{spec!r}: {one.what} was taken out, because {one.why}; take {one.instead}")
