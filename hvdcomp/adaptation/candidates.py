@@ -3,8 +3,9 @@
 The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
 everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
 the rest dense or in half precision. There may be several compressors; if one leaves its exchange open, it is gathered
-in some of these ways and scattered in others. Only the two fastest of all compressed ways are mixed with others, so
-that candidates stay few. Rank 0 alone reads the calibration; the other ranks receive the result.
+in some of these ways and scattered in others. Some are proposed here, if the policy asks for that. Only the two fastest
+of all compressed ways are mixed with others, so that candidates stay few. Rank 0 alone reads the calibration; the other
+ranks receive the result.
 """
 
 from __future__ import annotations
