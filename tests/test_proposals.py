@@ -51,18 +51,21 @@ def calibration(bytes_per_s: float, encode_s: Mapping[str, float] = ENCODE_S) ->
 def proposed(
     tmp_path: Path, content: dict[str, Any], asked: Asked, own: str = "none", others: tuple[str, ...] = ()
 ) -> tuple[Candidates, list[str]]:
-    """The candidates of two ranks, and what is said of what is missing."""
+    """The candidates of two ranks, and what rank 0 says of what is missing."""
     file = tmp_path / "cluster.json"
     file.write_text(json.dumps(content))
 
-    def work(communicator: InProcessCommunicator) -> Candidates:
+    def work(communicator: InProcessCommunicator) -> Candidates | None:
+        if communicator.rank:
+            return None  # rank 0 alone is asked
         engine = Engine(communicator, infos(SHAPES), parse_compressor(own))
         return candidates_of(engine, str(file), others=others, asked=asked)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = run_ranks(2, work)[0]
-    return found, list(dict.fromkeys(str(one.message) for one in caught))
+    assert found is not None
+    return found, [str(one.message) for one in caught if str(one.message).startswith("auto ")]
 
 
 def whole(found: Candidates) -> list[str]:
