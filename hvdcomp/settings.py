@@ -152,7 +152,16 @@ def check_policy(
         for method in compressor.leaves():
             hardest = method.at_level(method.level_for(_HARDEST_FACTOR, _LARGEST_TENSOR))
             require_bounded_residuals(hardest, memory)
-    if not isinstance(policy, Policy) or not policy.compressors:
+    if not isinstance(policy, Policy):
+        return policy
+    if policy.loss and (memory is not None or any(leaf.default_memory.is_momentum for leaf in compressor.leaves())):
+        given = compressor if memory is None else f"memory={memory}"
+        raise SpecError(
+            f"{policy.name}: loss={policy.loss:g} does not go with {given}: what methods do to the loss was measured "
+            "with each method's own memory. Leave the memory at its default and take a compressor without momentum, "
+            "such as none; or leave out loss and name compressors"
+        )
+    if not policy.compressors:
         return policy
     others: dict[str, Any] = {"compressors": _checked_others(policy, compressor, memory)}
     return dataclasses.replace(policy, **others)

@@ -27,6 +27,7 @@ from hvdcomp import (  # noqa: E402
     SpecError,
     TopK,
 )
+from hvdcomp.bindings.adam import kind_of  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import CompressedAdam, serve_simulated  # noqa: E402
 
@@ -383,3 +384,17 @@ def test_error_feedback_under_a_stock_adam_is_warned_of(optimizer: Any, compress
 def test_without_memory_nothing_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
     train(lambda: Compression(TopK(0.05), memory=NoMemory()), lambda given: torch.optim.AdamW(given), steps=2)
     assert not [one for one in recwarn if "learns badly" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.1), "SGD"),
+        (torch.optim.AdamW, "Adam"),
+        (functools.partial(CompressedAdam, freeze_after=2), "CompressedAdam"),
+        (torch.optim.RMSprop, None),
+    ],
+)
+def test_by_which_trainings_an_optimizer_is_judged(make: Any, kind: str | None) -> None:
+    assert kind_of(make([torch.zeros(2, requires_grad=True)])) == kind
+    assert kind_of(None) is None

@@ -3,8 +3,9 @@
 The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
 everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
 the rest dense or in half precision. There may be several compressors; if one leaves its exchange open, it is gathered
-in some of these ways and scattered in others. Only the two fastest of all compressed ways are mixed with others, so
-that candidates stay few. Rank 0 alone reads the calibration; the other ranks receive the result.
+in some of these ways and scattered in others. Some are proposed here, if the policy asks for that. Only the two fastest
+of all compressed ways are mixed with others, so that candidates stay few. Rank 0 alone reads the calibration; the other
+ranks receive the result.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import (
     UNCOMPRESSED,
+    Asked,
     Calibration,
     CalibrationError,
     EncodeTime,
@@ -29,6 +32,7 @@ from hvdcomp.perfmodel import (
     exchange_of_plan,
     load,
     model_of,
+    propose,
 )
 from hvdcomp.perfmodel import predict as predict_step
 from hvdcomp.perfmodel.advice import BUCKET_SIZES
@@ -59,6 +63,7 @@ def candidates_of(
     batch: int | None = None,
     overlaps: bool = True,
     others: Sequence[str] = (),
+    asked: Asked | None = None,
 ) -> Candidates:
     """The candidates of a training, with their predicted times.
 
@@ -69,6 +74,7 @@ def candidates_of(
         batch: size on one rank; None for the calibration's.
         overlaps: whether Horovod carries casts itself, during the backward pass.
         others: specs of compressors beside that of the training.
+        asked: what more compressors are to be proposed by; None for none. What cannot be proposed is said in a warning.
 
     Raises:
         CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
@@ -77,7 +83,10 @@ def candidates_of(
     facts = model_of(calibration, engine.tensors.values(), source, model)
     try:
         setting = Setting(engine.communicator.world_size, batch_size=batch)
-        return _Model(engine, calibration, facts, setting, overlaps).candidates(source, others)
+        made = _Model(engine, calibration, facts, setting, overlaps)
+        if asked is not None:
+            others = (*others, *made.proposed(source, others, asked))
+        return made.candidates(source, others)
     except ValueError as error:
         if isinstance(error, CalibrationError):
             raise
@@ -144,6 +153,26 @@ class _Model:
                     offer(f"{name} and {other}", mixed, plan)
         return Candidates((*order, *(name for name in self._plans.names if name not in order)), found)
 
+    def proposed(self, source: str, others: Sequence[str], asked: Asked) -> tuple[str, ...]:
+        """Specs of compressors that nobody named. Two levels are among them if they are among those that were named:
+        whether nodes have as many ranks is known only then."""
+        methods = self._methods(others).values()
+        ways = [self._way(source, method, self._plans.with_methods({}, method)) for method in methods]
+        free = [self._plans.with_methods({}, rest) for _, rest in _RESTS]
+        times = [self._seconds(plan, self._cast_time(rest, plan)) for plan, (_, rest) in zip(free, _RESTS, strict=True)]
+        least = min([*times, *(way.candidate.seconds for way in ways)])
+        fixed = [self.engine.compressor, *map(parse_compressor, others)]
+
+        def seconds_of(compressor: Compressor) -> float | None:
+            encode = self._known_encode(compressor)
+            plan = self._plans.with_methods({}, str(compressor))
+            return None if encode is None else self._seconds(plan, encode)
+
+        found = propose(asked, fixed, seconds_of, least, any(map(needs_nodes, fixed)))
+        if (missing := found.missing(asked, source)) is not None:
+            warn_alone(missing)
+        return found.specs
+
     def _methods(self, others: Sequence[str]) -> dict[str, str | None]:
         """By name the compressors to look at, each that leaves its exchange open in both ways.
 
@@ -188,15 +217,19 @@ class _Model:
         return self._overlaps and self.engine.planner.casts(plan)
 
     def _encode(self, source: str, method: str | None) -> EncodeTime:
-        known = self.facts.compute.encode
         compressor = self.engine.compressor if method is None else parse_compressor(method)
-        found = encode_time_of(compressor, known, list(self.engine.tensors.values()), self._ranks_per_node)
+        found = self._known_encode(compressor)
         if found is None:
+            known = self.facts.compute.encode
             raise CalibrationError(
                 f"{source} has no encode time of {str(compressor)!r} for this model; it has: "
                 f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
             )
         return found
+
+    def _known_encode(self, compressor: Compressor) -> EncodeTime | None:
+        tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
+        return encode_time_of(compressor, known, tensors, self._ranks_per_node)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
         """By name the weights of the tensors that a plan compresses, those first that save most bytes for it."""

@@ -21,6 +21,15 @@ def name_of_adam(optimizer: Any) -> str | None:
     return None if _OURS in kinds else next((kind for kind in kinds if kind in _KINDS), None)
 
 
+def kind_of(optimizer: Any) -> str | None:
+    """Which of those an optimizer is whose trainings were measured (`hvdcomp.compressors.evidence`); None for another
+    one, and where it is not known."""
+    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
+    if _OURS in kinds:
+        return _OURS
+    return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
+
+
 def check_freezing(freeze_after: Any, floor: Any) -> None:
     """Raises ConfigurationError for settings of a CompressedAdam that cannot be, in any framework."""
     if not is_whole(freeze_after, 1):

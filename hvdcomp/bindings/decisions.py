@@ -81,12 +81,16 @@ def _candidates(policy: Any, training: Training) -> Candidates | None:
     if Statistic.CANDIDATES not in policy.first_request.ever:
         return None
     from hvdcomp.adaptation.candidates import candidates_of
-    from hvdcomp.perfmodel import CalibrationError
+    from hvdcomp.perfmodel import Asked, CalibrationError
 
     try:
         model, batch = policy.model or None, policy.batch or None
         overlaps = training.overlaps_with_policy
-        return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors)
+        asked = None
+        if policy.loss:
+            warm_up = training.warm_up()
+            asked = Asked(policy.loss, training.kind_of_optimizer(), () if warm_up is None else (warm_up,))
+        return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors, asked)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
 

@@ -97,6 +97,10 @@ class Training(ABC):
         """The class of the optimizer, if it is known to be an Adam."""
         return None
 
+    def kind_of_optimizer(self) -> str | None:
+        """Which of those the optimizer is whose trainings were measured; None if that is not known."""
+        return None
+
     def warm_up(self) -> str | None:
         """The spec of the compressor of all gradients in the step that begins; None for that of the training."""
         return None

@@ -14,7 +14,8 @@ import numpy as np
 from click.core import ParameterSource
 from rich.text import Text
 
-from hvdcomp.compressors import BUCKET_BYTES, first_to_try
+from hvdcomp.compressors import BUCKET_BYTES, evidence_in_words, first_to_try
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
@@ -368,6 +369,8 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
     if take != UNCOMPRESSED:
         lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
+        if take not in FREE:
+            lines.append(evidence_in_words(parse_compressor(take)))
         lines.append(first_to_try())
     factor = report["least_compression_factor"]
     ideal = "an ideal compressor (free of cost, during the backward pass)"

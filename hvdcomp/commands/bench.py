@@ -8,6 +8,7 @@ from hvdcomp.terminal import LazyGroup
 
 _MEASUREMENTS = {
     "encode": ("hvdcomp.commands.bench_encode", "encode", "What each method costs in time and memory."),
+    "proposals": ("hvdcomp.commands.bench_proposals", "proposals", "What auto would have proposed for measured steps."),
     "steps": ("hvdcomp.commands.bench_steps", "steps", "Predicted beside measured times of steps."),
 }
 

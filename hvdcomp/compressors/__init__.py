@@ -6,6 +6,8 @@ from __future__ import annotations
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.evidence import OPTIMIZERS, excess_of
+from hvdcomp.compressors.evidence import in_words as evidence_in_words
 from hvdcomp.compressors.first import first_to_try
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -35,9 +37,12 @@ __all__ = [
     "EXAMPLES",
     "LEAST_BYTES",
     "MEMORIES",
+    "OPTIMIZERS",
     "Compressor",
     "NoCompression",
     "TensorInfo",
+    "evidence_in_words",
+    "excess_of",
     "first_to_try",
     "needs_nodes",
 ]

@@ -56,5 +56,14 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
                 )
 
 
+def can_take_turns(compressors: Iterable[Compressor]) -> bool:
+    """Whether `require_bounded_turns` allows it."""
+    try:
+        require_bounded_turns(compressors)
+    except SpecError:
+        return False
+    return True
+
+
 def _grows(method: Compressor, memory: Memory) -> bool:
     return method.variance * memory.keeps**2 >= 1

@@ -244,6 +244,11 @@ def needs_nodes(compressor: Compressor) -> bool:
     return any(isinstance(leaf, TwoLevel) for leaf in compressor.leaves())
 
 
+def within(compressor: Compressor) -> Compressor:
+    """The method between the nodes; the compressor itself where it has no levels."""
+    return compressor.compressor if isinstance(compressor, TwoLevel) else compressor
+
+
 def _levels(context: Context) -> Levels:
     """Where this rank is; without levels every rank is a node."""
     if context.levels is None:

@@ -19,6 +19,7 @@ from hvdcomp.perfmodel.fitting import model_of
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds, network_of_link
 from hvdcomp.perfmodel.noise import NOISY, uncertain_shares
 from hvdcomp.perfmodel.predict import LIMITS, UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.proposals import Asked, Proposals, propose
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
 
@@ -31,6 +32,7 @@ __all__ = [
     "UNCOMPRESSED",
     "Advice",
     "Adviser",
+    "Asked",
     "Buckets",
     "Calibration",
     "CalibrationError",
@@ -44,6 +46,7 @@ __all__ = [
     "ModelFacts",
     "Network",
     "Parts",
+    "Proposals",
     "Seconds",
     "Setting",
     "as_json",
@@ -60,6 +63,7 @@ __all__ = [
     "parse_rate",
     "predict",
     "presets",
+    "propose",
     "save",
     "sequential",
     "uncertain_shares",

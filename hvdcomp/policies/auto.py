@@ -72,6 +72,8 @@ class Auto(Policy[AutoState]):
         calibration: file or preset of `hvdcomp.perfmodel`. Rank 0 alone reads it.
         compressors: what may be chosen beside the training's own compressor: compressors, or specs of such. They are
             kept as specs.
+        loss: compressors are proposed too that were measured to raise the loss by this share at most
+            (`hvdcomp.compressors.evidence`); 0 for none.
         model: of the calibration; empty for the one whose tensors have the training's shapes.
         batch: batch size of one rank, if it is not the calibration's; 0 if it is.
         window: steps that a candidate is measured for, after those that settle.
@@ -84,6 +86,7 @@ class Auto(Policy[AutoState]):
 
     calibration: Annotated[str, Rule(bool, "a calibration file or the name of a preset")]
     compressors: _Compressors = ()
+    loss: Annotated[float, number(lambda share: 0 <= share < 1, "from 0 to below 1, such as 0.02 for 2 %")] = 0.0
     model: str = ""
     batch: Annotated[int, at_least(0)] = 0
     window: Annotated[int, at_least(3)] = 5
@@ -95,6 +98,7 @@ class Auto(Policy[AutoState]):
     name: ClassVar[str] = "auto"
     examples: ClassVar[tuple[str, ...]] = (
         "auto:calibration=calibration.json",
+        "auto:calibration=calibration.json,loss=0.02",
         "auto:calibration=calibration.json,compressors=(topk:ratio=0.01|qsgd:bits=8,exchange=scatter)",
     )
     state_type: ClassVar[type] = AutoState
@@ -239,18 +243,13 @@ class Auto(Policy[AutoState]):
             if one is None:
                 # Dense in any case, whatever the model says: the promise is never to be slower than dense. And where
                 # steps have changed, the model's world and that of earlier trials are gone.
-                if name == DENSE_CANDIDATE or state.reopened or self._is_near(state, best, name):
+                if name == DENSE_CANDIDATE or state.reopened or state.is_near(best, name, self.margin):
                     found.append(name)
             elif name != best and one.steps < _MOST * self.window:
                 gain = limit.seconds - one.seconds + 2 * one.error
                 if gain > NOTICEABLE * limit.seconds:
                     found.append(name)
         return found
-
-    def _is_near(self, state: AutoState, best: str, name: str) -> bool:
-        """Whether a candidate is within the margin: as predicted, as once measured, or relative to the best's time."""
-        least = min(state.expected(best, name), state.before.get(name, state.candidates[name].seconds))
-        return least <= (1 + self.margin) * state.measured[best].seconds
 
     def _price(self, state: AutoState, best: str, name: str) -> float:
         """Seconds that a trial is expected to cost."""

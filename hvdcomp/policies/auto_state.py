@@ -189,6 +189,11 @@ class AutoState:
         correction = self.measured[best].seconds / self.candidates[best].seconds
         return self.candidates[name].seconds * correction
 
+    def is_near(self, best: str, name: str, margin: float) -> bool:
+        """Whether a candidate is within the margin: as predicted, as once measured, or relative to the best's time."""
+        least = min(self.expected(best, name), self.before.get(name, self.candidates[name].seconds))
+        return least <= (1 + margin) * self.measured[best].seconds
+
 
 def known_before(measured: Measured | None, predicted: float, now: Measured) -> Measured | None:
     """What was measured before a trial or, without that, the prediction as if it were measured: a first trial may be as

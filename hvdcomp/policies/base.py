@@ -57,6 +57,12 @@ class Policy(Described, Generic[State]):
         """Specs of the compressors that decisions may name beside that of the training."""
         return ()
 
+    @property
+    def loss(self) -> float:
+        """By how much more, as a share, the loss may be raised by compressors that decisions name and no user did; 0
+        for none of these."""
+        return 0.0
+
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         """Raises SpecError if the policy cannot work with this compressor or run."""
         period = self.first_request.period

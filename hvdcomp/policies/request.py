@@ -154,7 +154,8 @@ class Statistics:
         gains, timing: of the last step of a period, and of all its steps; for policies whose periods are counted in
             steps.
         candidates: what there is to choose from; told once, before the first step is exchanged. The policy that asks
-            for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`.
+            for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`; and it may
+            have its `compressors` and `loss`.
         step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
             that of the next, by rank 0's clock. NaN for the first step after a start.
         level_table: errors and bytes, for the levels of `Request.around`.

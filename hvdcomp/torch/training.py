@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdcomp.bindings.adam import name_of_adam
+from hvdcomp.bindings.adam import kind_of, name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -120,6 +120,9 @@ class TorchTraining(Binding):
 
     def adam(self) -> str | None:
         return name_of_adam(self._optimizer)
+
+    def kind_of_optimizer(self) -> str | None:
+        return kind_of(self._optimizer)
 
     def warm_up(self) -> str | None:
         optimizer = self._optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -194,6 +195,29 @@ def case_auto_past_the_engine() -> None:
     assert {"none"} in [set(plan.values()) for plan in of_casts]
     assert {"fp16"} in [set(plan.values()) for plan in of_casts]
     assert any(casts.compresses)
+
+
+def case_auto_proposes_what_no_rank_was_told() -> None:
+    """Rank 0 reads in its calibration what the others never named, and all of them send so in the same step."""
+    proposed = "powersgd:rank=4"
+    shapes = {name: tuple(one.shape) for name, one in large_model().named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:
+        calibration = Path(folder) / "cluster.json"
+        if dist.get_rank() == 0:  # no other rank can read it
+            calibration.write_text(json.dumps(made_up_calibration(proposed, shapes, ["topk:ratio=0.01"])))
+        policy = f"auto:calibration={gathered(str(calibration))[0]},loss=0.02,window=3,every=5,margin=1000,budget=0.99"
+
+        def clock(binding: DDPBinding) -> None:
+            made_up_clock(binding, lambda methods: 1.0 if proposed in methods else 5.0)
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "auto leaves out")
+            found = trained("none", policy, 24, clock)
+        dist.barrier()  # rank 0 takes the file away
+    assert any(proposed in plan.values() for plan in found.plans)
+    assert not any("topk:ratio=0.01" in plan.values() for plan in found.plans), "it does harm with SGD"
+    if dist.get_rank() == 0:
+        assert proposed in found.decisions[1]["state"]["candidates"]
 
 
 def _sends_the_rest_next(how: hvdcomp.Compression) -> bool:
