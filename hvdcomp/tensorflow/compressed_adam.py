@@ -148,7 +148,7 @@ def _refuse_local_steps(options: dict[str, Any]) -> None:
     local_steps = options.pop("local_steps", 1)
     if local_steps != 1:
         raise ConfigurationError(
-            f"CompressedAdam: local_steps={local_steps!r} is not possible in Keras, whose fit evaluates, saves and stops "
-            "at moments of its own, when each rank would have other weights. Leave it out, or train in PyTorch with "
-            "hvdcomp.torch.CompressedAdam"
+            f"CompressedAdam: local_steps={local_steps!r} is not possible in Keras, whose fit evaluates, saves and "
+            "stops at moments of its own, when each rank would have other weights. Leave it out, or train in PyTorch "
+            "with hvdcomp.torch.CompressedAdam"
         )
