@@ -95,8 +95,8 @@ def _check(setup: Setup) -> None:
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
             "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
-            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm to it, "
-            "such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
+            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm "
+            "to it, such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
         )
     settings = setup.compression.settings
     if settings.overlap is True or settings.bucket_bytes is not None:

@@ -411,7 +411,6 @@ def case_momenta_that_are_sent_whole_change_nothing() -> None:
     refreshing = CompressedAdam(1e-3, freeze_after=3, refreshes_per_gap=2, jit_compile=False)
     model = fitted("efsignsgd", steps=7, optimizer=refreshing)  # steps 4 and 6, from 0, are refreshes
     assert_same_everywhere(weights(model.trainable_variables))
-    assert_same_everywhere(weights(refreshing._velocities))
     totals, last = model.ours.ledger.totals, model.ours.ledger.last
     assert last.bytes_sent >= last.dense_bytes
     assert 0.7 < totals.bytes_sent / totals.dense_bytes < 0.9  # 5 of 7 steps
