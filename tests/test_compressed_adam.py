@@ -27,12 +27,13 @@ from hvdcomp import (  # noqa: E402
     SpecError,
     TopK,
 )
-from hvdcomp.bindings.adam import kind_of  # noqa: E402
+from hvdcomp.bindings.adam import kind_of, refreshes_among  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import CompressedAdam, serve_simulated  # noqa: E402
 
 RANKS, FREEZE_AFTER, STEPS = 3, 4, 12
 SHAPE = (24, 60)
+FLOOR = 0.01
 RATE, BETAS, EPS, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
 SETTINGS = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 
@@ -94,24 +95,42 @@ def sign(x: np.ndarray) -> np.ndarray:
     return np.abs(x).mean() * np.where(x >= 0, 1, -1)
 
 
-def stated(w: np.ndarray, c: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
-    """1-bit Adam's algorithm 1 with AdamW's decay, any C and no second compression. c: None for no compression."""
+DUE = {4, 6, 10}  # of 0, 1, 2, 4, 6, 10, 14, ..., those that come after `FREEZE_AFTER`
+
+
+def refreshing(parameters: Any) -> CompressedAdam:
+    return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, refreshes_per_gap=2)
+
+
+def stated(
+    w: np.ndarray, c: Callable[[np.ndarray], np.ndarray] | None, refreshes: set[int] = frozenset()
+) -> np.ndarray:
+    """1-bit Adam's algorithm 1 with AdamW's decay, any C and no second compression, and 0/1 Adam's refreshes of v.
+
+    c: None for no compression. refreshes: T_v, of steps from 0 on.
+    """
     b1, b2 = BETAS
     w = w.astype(np.float64)
     m, v = np.zeros_like(w), np.zeros_like(w)
+    adapted = 0
     rests = [np.zeros_like(w) for _ in range(RANKS)]
     for t in range(1, STEPS + 1):
         own = [gradients_of(rank, t - 1, w.shape).astype(np.float64) for rank in range(RANKS)]
-        if t <= FREEZE_AFTER:
+        if t <= FREEZE_AFTER or t - 1 in refreshes:
             g = sum(own) / RANKS
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-            v_hat = v / (1 - b2**t)
+            adapted += 1
+            if t > FREEZE_AFTER:
+                v = np.maximum(v, FLOOR * v.mean())
+            v_hat = v / (1 - b2**adapted)
+            if t == FREEZE_AFTER:
+                v = np.maximum(v, FLOOR * v.mean())
         else:
             momenta = [b1 * m + (1 - b1) * g + d for g, d in zip(own, rests, strict=True)]
             sent = momenta if c is None else [c(one) for one in momenta]
             rests = [one - s for one, s in zip(momenta, sent, strict=True)]
             m = sum(sent) / RANKS
-            v_hat = np.maximum(v, 0.01 * v.mean()) / (1 - b2**FREEZE_AFTER)
+            v_hat = v / (1 - b2**adapted)
         w = w - RATE * DECAY * w
         w = w - RATE * (m / (1 - b1**t)) / (np.sqrt(v_hat) + EPS)
     return w
@@ -139,6 +158,104 @@ def test_it_is_the_algorithm(compressor: Any, c: Any, passes: int) -> None:
     dense = 4 * (np.prod(SHAPE) + 7)
     sent = ours.ledger.totals.bytes_sent - FREEZE_AFTER * dense
     assert 0 <= sent < (STEPS - FREEZE_AFTER) * dense * (1.01 if c is None else 0.25)
+
+
+def published(per_gap: int, steps: int) -> list[int]:
+    """0/1 Adam's T_v: k[0] = 0, k[j + 1] - k[j] = 2**floor(j / kappa)."""
+    k = [0]
+    while k[-1] < steps:
+        k.append(k[-1] + 2 ** ((len(k) - 1) // per_gap))
+    return [one for one in k if one < steps]
+
+
+@pytest.mark.parametrize("per_gap", [1, 2, 3, 16])
+def test_the_schedule_of_refreshes_is_the_published_one(per_gap: int) -> None:
+    for steps in range(700):
+        assert refreshes_among(steps, per_gap) == len(published(per_gap, steps)), steps
+    assert refreshes_among(700, None) == 0
+
+
+@pytest.mark.parametrize(
+    ("compressor", "c"),
+    [(TopK(0.05), lambda x: top(x, -(-x.size * 5 // 100))), (EFSignSGD(), sign), (NoCompression(), None)],
+    ids=["topk", "efsignsgd", "none"],
+)
+def test_refreshes_are_the_algorithm(compressor: Any, c: Any) -> None:
+    done = train(lambda: Compression(compressor), refreshing)
+    start = {name: one.detach().numpy() for name, one in Model().named_parameters()}
+    for name, weights in done[0][0].items():
+        expected = stated(start[name], c if name == "matrix" else None, DUE)
+        np.testing.assert_allclose(weights, expected, rtol=2e-5, atol=2e-5)
+        for others, _, _ in done[1:]:
+            assert weights.tobytes() == others[name].tobytes()
+    dense = 4 * (np.prod(SHAPE) + 7)
+    whole = FREEZE_AFTER + len(DUE)
+    sent = done[0][2].ledger.totals.bytes_sent - whole * dense
+    assert 0 <= sent < (STEPS - whole) * dense * (1.01 if c is None else 0.25)
+
+
+def test_with_a_refresh_in_every_step_and_nothing_lost_it_is_adamw() -> None:
+    ours = train(
+        lambda: Compression(NoCompression()),
+        lambda given: CompressedAdam(given, **SETTINGS, freeze_after=1, floor=0.0, refreshes_per_gap=STEPS),
+    )
+    theirs = train(lambda: Compression(NoCompression()), lambda given: torch.optim.AdamW(given, **SETTINGS))
+    for name, weights in ours[0][0].items():
+        np.testing.assert_allclose(weights, theirs[0][0][name], rtol=1e-6, atol=1e-7)
+    assert ours[0][1].frozen
+
+
+def alone(optimizer: CompressedAdam, steps: range) -> list[bool]:
+    """Steps of one rank; which of them were refreshes."""
+    refreshes = []
+    for step in steps:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.from_numpy(gradients_of(0, step, tuple(parameter.shape)))
+        refreshes.append(optimizer.refreshes)
+        optimizer.step()
+    return refreshes
+
+
+def test_a_state_with_refreshes_goes_on_bit_for_bit_and_an_older_one_begins_them() -> None:
+    model, twin = Model(), Model()
+    ours = refreshing(model.parameters())
+    assert [step for step, one in enumerate(alone(ours, range(8))) if one] == [4, 6]
+    twin.load_state_dict(model.state_dict())
+    second = CompressedAdam(twin.parameters(), freeze_after=1)
+    second.load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert alone(ours, range(8, STEPS)) == alone(second, range(8, STEPS)) == [False, False, True, False]
+    assert torch.equal(model.matrix, twin.matrix)
+    assert second.state[twin.matrix]["refreshes"] == len(DUE)
+
+    older = CompressedAdam(Model().parameters(), **SETTINGS, freeze_after=FREEZE_AFTER)
+    alone(older, range(6))
+    state = older.state_dict()
+    for group in state["param_groups"]:
+        del group["refreshes_per_gap"]
+    twin = Model()
+    newer = refreshing(twin.parameters())
+    newer.load_state_dict(state)
+    before = newer.state[twin.matrix]["exp_avg_sq"].clone()
+    assert alone(newer, range(6, 8)) == [True, False]
+    assert newer.state[twin.matrix]["refreshes"] == 1
+    assert not torch.equal(newer.state[twin.matrix]["exp_avg_sq"], before)
+
+
+def test_what_has_its_first_gradient_at_a_refresh_moves_from_then_on() -> None:
+    model = Model()
+    optimizer = refreshing(model.parameters())
+    start = model.matrix.detach().clone()
+    for step in range(6):
+        gradient = torch.ones(SHAPE)
+        gradient[:3] = float(step == 4)  # a refresh
+        gradient[5] = 0.0
+        model.matrix.grad = gradient
+        optimizer.step()
+        kept = model.matrix.detach() / (1 - RATE * DECAY) ** (step + 1)
+        moved = ~torch.isclose(kept, start, rtol=1e-5, atol=1e-6).all(dim=1)
+        assert moved[:3].all() == (step >= 4)
+        assert moved[3:5].all()
+        assert not moved[5]
 
 
 def test_before_it_freezes_it_is_adamw_bit_for_bit() -> None:
@@ -243,6 +360,13 @@ def test_momenta_follow_a_loss_scale() -> None:
         ({"freeze_after": 5, "local_steps": 0}, ConfigurationError, "local_steps=0 is not possible"),
         ({"freeze_after": 5, "floor": -1}, ConfigurationError, "floor=-1 is not possible; give a share from 0 to 1"),
         ({"freeze_after": 5, "warm_up": "int5"}, SpecError, "int5"),
+        ({"freeze_after": 5, "refreshes_per_gap": 0}, ConfigurationError, "refreshes_per_gap=0 is not possible"),
+        ({"freeze_after": 5, "refreshes_per_gap": 1.5}, ConfigurationError, "refreshes_per_gap=1.5 is not possible"),
+        (
+            {"freeze_after": 5, "refreshes_per_gap": 16, "local_steps": 4},
+            ConfigurationError,
+            "refreshes_per_gap=16 does not go with local_steps=4",
+        ),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

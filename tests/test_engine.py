@@ -393,6 +393,36 @@ def test_residuals_must_be_sent_before_casts_are_left_to_others(backend: str) ->
 
 
 @every_backend
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "efsignsgd", "powersgd:rank=1"])
+def test_a_step_beside_residuals_neither_sends_nor_changes_them(backend: str, spec: str) -> None:
+    def run(steps: list[int], beside: int | None) -> list[Run]:
+        def plan(engine: Engine, step: int) -> None:
+            engine.planner.compress_by(*((NoCompression(), True) if step == beside else (None, False)))
+            engine.begin()
+            if step == beside:
+                assert engine.holds_residuals
+                assert engine.passthrough
+                before.append(states_of(engine))
+            elif beside is not None and step == beside + 1:
+                assert not engine.passthrough
+                after.append(states_of(engine))
+
+        before: list[Any] = []
+        after: list[Any] = []
+        given = lambda rank, step: gradients_of(backend, rank, steps[step])  # noqa: E731
+        done = run_engines(2, infos(SHAPES), parse_compressor(spec), given, len(steps), before=plan, min_numel=20)
+        assert sorted(map(str, before)) == sorted(map(str, after))
+        return done
+
+    runs, without = run([0, 1, 2, 3], 2), run([0, 1, 3], None)
+    assert_same_on_all_ranks(runs)
+    for name in SHAPES:
+        mean = (as_numpy(gradients_of(backend, 0, 2)[name]) + as_numpy(gradients_of(backend, 1, 2)[name])) / 2
+        np.testing.assert_allclose(as_numpy(runs[0].results[2][name]), mean, rtol=1e-6, atol=1e-7)
+    assert results_of(runs[0])[3] == results_of(without[0])[2]
+
+
+@every_backend
 @pytest.mark.parametrize("memory", [None, ErrorFeedback])
 def test_a_cast_sends_residuals_too_and_keeps_its_rounding_error_only_if_told_to(backend: str, memory: Any) -> None:
     def plan(engine: Engine, step: int) -> None:

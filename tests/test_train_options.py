@@ -42,7 +42,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         assert open_options <= {
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
             "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout", "steps", "until", "evaluate_every",
-            "simulate_ranks", "link", "freeze_after",
+            "simulate_ranks", "link", "freeze_after", "refreshes_per_gap",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -94,6 +94,12 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"optimizer": "lamb"}, "--optimizer 'lamb' is unknown; choose one of sgd, adamw, compressed-adam"),
         ({"freeze_after": 5}, "--freeze-after 5 is of --optimizer compressed-adam; leave it out with --optimizer sgd"),
         ({"optimizer": "compressed-adam", "freeze_after": 0}, "--freeze-after 0: at least 1 step"),
+        ({"refreshes_per_gap": 16}, "--refreshes-per-gap 16 is of --optimizer compressed-adam; leave it out with"),
+        ({"optimizer": "compressed-adam", "refreshes_per_gap": 0}, "--refreshes-per-gap 0: at least 1"),
+        (
+            {"optimizer": "compressed-adam", "refreshes_per_gap": 16, "local_steps": 2, "steps": 4},
+            "--refreshes-per-gap 16 does not go with --local-steps 2",
+        ),
         ({"local_steps": 2}, "--local-steps 2 is of --optimizer compressed-adam"),
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         (
@@ -217,7 +223,8 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
         "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
         "data", "data_dir", "framework", "freeze_after", "freeze_compression", "gamma", "image_size", "label_noise",
         "local_steps", "lr", "memory", "milestones", "model",
-        "momentum", "nesterov", "optimizer", "output", "policy", "samples", "schedule", "seed", "sequence_length",
+        "momentum", "nesterov", "optimizer", "output", "policy", "refreshes_per_gap", "samples", "schedule", "seed",
+        "sequence_length",
         "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip
 

@@ -38,7 +38,7 @@ _KINDS = {
     "scatter": [*_MLP, "--steps", "10", "--compression", "int8:exchange=scatter"],
     "momenta": [
         *(*_GPT, "--steps", "6", "--optimizer", "compressed-adam", "--freeze-after", "3"),
-        *("--freeze-compression", "int8", "--compression", "efsignsgd"),
+        *("--freeze-compression", "int8", "--compression", "efsignsgd", "--refreshes-per-gap", "2"),
     ],
     "local_steps": [
         *(*_GPT, "--steps", "9", "--optimizer", "compressed-adam", "--freeze-after", "4", "--local-steps", "3"),

@@ -30,7 +30,28 @@ def kind_of(optimizer: Any) -> str | None:
     return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
 
 
-def check_freezing(freeze_after: Any, floor: Any) -> None:
+def refreshes_among(steps: int, per_gap: int | None) -> int:
+    """How many of a training's first steps are on the schedule by which 0/1 Adam refreshes its second moment.
+
+    The first step is. Then the gap from one refresh to the next is 1, 2, 4, ... steps, each `per_gap` times (Lu et al.
+    2023, arXiv:2202.06009: k[j + 1] - k[j] = 2**floor(j / kappa)).
+
+    Args:
+        per_gap: kappa; None for no refresh.
+    """
+    if per_gap is None or not steps:
+        return 0
+    doublings = ((steps - 1) // per_gap + 1).bit_length() - 1
+    since = steps - 1 - per_gap * (2**doublings - 1)  # steps since the gap doubled last
+    return per_gap * doublings + since // 2**doublings + 1
+
+
+def is_refresh(step: int, freeze_after: int, per_gap: int | None) -> bool:
+    """Whether a step, counted from 0, refreshes second moments that are frozen after `freeze_after` steps."""
+    return step >= freeze_after and refreshes_among(step + 1, per_gap) > refreshes_among(step, per_gap)
+
+
+def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> None:
     """Raises ConfigurationError for settings of a CompressedAdam that cannot be, in any framework."""
     if not is_whole(freeze_after, 1):
         raise ConfigurationError(
@@ -40,6 +61,11 @@ def check_freezing(freeze_after: Any, floor: Any) -> None:
     if not (is_number(floor) and 0 <= floor <= 1):
         raise ConfigurationError(
             f"CompressedAdam: floor={floor!r} is not possible; give a share from 0 to 1, such as 0.01"
+        )
+    if refreshes_per_gap is not None and not is_whole(refreshes_per_gap, 1):
+        raise ConfigurationError(
+            f"CompressedAdam: refreshes_per_gap={refreshes_per_gap!r} is not possible; give the number of refreshes of "
+            "the second moment after which the gap between two of them doubles, 16 as published, or None for no refresh"
         )
 
 

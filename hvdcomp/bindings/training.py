@@ -105,6 +105,10 @@ class Training(ABC):
         """The spec of the compressor of all gradients in the step that begins; None for that of the training."""
         return None
 
+    def refreshes(self) -> bool:
+        """Whether the optimizer adds the gradients of the step that begins to a second moment that is else frozen."""
+        return False
+
     def momenta_of_step(self) -> Mapping[str, Any]:
         """By name, the momenta that gradients may be sent with in the step that begins, as the framework has them."""
         return {}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdcomp.bindings.training import Training
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.parsing import parse_compressor
 
 
@@ -48,7 +48,14 @@ class Units:
         self.loss_scale = scale
 
     def choose_compressor(self) -> None:
-        """Compresses by what the optimizer asks for in its warm-up; to be called before the plan of a step is fixed."""
+        """Compresses by what the optimizer asks for in its warm-up; to be called before the plan of a step is fixed.
+
+        What enters a second moment that is refreshed is the gradient as it is. What was held back is a part of momenta,
+        and waits for the next of these.
+        """
+        if self._training.refreshes():
+            self._training.engine.planner.compress_by(NoCompression(), beside_residuals=True)
+            return
         spec = self._training.warm_up()
         if spec is not None and (self._warm_up is None or str(self._warm_up) != spec):
             self._warm_up = parse_compressor(spec)

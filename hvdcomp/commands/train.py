@@ -151,6 +151,14 @@ _START = (
     type=int,
     metavar="K",
 )
+@_option(
+    "--refreshes-per-gap",
+    "Of compressed-adam: refreshes of the frozen second moment before the gap between two of them doubles, 16 as in "
+    "0/1 Adam.",
+    type=int,
+    metavar="N",
+    shown="no refresh",
+)
 @_option("--weight-decay", "Of SGD an L2 penalty on all parameters; else the decay of all matrices.", type=float)
 @_option("--schedule", "How the learning rate falls: at --milestones, or along a cosine.", type=click.Choice(SCHEDULES))
 @click.option(

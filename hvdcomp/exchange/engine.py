@@ -136,7 +136,7 @@ class Engine:
     @property
     def passthrough(self) -> bool:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
-        return self.planner.casts_only and not self.holds_residuals
+        return self.planner.casts_only and (self.planner.beside_residuals or not self.holds_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
         """Enters, as a step of its own, what somebody else allreduced because `passthrough` held.
@@ -371,7 +371,8 @@ def _make_steps(
     """The buckets of a step that have not started, and the tensors that go one by one. factor: what the memory
     multiplies gradients with."""
     clock, plan = engine.ledger.clock, engine.plan
-    groups, rest = engine.buckets.groups(xp, names, gradients, plan, started)
+    aside = engine.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
+    groups, rest = ([], names) if aside else engine.buckets.groups(xp, names, gradients, plan, started)
     clock.turns_only &= all(group.bucket.device is not None for group in groups) and not rest
     buckets = [_bucket_step(engine, xp, group, context, factor) for group in groups]
     tensors = []
@@ -379,7 +380,8 @@ def _make_steps(
         spans: list[Span]
         with clock.around(spans := []):
             memory = engine.planner.memory_for(plan[name])
-            tensors.append(TensorStep(xp, name, gradients[name], factor, engine.states[name], memory))
+            state = TensorState() if aside else engine.states[name]
+            tensors.append(TensorStep(xp, name, gradients[name], factor, state, memory))
         tensors[-1].spans.encoding.extend(spans)
     return buckets, tensors
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 import tf_keras
 
-from hvdcomp.bindings.adam import check_freezing
+from hvdcomp.bindings.adam import check_freezing, is_refresh, refreshes_among
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
 
@@ -41,11 +41,11 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
     Args:
         learning_rate, options: as of `tf_keras.optimizers.AdamW`, but for `amsgrad`.
         freeze_after: steps before the second moments are frozen; 15 to 25 % of the training.
-        warm_up, floor: as of `hvdcomp.torch.CompressedAdam`.
+        warm_up, floor, refreshes_per_gap: as of `hvdcomp.torch.CompressedAdam`.
 
     Raises:
-        ConfigurationError: without `freeze_after`, or for one that is no number of steps; for a floor that is no share;
-            for `amsgrad`.
+        ConfigurationError: without `freeze_after`, or for numbers of steps or refreshes that are none; for a floor that
+            is no share; for `amsgrad`; for `local_steps`, which only PyTorch has.
         SpecError: for a `warm_up` that is no compressor.
     """
 
@@ -56,21 +56,40 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         freeze_after: int | None = None,
         warm_up: str = "none",
         floor: float = 0.01,
+        refreshes_per_gap: int | None = None,
         name: str = "CompressedAdam",
         **options: Any,
     ) -> None:
-        check_freezing(freeze_after, floor)
+        check_freezing(freeze_after, floor, refreshes_per_gap)
+        _refuse_local_steps(options)
         if options.get("amsgrad"):
             raise ConfigurationError("CompressedAdam: amsgrad=True has no meaning where the second moment is frozen")
         super().__init__(learning_rate, name=name, **options)
         self.freeze_after = int(freeze_after or 0)
         self.compressor_before = str(parse_compressor(warm_up))
         self.floor = floor
+        self.refreshes_per_gap = refreshes_per_gap
 
     @property
     def frozen(self) -> bool:
         """Whether the next step is one with frozen second moments."""
         return int(self.iterations) >= self.freeze_after
+
+    @property
+    def refreshes(self) -> bool:
+        """Whether the next step refreshes frozen second moments."""
+        return self.refreshes_at(int(self.iterations))
+
+    def refreshes_at(self, step: int) -> bool:
+        """Whether a step, counted from 0, refreshes frozen second moments."""
+        return is_refresh(step, self.freeze_after, self.refreshes_per_gap)
+
+    def sends_momenta(self) -> tf.Tensor:
+        """Whether the gradients of the next step have the noise of a compressed momentum, also in a graph."""
+        frozen = self.iterations >= self.freeze_after
+        if self.refreshes_per_gap is None:
+            return frozen
+        return tf.logical_and(frozen, tf.logical_not(self._scheduled(self.iterations + 1)))
 
     def momentum(self, variable: tf.Variable) -> Momentum:
         """What the gradient of a variable is to be sent with, in steps with frozen second moments."""
@@ -82,21 +101,54 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         m, v = self._momentums[place], self._velocities[place]
         gradient = tf.convert_to_tensor(gradient)  # also of rows
         step, last = self.iterations + 1, tf.minimum(self.iterations + 1, self.freeze_after)
+        frozen = tf.where(step == self.freeze_after + 1, self._on_floor(v), v)
+        if self.refreshes_per_gap is not None:
+            seen = tf.where(tf.math.is_inf(frozen), tf.zeros_like(frozen), frozen)
+            frozen = tf.where(self._scheduled(step), self._on_floor(self._adapted(seen, gradient)), frozen)
+            before = refreshes_among(self.freeze_after, self.refreshes_per_gap)
+            last += tf.maximum(self._refreshes_among(step) - before, 0)
         of_first = 1 - tf.pow(tf.cast(self.beta_1, dtype), tf.cast(step, dtype))
         of_second = 1 - tf.pow(tf.cast(self.beta_2, dtype), tf.cast(last, dtype))
         m.assign_add((gradient - m) * (1 - self.beta_1))
-        # An element without a gradient so far gets no step, whatever noise compression makes of it.
-        floored = tf.where(v == 0, tf.cast(math.inf, dtype), tf.maximum(v, tf.reduce_mean(v) * self.floor))
-        frozen = tf.where(step == self.freeze_after + 1, floored, v)
-        adapted = v + (tf.square(gradient) - v) * (1 - self.beta_2)
-        v.assign(tf.where(step > self.freeze_after, frozen, adapted))
+        v.assign(tf.where(step > self.freeze_after, frozen, self._adapted(v, gradient)))
         rate = tf.cast(self.learning_rate, dtype) * tf.sqrt(of_second) / of_first
         variable.assign_sub((m * rate) / (tf.sqrt(v) + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
         """As of `tf_keras.optimizers.Optimizer`."""
         own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before, "floor": self.floor}
-        return {**super().get_config(), **own}
+        return {**super().get_config(), **own, "refreshes_per_gap": self.refreshes_per_gap}
+
+    def _adapted(self, v: Any, gradient: tf.Tensor) -> tf.Tensor:
+        return v + (tf.square(gradient) - v) * (1 - self.beta_2)
+
+    def _on_floor(self, v: Any) -> tf.Tensor:
+        """What is frozen of a second moment."""
+        # An element without a gradient so far gets no step, whatever noise compression makes of it.
+        return tf.where(v == 0, tf.cast(math.inf, v.dtype), tf.maximum(v, tf.reduce_mean(v) * self.floor))
+
+    def _scheduled(self, step: tf.Tensor) -> tf.Tensor:
+        """Whether a step, counted from 1, is on the schedule of refreshes."""
+        return self._refreshes_among(step) > self._refreshes_among(step - 1)
+
+    def _refreshes_among(self, steps: tf.Tensor) -> tf.Tensor:
+        """`refreshes_among`, for a number of steps that is known when the graph runs."""
+        begun = (steps - 1) // self.refreshes_per_gap + 1
+        doublings = tf.reduce_sum(tf.cast(begun >= 2 ** tf.range(1, 62, dtype=steps.dtype), steps.dtype))
+        gap = 2**doublings
+        since = steps - 1 - self.refreshes_per_gap * (gap - 1)
+        return tf.where(steps > 0, self.refreshes_per_gap * doublings + since // gap + 1, 0)
 
     def _place(self, variable: tf.Variable) -> int:
         return int(self._index_dict[self._var_key(variable)])
+
+
+def _refuse_local_steps(options: dict[str, Any]) -> None:
+    """Takes `local_steps` out of the options; raises ConfigurationError if it is above 1."""
+    local_steps = options.pop("local_steps", 1)
+    if local_steps != 1:
+        raise ConfigurationError(
+            f"CompressedAdam: local_steps={local_steps!r} is not possible in Keras, whose fit evaluates, saves and "
+            "stops at moments of its own, when each rank would have other weights. Leave it out, or train in PyTorch "
+            "with hvdcomp.torch.CompressedAdam"
+        )

@@ -95,6 +95,10 @@ class TensorFlowTraining(Binding):
             return None
         return optimizer.compressor_before
 
+    def refreshes(self) -> bool:
+        optimizer = self._optimizer
+        return isinstance(optimizer, CompressedAdam) and optimizer.refreshes_at(self.steps_made)
+
     def momenta_of_step(self) -> Mapping[str, Momentum]:
         optimizer = self._optimizer
         if not isinstance(optimizer, CompressedAdam) or self.steps_made < optimizer.freeze_after:

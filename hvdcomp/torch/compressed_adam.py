@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hvdcomp.bindings.adam import check_freezing
+from hvdcomp.bindings.adam import check_freezing, is_refresh
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_whole
@@ -69,7 +69,8 @@ class LocalMomenta:
         """As of `Momentum`."""
 
 
-_OWN = ("freeze_after", "warm_up", "local_steps", "floor")  # options of a group that AdamW does not have
+# Options of a group that AdamW does not have.
+_OWN = ("freeze_after", "warm_up", "local_steps", "floor", "refreshes_per_gap")
 
 
 class CompressedAdam(torch.optim.AdamW):
@@ -107,10 +108,15 @@ class CompressedAdam(torch.optim.AdamW):
         floor: the least second moment that is frozen, as a share of the mean of its tensor. Without one, compression's
             noise, which is as large everywhere, throws elements far whose second moment is small; 0 for none, as
             published.
+        refreshes_per_gap: refreshes of the frozen second moments before the gap between two of them doubles, as in 0/1
+            Adam (kappa there, and 16): from the training's first step on, steps of these gaps that come after
+            `freeze_after` exchange their gradients uncompressed, and add their squares. None for no refresh. It does
+            not go with local steps, before which 0/1 Adam has ended its refreshes.
 
     Attributes:
         frozen: whether the next step is one with frozen second moments. Those of parameters that have begun later than
             others may follow later.
+        refreshes: whether the next step refreshes frozen second moments.
         in_sync: whether all ranks have the same weights now.
         exchanges: whether gradients are exchanged in the next step.
 
@@ -131,11 +137,13 @@ class CompressedAdam(torch.optim.AdamW):
         warm_up: str = "none",
         local_steps: int = 1,
         floor: float = 0.01,
+        refreshes_per_gap: int | None = None,
     ) -> None:
         self._sums: dict[torch.Tensor, float] = {}  # of the rates that momenta were sent with in this step
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         spec = str(parse_compressor(warm_up))
-        self.defaults |= dict(zip(_OWN, (freeze_after, spec, local_steps, floor), strict=True))
+        own = (freeze_after, spec, local_steps, floor, refreshes_per_gap)
+        self.defaults |= dict(zip(_OWN, own, strict=True))
         self._complete()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,11 +161,16 @@ class CompressedAdam(torch.optim.AdamW):
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
-            check_freezing(group["freeze_after"], group["floor"])
+            check_freezing(group["freeze_after"], group["floor"], group["refreshes_per_gap"])
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
                     f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
                     "from one exchange to the next, 1 for an exchange in each"
+                )
+            if group["local_steps"] > 1 and group["refreshes_per_gap"] is not None:
+                raise ConfigurationError(
+                    f"CompressedAdam: refreshes_per_gap={group['refreshes_per_gap']} does not go with local_steps="
+                    f"{group['local_steps']}, whose exchanges have no gradient of all ranks; leave one of the two out"
                 )
 
     # What the binding of a `hvdcomp.Compression` asks, before each exchange.
@@ -181,6 +194,13 @@ class CompressedAdam(torch.optim.AdamW):
             if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
                 return False
         return bool(self.state)
+
+    @property
+    def refreshes(self) -> bool:
+        group = self.param_groups[0]
+        if group["refreshes_per_gap"] is None or not self.frozen:
+            return False
+        return is_refresh(self._steps, group["freeze_after"], group["refreshes_per_gap"])
 
     @property
     def in_sync(self) -> bool:
@@ -229,11 +249,7 @@ class CompressedAdam(torch.optim.AdamW):
                 state = self.state.get(parameter)
                 if state and "frozen_at" not in state and (step := int(state["step"])) >= group["freeze_after"]:
                     state["frozen_at"] = step
-                    v = state["exp_avg_sq"]
-                    unused = v == 0
-                    v.clamp_(min=v.mean() * group["floor"])
-                    # An element without a gradient so far gets no step, whatever noise compression makes of it.
-                    v.masked_fill_(unused, math.inf)
+                    _put_on_floor(state["exp_avg_sq"], group["floor"])
                     if group["local_steps"] > 1:
                         state["anchor"], state["moved"] = torch.empty_like(parameter), torch.empty_like(parameter)
                         self._begin_locally([parameter])
@@ -249,6 +265,7 @@ class CompressedAdam(torch.optim.AdamW):
                 loss = closure()
         self._freeze()
         alone = not self.exchanges  # what is not frozen yet waits for a step in which it is exchanged
+        refreshes = self.refreshes
         given = {one: one.grad for group in self.param_groups for one in group["params"] if one.grad is not None}
         frozen = {one for one in given if self._is_frozen(one)}
         for parameter in given if alone else frozen:
@@ -259,6 +276,9 @@ class CompressedAdam(torch.optim.AdamW):
             for parameter, gradient in given.items():
                 parameter.grad = gradient
         for group in self.param_groups:
+            if refreshes:
+                for parameter in (one for one in group["params"] if one in frozen):
+                    _refresh(self.state[parameter], given[parameter], group)
             self._step_frozen(group, [one for one in group["params"] if one in frozen])
             if group["local_steps"] > 1 and not alone:
                 self._begin_locally([one for one in group["params"] if one in frozen])
@@ -274,7 +294,7 @@ class CompressedAdam(torch.optim.AdamW):
         rates = [self._rate(group, state) for state in states]
         torch._foreach_add_([state["step"] for state in states], 1)
         scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-        torch._foreach_div_(scales, [math.sqrt(1 - b2 ** state["frozen_at"]) for state in states])
+        torch._foreach_div_(scales, [math.sqrt(1 - b2 ** _adaptations(state)) for state in states])
         torch._foreach_add_(scales, group["eps"])
         if group["local_steps"] > 1:
             torch._foreach_mul_([state["anchor"] for state in states], kept)
@@ -314,3 +334,23 @@ def _move_alone(
     parameter.mul_(kept).addcdiv_(state["exp_avg"], scale, value=-rate)
     state["moved"].add_(state["exp_avg"], alpha=rate)
     state["rates"] += rate
+
+
+def _put_on_floor(v: torch.Tensor, floor: float) -> None:
+    """Makes of a second moment, in place, what is frozen."""
+    unused = v == 0
+    v.clamp_(min=v.mean() * floor)
+    v.masked_fill_(unused, math.inf)  # without a gradient so far: no step, whatever noise compression makes of it
+
+
+def _refresh(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    """Adds the mean gradient of a step to a frozen second moment, as AdamW does."""
+    v, b2 = state["exp_avg_sq"], group["betas"][1]
+    v.masked_fill_(v.isinf(), 0).mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+    _put_on_floor(v, group["floor"])
+    state["refreshes"] = state.get("refreshes", 0) + 1
+
+
+def _adaptations(state: dict[str, Any]) -> int:
+    """The number of gradients in a second moment that is frozen."""
+    return int(state["frozen_at"]) + int(state.get("refreshes", 0))

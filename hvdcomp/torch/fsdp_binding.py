@@ -94,8 +94,9 @@ def _check(setup: Setup) -> None:
         raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
-            "CompressedAdam does not work with FSDP yet: its momentum would have to be sent in shards. Use "
-            "torch.optim.AdamW with a compressor that does no harm to it, such as hvdcomp.Int4()"
+            "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
+            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm "
+            "to it, such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
         )
     settings = setup.compression.settings
     if settings.overlap is True or settings.bucket_bytes is not None:

@@ -129,6 +129,9 @@ class TorchTraining(Binding):
         waits = isinstance(optimizer, CompressedAdam) and not optimizer.frozen
         return optimizer.compressor_before if waits else None
 
+    def refreshes(self) -> bool:
+        return isinstance(self._optimizer, CompressedAdam) and self._optimizer.refreshes
+
     @property
     def exchanges(self) -> bool:
         """Whether gradients are exchanged in the step that begins; the same on all ranks."""

@@ -47,7 +47,7 @@ _RANKS = "ranks"
 # Options that earlier versions did not have, and what they did.
 _BEFORE = {
     **{"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0},
-    **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1},
+    **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1, "refreshes_per_gap": None},
 }
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")

@@ -86,6 +86,7 @@ class KerasLearner(Learner):
             optimizer = tf_keras.optimizers.AdamW(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
         else:
             common |= {"freeze_after": options.freeze_after, "warm_up": options.freeze_compression}
+            common |= {"refreshes_per_gap": options.refreshes_per_gap}
             optimizer = CompressedAdam(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
         optimizer.exclude_from_weight_decay([one for one in self._model.trainable_variables if len(one.shape) <= 1])
         return optimizer
@@ -148,8 +149,8 @@ class KerasLearner(Learner):
         if options.clip_norm:
             clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
             if options.optimizer == "compressed-adam":  # not where it would see the noise of a compressed momentum
-                frozen = self._optimizer.iterations >= options.freeze_after
-                clipped = [tf.where(frozen, own, one) for own, one in zip(gradients, clipped, strict=True)]
+                noisy = self._optimizer.sends_momenta()
+                clipped = [tf.where(noisy, own, one) for own, one in zip(gradients, clipped, strict=True)]
             gradients = clipped
         if options.weight_decay and options.optimizer == "sgd":
             decay = options.weight_decay

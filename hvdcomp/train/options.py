@@ -100,6 +100,7 @@ class TrainingOptions:
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
     local_steps: int = 1  # compressed-adam, after that: from one exchange to the next
+    refreshes_per_gap: int | None = None  # compressed-adam, after that: of the second moment; None for no refresh
     weight_decay: float | None = None
     schedule: str = "step"
     milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
@@ -283,6 +284,7 @@ class TrainingOptions:
                 f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
             ),
             *self._checks_of_local_steps(),
+            *self._checks_of_refreshes(),
             *self._checks_of_simulation(),
             (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
             (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
@@ -341,6 +343,21 @@ class TrainingOptions:
             (
                 every <= 1 or self.checkpoint_folder is None,
                 f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+            ),
+        ]
+
+    def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
+        refreshes, what = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
+        return [
+            (refreshes is None or refreshes >= 1, f"{what}: at least 1"),
+            (
+                refreshes is None or self.optimizer == "compressed-adam",
+                f"{what} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
+            ),
+            (
+                refreshes is None or self.local_steps <= 1,
+                f"{what} does not go with --local-steps {self.local_steps}, whose exchanges have no gradient of all "
+                "ranks; leave one of the two out",
             ),
         ]
 

@@ -85,6 +85,7 @@ class TorchLearner(Learner):
             freeze_after=options.freeze_after,
             warm_up=options.freeze_compression,
             local_steps=options.local_steps,
+            refreshes_per_gap=options.refreshes_per_gap,
         )
 
     def compression(self, spec: str, **options: Any) -> Compression:
@@ -121,7 +122,9 @@ class TorchLearner(Learner):
     @property
     def _clips(self) -> bool:
         """Whether the norm of the averaged gradient is limited: not where compressed momenta have left noise in it."""
-        return bool(self._options.clip_norm) and not getattr(self._optimizer, "frozen", False)
+        own = self._optimizer
+        noisy = isinstance(own, CompressedAdam) and own.frozen and not own.refreshes
+        return bool(self._options.clip_norm) and not noisy
 
     def _clip(self) -> None:
         """Limits the norm of the averaged gradient."""

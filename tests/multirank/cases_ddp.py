@@ -724,3 +724,19 @@ def case_local_steps_end_with_equal_weights() -> None:
         plain = ours.ledger.last
         train(distributed, optimizer, steps=1)
         assert (ours.ledger.last.bytes_sent, ours.ledger.last.dense_bytes) == (0, plain.dense_bytes), how
+
+
+def case_refreshes_are_of_all_ranks_and_uncompressed() -> None:
+    model = large_model()
+    distributed = DistributedDataParallel(model, bucket_cap_mb=1.5)
+    optimizer = CompressedAdam(model.parameters(), 1e-5, freeze_after=3, warm_up="int8", refreshes_per_gap=2)
+    ours = hvdcomp.Compression.from_spec("efsignsgd")
+    hvdcomp.ddp.register(distributed, ours, optimizer)
+    train(distributed, optimizer, steps=4)
+    for due in (True, False, True):  # steps 4, 5 and 6, from 0
+        assert optimizer.refreshes == due
+        train(distributed, optimizer, steps=1)
+        assert (ours.ledger.last.bytes_sent >= ours.ledger.last.dense_bytes) == due
+    assert_same_everywhere(weights(model))
+    moments = [state["exp_avg_sq"].reshape(-1).double() for state in optimizer.state.values()]
+    assert_same_everywhere(1 / torch.cat(moments))  # of what is unused, a moment is infinite

@@ -129,6 +129,10 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "backward pass is over" in refused(model, made(overlap=True), mesh["replicate"])
     assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
+    optimizer = hvdcomp.torch.CompressedAdam(model.parameters(), freeze_after=4, local_steps=4)
+    told = refused(model, made(), mesh["replicate"], optimizer)
+    assert "CompressedAdam does not work with FSDP, with local steps or without" in told, told
+    assert "DistributedDataParallel" in told, told
     how = hvdcomp.Compression.from_spec('{"blocks.4.*": "topk:ratio=0.05", "*": "none"}')
     told = raised(hvdcomp.SpecError, lambda: hvdcomp.fsdp.register(model, how, mesh["replicate"]))
     assert "of 8 tensors none has a name that matches 'blocks.4.*' (nearest are '4.bias', '4.weight'" in told, told

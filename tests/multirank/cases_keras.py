@@ -409,5 +409,11 @@ def case_momenta_that_are_sent_whole_change_nothing() -> None:
     model = fitted("efsignsgd", steps=8, optimizer=adam(), compile_options={"steps_per_execution": 4})
     assert_same_everywhere(weights(model.trainable_variables))
     assert 6 < model.ours.ledger.totals.compression_factor < 12
+    refreshing = CompressedAdam(1e-3, freeze_after=3, refreshes_per_gap=2, jit_compile=False)
+    model = fitted("efsignsgd", steps=7, optimizer=refreshing)  # steps 4 and 6, from 0, are refreshes
+    assert_same_everywhere(weights(model.trainable_variables))
+    totals, last = model.ours.ledger.totals, model.ours.ledger.last
+    assert last.bytes_sent >= last.dense_bytes
+    assert 0.7 < totals.bytes_sent / totals.dense_bytes < 0.9  # 5 of 7 steps
     again = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(adam()))
     assert (type(again), again.freeze_after, again.compressor_before) == (CompressedAdam, 3, "int8")

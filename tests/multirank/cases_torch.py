@@ -537,12 +537,16 @@ def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
 
 
 def compressed_adam(
-    model: torch.nn.Module, how: Any, freeze_after: int = 3, local_steps: int = 1, **options: Any
+    model: torch.nn.Module,
+    how: Any,
+    freeze_after: int = 3,
+    local_steps: int = 1,
+    refreshes_per_gap: int | None = None,
+    **options: Any,
 ) -> torch.optim.Optimizer:
     """Horovod's optimizer around ours."""
-    optimizer = CompressedAdam(
-        model.parameters(), 1e-3, (0.9, 0.95), freeze_after=freeze_after, warm_up="int8", local_steps=local_steps
-    )
+    own = {"freeze_after": freeze_after, "local_steps": local_steps, "refreshes_per_gap": refreshes_per_gap}
+    optimizer = CompressedAdam(model.parameters(), 1e-3, (0.9, 0.95), warm_up="int8", **own)
     return hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=how, **options
     )
@@ -574,6 +578,23 @@ def case_compressed_momenta_keep_weights_identical() -> None:
         assert how.ledger.totals.bytes_sent - before < 2 * before, spec
         saved = optimizer.state_dict()
         assert {one["frozen_at"] for one in saved["state"].values()} == {3}
+
+
+def case_refreshes_are_of_all_ranks_and_uncompressed() -> None:
+    model = small_model()
+    how = compression("efsignsgd", model)
+    optimizer = compressed_adam(model, how, refreshes_per_gap=2)
+    train(model, optimizer, 3)
+    for step in range(3, 8):
+        due = step in (4, 6)
+        assert optimizer.refreshes == due
+        before = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
+        train(model, optimizer, 1)
+        after = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        assert step == 3 or any(not torch.equal(*pair) for pair in zip(before, after, strict=True)) == due
+        assert_same_everywhere(1 / torch.cat([one.reshape(-1).double() for one in after]))  # infinite where unused
+        assert_same_everywhere(weights(model))
+        assert (how.ledger.last.bytes_sent >= how.ledger.last.dense_bytes) == due, how.ledger.last
 
 
 def case_momenta_need_a_result_in_units_of_gradients() -> None:
