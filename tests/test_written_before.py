@@ -41,7 +41,7 @@ STOPS = {
 }
 """By policy, the steps after which its checkpoint was written."""
 POLICIES = list(STOPS)
-NO_BETTER = "because a fixed level that sends as many bytes did at least as well"
+NO_BETTER = "because it was never shown to do better than a fixed level that sends as many bytes"
 REMOVED = {
     "accordion:auto,interval=1,largest=8,eta=0.9,every=2": (
         f"the policy accordion:auto was taken out, {NO_BETTER}; take budget:factor=50"

@@ -15,7 +15,7 @@ class _Removed(NamedTuple):
     instead: str
 
 
-_NO_BETTER = "a fixed level that sends as many bytes did at least as well"
+_NO_BETTER = "it was never shown to do better than a fixed level that sends as many bytes"
 _REMOVED = (
     _Removed(r"accordion:auto\b", "the policy accordion:auto", _NO_BETTER, "budget:factor=50"),
     _Removed(
