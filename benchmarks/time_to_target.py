@@ -1,0 +1,197 @@
+"""Seconds that trainings on the emulated cluster really take to a target, by method.
+
+    sudo .venv/bin/python benchmarks/time_to_target.py                      # about 20 minutes
+    sudo .venv/bin/python benchmarks/time_to_target.py --rate 1gbit --method none --method fp16 --seeds 0
+    .venv/bin/python benchmarks/time_to_target.py --page-only               # the page, from the runs that are there
+
+Trains with each method in turns, on one rank of each host (docs/emulated-cluster.md), until the validation part reaches
+the target. benchmarks/convergence.py predicts the same for simulated ranks. A run that is there already, complete and
+with the same options, is not trained again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import click
+import convergence
+from trainings import Run, commit, findings_of, parse_seeds, with_interval
+
+from hvdcomp.bench.cluster import Cluster, ClusterError
+from hvdcomp.files import csv_of, replace_files, replace_text
+from hvdcomp.terminal import make_console
+
+METHODS = ("none", "fp16", "powersgd:rank=4", "topk:ratio=0.01")
+UNCOMPRESSED = convergence.UNCOMPRESSED
+
+
+@dataclass(frozen=True)
+class ClusterRun(Run):
+    """The training of a workload with a method, on hosts that are joined at a rate."""
+
+    method: str
+    hosts: int
+    rate: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.hosts} x {self.rate} {self.method}"
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        workload = convergence.WORKLOADS[self.workload]
+        method = next(one for one in convergence.METHODS if one.spec == self.method)
+        return {**method.options(workload, self.workload), "seed": self.seed, "until": workload.target}
+
+    @property
+    def reached(self) -> dict[str, Any] | None:
+        """The evaluation that reached the target; None if none did."""
+        assert self.summary is not None
+        until: dict[str, Any] = self.summary["until"]
+        return until if until["reached"] else None
+
+
+def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
+    """Trains those that are not there yet, on clusters of their own; returns those that failed."""
+    todo = [run for run in runs if run.summary is None]
+    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
+    failed = []
+    for number, run in enumerate(todo, 1):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "summary.json").unlink(missing_ok=True)
+        with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
+            command = [sys.executable, "-m", "hvdcomp", *run.words]
+            code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, output=log.write)
+        replace_text(run.folder / "commit.txt", commit() + "\n")
+        if run.summary is None:
+            failed.append(run)
+            outcome = f"failed with exit code {code}; see {run.folder / 'log.txt'}"
+        else:
+            found = run.reached
+            outcome = "missed the target" if found is None else f"{found['trained_seconds']:.1f} s"
+        console.print(f"[{number}/{len(todo)}] {run}: {outcome}")
+    return failed
+
+
+def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[str, Any]:
+    """What the runs of one method came to.
+
+    Args:
+        best: of each seed, the run of the faster of the methods that do not compress.
+    """
+    reached = {run.seed: found for run in runs if (found := run.reached) is not None}
+    beside = {run.seed: found for run in best if (found := run.reached) is not None}
+    seconds = [one["trained_seconds"] for one in reached.values()]
+    times = [beside[seed]["trained_seconds"] / reached[seed]["trained_seconds"] for seed in reached if seed in beside]
+    return {
+        "workload": runs[0].workload,
+        "hosts": runs[0].hosts,
+        "rate": runs[0].rate,
+        "method": runs[0].method,
+        "seeds": len(runs),
+        "reached": len(reached),
+        "steps": sum(one["step"] for one in reached.values()) / len(reached) if reached else None,
+        "megabytes": sum(one["bytes_sent"] for one in reached.values()) / len(reached) / 1e6 if reached else None,
+        "seconds": with_interval(seconds, ".1f"),
+        "times_as_fast": with_interval(times, ".2f"),
+    }
+
+
+def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
+    """Of each rate and method what its runs came to, beside the better of those that do not compress."""
+    done = [run for run in runs if run.summary is not None]
+    found = []
+    for rate in dict.fromkeys(run.rate for run in done):
+        here = [run for run in done if run.rate == rate]
+        dense = [[run for run in here if run.method == method] for method in UNCOMPRESSED]
+        means = [[one["trained_seconds"] for run in own if (one := run.reached) is not None] for own in dense]
+        known = [place for place, seconds in enumerate(means) if seconds]
+        best = min(known, key=lambda place: sum(means[place]) / len(means[place]), default=0)
+        for method in dict.fromkeys(run.method for run in here):
+            found.append(record_of([run for run in here if run.method == method], dense[best]))
+    return found
+
+
+def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
+    """Writes the page of the runs that are there, and a CSV beside it; False if there are none."""
+    records = records_of(runs)
+    if not records:
+        return False
+    paths = [run.folder / "commit.txt" for run in runs if run.summary is not None]
+    commits = sorted({path.read_text().strip() for path in paths if path.exists()})
+    first, lines = runs[0], []
+    options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
+    for one in records:
+        cells = [
+            one["rate"], f"`{one['method']}`", f"{one['reached']} of {one['seeds']}",
+            "-" if one["steps"] is None else f"{one['steps']:.0f}",
+            "-" if one["megabytes"] is None else f"{one['megabytes']:.2f}", one["seconds"], one["times_as_fast"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    text = f"""# Time to a target, on the emulated cluster
+
+Made by `sudo .venv/bin/python benchmarks/time_to_target.py`, at commit {", ".join(f"`{one}`" for one in commits)}.
+Each training is one of `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), one rank
+on each, until the validation part reaches {first.options["until"]}: {options}. All hosts share the machine's cores, so
+that steps compute for longer than they would on hosts of their own, and the network is a smaller part of them.
+Seconds are those of training, without evaluations: means over the seeds, with the 95 % interval (Student's t).
+**times as fast** is beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
+
+{findings_of(file)}
+
+| rate | method | reached | steps | MB sent | seconds | times as fast |
+|---|---|--:|--:|--:|--:|--:|
+{chr(10).join(lines)}
+"""
+    replace_files({file: text.encode(), file.with_suffix(".csv"): csv_of(records)})
+    return True
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--workload", default="mnist1d", show_default=True, type=click.Choice(list(convergence.WORKLOADS)), help="Which."
+)
+@click.option("--hosts", type=click.IntRange(2), default=4, show_default=True)
+@click.option("--rate", "rates", multiple=True, default=("100mbit", "1gbit"), show_default=True, metavar="RATE")
+@click.option(
+    "--method", "methods", multiple=True, default=METHODS, show_default=True,
+    type=click.Choice([one.spec for one in convergence.METHODS]), metavar="SPEC",
+)  # fmt: skip
+@click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/time-to-target"), show_default=True)
+@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/time-to-target.md"), show_default=True)
+@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
+def main(
+    workload: str,
+    hosts: int,
+    rates: tuple[str, ...],
+    methods: tuple[str, ...],
+    seeds: tuple[int, ...],
+    runs: Path,
+    table: Path,
+    page_only: bool,
+) -> None:
+    console = make_console(soft_wrap=True)
+    planned = [
+        ClusterRun(workload, seed, runs, method, hosts, rate) for rate in rates for seed in seeds for method in methods
+    ]
+    try:
+        failed = [] if page_only else train(planned, console)
+    except ClusterError as error:
+        raise click.ClickException(str(error)) from None
+    if write_page(table, planned):
+        console.print(f"wrote {table}, and a CSV beside it")
+    else:
+        console.print(f"there is no finished run in {runs}")
+    if failed:
+        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
