@@ -468,6 +468,18 @@ def test_local_steps_do_not_go_with_a_policy() -> None:
         train(lambda: Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05), steps_per_epoch=4), adam)
 
 
+def test_local_steps_do_not_go_with_a_loss_scaler() -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=3)
+
+    # A rank whose gradients overflow would skip a local step by itself, and exchange when others do not.
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigurationError, match=r"local_steps=3 does not go with a torch\.amp\.GradScaler"):
+        train(lambda: Compression(EFSignSGD(), grad_scaler=scaler), adam)
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    train(lambda: Compression(EFSignSGD(), grad_scaler=disabled), adam, steps=1)
+
+
 def test_a_policy_sets_levels_after_the_warm_up() -> None:
     def adam(parameters: Any) -> CompressedAdam:
         return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER)

@@ -58,13 +58,24 @@ class TorchTraining(Binding):
         self._scaled: ScaledSteps | None = None
         if isinstance(optimizer, CompressedAdam):
             setup.compression.settings.require_momenta(optimizer.compressor_before, optimizer.local_steps)
-            if self.summed and optimizer.local_steps > 1:
-                raise ConfigurationError(
-                    f"CompressedAdam: local_steps={optimizer.local_steps} does not go with op=hvd.Sum, since a rank "
-                    "that steps alone has no sum; use op=hvd.Average"
-                )
+            if optimizer.local_steps > 1:
+                self._require_local_steps(setup, optimizer.local_steps)
         tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
+
+    def _require_local_steps(self, setup: Setup, local_steps: int) -> None:
+        """Raises ConfigurationError for what does not go with steps of one rank alone."""
+        if self.summed:
+            raise ConfigurationError(
+                f"CompressedAdam: local_steps={local_steps} does not go with op=hvd.Sum, since a rank that steps alone "
+                "has no sum; use op=hvd.Average"
+            )
+        if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
+            raise ConfigurationError(
+                f"CompressedAdam: local_steps={local_steps} does not go with a torch.amp.GradScaler, since a rank "
+                "whose gradients overflow would skip a step by itself, and exchange when the others do not; train in "
+                "bfloat16, which needs no scaler, or leave out local_steps"
+            )
 
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """`run_engine`, whose means take the gradients' place."""
