@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
         (run.folder / "summary.json").unlink(missing_ok=True)
         with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
             command = [sys.executable, "-m", "hvdcomp", *run.words]
-            code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, output=log.write)
+            code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, output=partial(print, file=log, end=""))
         replace_text(run.folder / "commit.txt", commit() + "\n")
         if run.summary is None:
             failed.append(run)
