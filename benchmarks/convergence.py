@@ -20,7 +20,6 @@ import fnmatch
 import math
 import re
 import statistics
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from trainings import Run, findings_of, mean_and_interval, parse_seeds, train_missing, with_interval
+from trainings import (
+    Run,
+    commits_of,
+    end_if_failed,
+    findings_of,
+    mean_and_interval,
+    parse_seeds,
+    train_missing,
+    with_interval,
+)
 
 from hvdcomp.files import replace_files
 from hvdcomp.terminal import make_console
@@ -463,7 +471,7 @@ def best_lines(tables: Sequence[Table]) -> list[str]:
 
 
 def introduction(tables: Sequence[Table], findings: str, plot: str) -> str:
-    commits = sorted({run.about.get("commit", "unknown") for table in tables for run in table.runs})
+    commits = commits_of(run for table in tables for run in table.runs)
     seeds = sorted({run.seed for table in tables for run in table.runs})
     names = " ".join(f"--workload {table.name}" for table in tables)
     chosen = "" if [table.name for table in tables] == list(WORKLOADS) else f" {names}"
@@ -471,7 +479,7 @@ def introduction(tables: Sequence[Table], findings: str, plot: str) -> str:
     return f"""# What every compressor does to accuracy
 
 Made by `{command}`,
-at commit {_listed(f"`{one}`" for one in commits)}. It trains the reference models of `hvdcomp train` on {RANKS}
+at commit {commits}. It trains the reference models of `hvdcomp train` on {RANKS}
 [simulated ranks](simulated-ranks.md), which end with the weights of real ones, with the options named below, and
 defaults for the rest. Only the compressor differs, and:
 
@@ -639,9 +647,7 @@ def main(
         console.print(f"wrote {table} and {table.with_suffix('.png')}")
     else:
         console.print(f"there is no finished run in {runs}")
-    if failed:
-        console.print(f"{len(failed)} failed: {_listed(failed)}")
-        sys.exit(1)
+    end_if_failed(failed, console)
 
 
 if __name__ == "__main__":

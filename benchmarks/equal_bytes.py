@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -25,7 +24,16 @@ from typing import Any
 
 import click
 import convergence
-from trainings import Run, findings_of, mean_and_interval, parse_seeds, train_missing, with_interval
+from trainings import (
+    Run,
+    commits_of,
+    end_if_failed,
+    findings_of,
+    mean_and_interval,
+    parse_seeds,
+    train_missing,
+    with_interval,
+)
 
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
@@ -424,15 +432,14 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     pairs = [pair for found in by_workload.values() for pair in found]
     if not pairs:
         return False
-    commits = {
-        run.about.get("commit", "unknown")
+    shown = commits_of(
+        run
         for pair in pairs
         for outcome in (pair.policy, pair.control)
         for seed in seeds
         if (run := LevelRun(pair.workload, seed, runs, outcome.row)).summary is not None
-    }
+    )
     table, plot = file.with_suffix(".csv"), file.with_suffix(".png")
-    shown = ", ".join(f"`{one}`" for one in sorted(commits))
     lines = [
         "# Adaptive levels beside a fixed level of the same bytes",
         "",
@@ -567,9 +574,7 @@ def main(
         console.print(f"wrote {table}, and a CSV and a plot beside it")
     else:
         console.print(f"there is no finished pair of runs in {runs}")
-    if failed:
-        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
-        sys.exit(1)
+    end_if_failed(failed, console)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ with the same options, is not trained again.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,10 +21,10 @@ from typing import Any
 
 import click
 import convergence
-from trainings import Run, commit, findings_of, parse_seeds, with_interval
+from trainings import Run, commit, commits_of, end_if_failed, findings_of, parse_seeds, with_interval
 
 from hvdcomp.bench.cluster import Cluster, ClusterError
-from hvdcomp.files import csv_of, replace_files, replace_text
+from hvdcomp.files import csv_of, replace_files
 from hvdcomp.terminal import make_console
 
 METHODS = ("none", "fp16", "powersgd:rank=4", "topk:ratio=0.01")
@@ -60,17 +61,17 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     """Trains those that are not there yet, on clusters of their own; returns those that failed."""
     todo = [run for run in runs if run.summary is None]
     console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
-    failed = []
+    failed, at_commit = [], commit()
     for number, run in enumerate(todo, 1):
-        run.folder.mkdir(parents=True, exist_ok=True)
-        (run.folder / "summary.json").unlink(missing_ok=True)
+        run.begin()
+        start = time.monotonic()
         with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
             command = [sys.executable, "-m", "hvdcomp", *run.words]
-            code = cluster.run(command, env={"OMP_NUM_THREADS": "1"}, output=partial(print, file=log, end=""))
-        replace_text(run.folder / "commit.txt", commit() + "\n")
-        if run.summary is None:
+            code = cluster.run(command, env=run.variables, output=partial(print, file=log, end=""))
+        about = run.end(at_commit, time.monotonic() - start, code)
+        if about["error"] is not None:
             failed.append(run)
-            outcome = f"failed with exit code {code}; see {run.folder / 'log.txt'}"
+            outcome = f"failed: {about['error']}"
         else:
             found = run.reached
             outcome = "missed the target" if found is None else f"{found['trained_seconds']:.1f} s"
@@ -122,8 +123,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     records = records_of(runs)
     if not records:
         return False
-    paths = [run.folder / "commit.txt" for run in runs if run.summary is not None]
-    commits = sorted({path.read_text().strip() for path in paths if path.exists()})
+    commits = commits_of(run for run in runs if run.summary is not None)
     first, lines = runs[0], []
     options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
     for one in records:
@@ -135,7 +135,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
         lines.append(f"| {' | '.join(cells)} |")
     text = f"""# Time to a target, on the emulated cluster
 
-Made by `sudo .venv/bin/python benchmarks/time_to_target.py`, at commit {", ".join(f"`{one}`" for one in commits)}.
+Made by `sudo .venv/bin/python benchmarks/time_to_target.py`, at commit {commits}.
 Each training is one of `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), one rank
 on each, until the validation part reaches {first.options["until"]}: {options}. All hosts share the machine's cores, so
 that steps compute for longer than they would on hosts of their own, and the network is a smaller part of them.
@@ -188,9 +188,7 @@ def main(
         console.print(f"wrote {table}, and a CSV beside it")
     else:
         console.print(f"there is no finished run in {runs}")
-    if failed:
-        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
-        sys.exit(1)
+    end_if_failed(failed, console)
 
 
 if __name__ == "__main__":

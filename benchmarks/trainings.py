@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +95,28 @@ class Run:
         """What was noted beside the run: its commit, its seconds, and what went wrong."""
         return _json(self.folder / "run.json") or {}
 
+    def begin(self) -> None:
+        """Makes the folder, without what an earlier training left."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "run.json"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What its process has in its environment beside this one's."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.environment}
+
+    def end(self, at_commit: str, seconds: float, code: int) -> dict[str, Any]:
+        """Notes how it went, whose output is in log.txt, as `about`, and returns that."""
+        error = None
+        if self.summary is None:
+            lines = (self.folder / "log.txt").read_text(errors="replace").split("\n")
+            error = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
+        about = {"command": self.command, "commit": at_commit, "seconds": seconds, "error": error}
+        replace_text(self.folder / "run.json", json.dumps(about, indent=2) + "\n")
+        return about
+
     def records(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
@@ -148,11 +170,7 @@ class Trainer:
 
     def _one(self, run: Run) -> dict[str, Any]:
         """Trains one run, and notes how that went. What a stopped one leaves counts as unfinished."""
-        run.folder.mkdir(parents=True, exist_ok=True)
-        for name in ("summary.json", "run.json"):
-            (run.folder / name).unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **run.environment}
+        run.begin()
         start = time.monotonic()
         with (run.folder / "log.txt").open("wb") as log:
             with self._lock:
@@ -160,7 +178,7 @@ class Trainer:
                     raise KeyboardInterrupt
                 process = subprocess.Popen(
                     [sys.executable, "-m", "hvdcomp", *run.words],
-                    env=environment,
+                    env={**os.environ, **run.variables},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -172,18 +190,7 @@ class Trainer:
                 self._processes.remove(process)
         if self._stopped:
             raise KeyboardInterrupt
-        error = None
-        if run.summary is None:
-            lines = (run.folder / "log.txt").read_text(errors="replace").split("\n")
-            error = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
-        about = {
-            "command": run.command,
-            "commit": self._commit,
-            "seconds": time.monotonic() - start,
-            "error": error,
-        }
-        replace_text(run.folder / "run.json", json.dumps(about, indent=2) + "\n")
-        return about
+        return run.end(self._commit, time.monotonic() - start, code)
 
     def _stop(self) -> None:
         with self._lock:
@@ -269,6 +276,18 @@ def with_interval(values: Sequence[float], form: str) -> str:
         return "-"
     mean, half = mean_and_interval(values)
     return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
+
+
+def commits_of(runs: Iterable[Run]) -> str:
+    """The commits of runs, for a page."""
+    return ", ".join(f"`{one}`" for one in sorted({run.about.get("commit", "unknown") for run in runs}))
+
+
+def end_if_failed(failed: Sequence[Run], console: Any) -> None:
+    """Names the runs that failed, and ends the process, if there are any."""
+    if failed:
+        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
+        sys.exit(1)
 
 
 FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-- end of findings -->"

@@ -28,7 +28,7 @@ def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: Mod
             until = {"reached": found is not None, "trained_seconds": found, "step": 400, "bytes_sent": 2_500_000}
             summary = {"status": "finished", "options": TrainingOptions(**run.options).resolved().as_json()}
             (run.folder / "summary.json").write_text(json.dumps({**summary, "until": until}))
-            (run.folder / "commit.txt").write_text("abc\n")
+            (run.folder / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 50.0, "error": None}))
     words = ["--page-only", "--runs", str(runs), "--table", str(page), "--seeds", "0,1"]
     done = CliRunner().invoke(benchmark_file.main, words)
     assert done.exit_code == 0, done.output

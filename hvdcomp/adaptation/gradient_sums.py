@@ -78,9 +78,11 @@ class AccumulatedGradients(Observer):
         self.sums.clear()
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Array]:
+        """The sums of this period so far, for a checkpoint."""
         return {name: copy(array) for name, array in self.sums.items()}
 
     def restore(self, state: Mapping[str, Array], place: Callable[[Array, str], Array]) -> None:
+        """Goes on from what `state` returned."""
         self.sums = {name: place(array, name) for name, array in state.items()}
 
     def norms(self, names: Sequence[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array
@@ -37,10 +37,3 @@ class Observer:
 
     def clear(self) -> None:
         """Begins a new period."""
-
-    def state(self, copy: Callable[[Array], Array]) -> Any:
-        """What was measured in this period so far, for a checkpoint."""
-        return None
-
-    def restore(self, state: Any, place: Callable[[Array, str], Array]) -> None:
-        """Goes on from what `state` returned."""

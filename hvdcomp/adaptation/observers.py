@@ -80,9 +80,9 @@ class Observers:
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
         """What was measured in this period so far, for `restore`."""
-        return {"sums": self.sums.state(copy), "step_times": self.times.state(copy)}
+        return {"sums": self.sums.state(copy), "step_times": self.times.state()}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
         """Goes on from what `state` returned."""
         self.sums.restore(state["sums"], place)
-        self.times.restore(state["step_times"], place)
+        self.times.restore(state["step_times"])

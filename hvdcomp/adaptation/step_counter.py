@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
-from hvdcomp.arrays.types import Array
 from hvdcomp.policies.request import Period, Request, Statistic
 
 Rates = tuple[float, ...]
@@ -135,8 +134,10 @@ class StepTimes(Observer):
     def clear(self) -> None:
         self._seconds = []
 
-    def state(self, copy: Callable[[Array], Array]) -> list[float]:
+    def state(self) -> list[float]:
+        """What was measured in this period so far, for a checkpoint."""
         return list(self._seconds)
 
-    def restore(self, state: Sequence[float], place: Callable[[Array, str], Array]) -> None:
+    def restore(self, state: Sequence[float]) -> None:
+        """Goes on from what `state` returned."""
         self._seconds = list(state)
