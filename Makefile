@@ -117,7 +117,7 @@ bench: setup  ## measure what compression costs and what it does to accuracy (ab
 	  hvdcomp bench encode --model $$model --threads 1 $(BENCH) --before docs/encode/$$model/before.json \
 	    --output docs/encode/$$model || exit 1; \
 	done
-	@python benchmarks/convergence.py --workload mnist1d --table runs/convergence/mnist1d.md
+	@python benchmarks/convergence.py --workload mnist1d --runs runs/convergence --table runs/convergence/mnist1d.md
 
 faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT=, RESUME=1 choose
 	@python -m tests.faults $(if $(GROUP),--group "$(GROUP)") $(if $(ROW),--row "$(ROW)") \

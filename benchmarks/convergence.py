@@ -7,7 +7,8 @@
 
 Each run is a process of its own with one thread, and writes to a folder of its own below --runs. One that is there
 already, complete and of the same settings, is not trained again, so that an interrupted benchmark goes on where it
-stopped. In the end all runs found there make the page --table and the plot beside it.
+stopped. In the end all runs found there make the page --table and the plot beside it, and their figures go to
+trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
 
 A run is timed on several links at once (docs/simulated-ranks.md). What a rank computes is measured, on a machine that
 may be busy. So that rows can be compared, all rows of a workload get one time of computing a step: the median over its
@@ -21,19 +22,22 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 from trainings import (
+    MEASURED,
     Run,
     commits_of,
     end_if_failed,
     findings_of,
+    keep_records,
     mean_and_interval,
     parse_seeds,
+    seeds_there,
     train_missing,
     with_interval,
 )
@@ -205,6 +209,37 @@ class MethodRun(Run):
     def environment(self) -> dict[str, str]:
         return self.method.environment
 
+    @property
+    def target(self) -> str:
+        return WORKLOADS[self.workload].target
+
+    def figures(self) -> dict[str, Any]:
+        """As `Outcome` has them. Waiting is for the links, from the first step to the target."""
+        assert self.summary is not None
+        metric = WORKLOADS[self.workload].metric
+        steps, evaluations = self.records("steps.jsonl"), self.records("evaluations.jsonl")
+        coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
+        alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+        finite = [one for one in evaluations if one["loss"] is not None and one[metric] is not None]
+        ended = self.summary["status"] == "finished" and evaluations and finite[-1:] == evaluations[-1:]
+        last = evaluations[-1] if ended else {"loss": None, metric: None}
+        target = Target.parse(self.target)
+        reached = next((one for one in finite if target.is_reached(one)), None)
+        on_links = None if reached is None else reached["trained_seconds_on_links"]
+        return {
+            "factor": self.summary["compression_factor"],
+            "loss": last["loss"],
+            "quality": last[metric],
+            "compute_ms": statistics.median(alone),
+            "coding_ms": statistics.median(coding),
+            "steps_to_target": None if reached is None else reached["step"],
+            "bytes_to_target": None if reached is None else reached["bytes_sent"],
+            **{
+                f"waits_{link}": None if on_links is None else on_links[link] - on_links[NO_TIME]
+                for link in LINKS
+            },
+        }
+
 
 def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[MethodRun]:
     """All runs asked for, in order: one seed of everything before the next seed.
@@ -237,7 +272,8 @@ class Outcome:
         factor: dense bytes over those sent.
         loss, quality: of the validation part in the end; None if it diverged.
         compute_ms, coding_ms: of a step, the computing without and the encoding and decoding of the method.
-        reached: the evaluation that reached the target.
+        steps_to_target, bytes_to_target: until the first evaluation that reached the target; None if none did.
+        waits: seconds until then in which the rank waits for a link, by link.
     """
 
     run: MethodRun
@@ -246,35 +282,23 @@ class Outcome:
     quality: float | None
     compute_ms: float
     coding_ms: float
-    reached: dict[str, Any] | None
+    steps_to_target: int | None
+    bytes_to_target: int | None
+    waits: Mapping[str, float | None]
+
+    @classmethod
+    def of(cls, run: MethodRun) -> Outcome:
+        assert run.record is not None
+        names = [one.name for one in fields(cls) if one.name not in ("run", "waits")]
+        waits = {link: run.record[f"waits_{link}"] for link in LINKS}
+        return cls(run, **{name: run.record[name] for name in names}, waits=waits)
 
     def seconds(self, link: str, compute_ms: float) -> float:
         """To the target on a link, with so much computing in each step."""
-        assert self.reached is not None
-        on_links = self.reached["trained_seconds_on_links"]
-        waited = on_links[link] - on_links[NO_TIME]
-        return waited + self.reached["step"] * (compute_ms + self.coding_ms) / 1000
-
-
-def outcome_of(run: MethodRun) -> Outcome:
-    assert run.summary is not None
-    workload = WORKLOADS[run.workload]
-    steps, evaluations = run.records("steps.jsonl"), run.records("evaluations.jsonl")
-    coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
-    alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
-    target = Target.parse(workload.target)
-    finite = [one for one in evaluations if one["loss"] is not None and one[workload.metric] is not None]
-    ended = run.summary["status"] == "finished" and evaluations and finite[-1:] == evaluations[-1:]
-    last = evaluations[-1] if ended else {"loss": None, workload.metric: None}
-    return Outcome(
-        run,
-        run.summary["compression_factor"],
-        last["loss"],
-        last[workload.metric],
-        statistics.median(alone),
-        statistics.median(coding),
-        next((one for one in finite if target.is_reached(one)), None),
-    )
+        waits = self.waits[link]
+        assert self.steps_to_target is not None
+        assert waits is not None
+        return waits + self.steps_to_target * (compute_ms + self.coding_ms) / 1000
 
 
 @dataclass(frozen=True)
@@ -307,7 +331,7 @@ class Row:
 
     @property
     def reached(self) -> list[Outcome]:
-        return [one for one in self.outcomes if one.reached is not None]
+        return [one for one in self.outcomes if one.steps_to_target is not None]
 
     def seconds(self, link: str, compute_ms: float) -> float | None:
         """To the target, the mean; None unless all runs reached it."""
@@ -349,7 +373,7 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     beside = WORKLOADS[name].beside
     everything = planned([name], seeds, (), runs)
     others = [] if beside is None else planned([beside], seeds, UNCOMPRESSED, runs)
-    found = [outcome_of(run) for run in [*others, *everything] if run.summary is not None]
+    found = [Outcome.of(run) for run in [*others, *everything] if run.record is not None]
     own = [one for one in found if one.run.workload == name]
     if not own:
         return None
@@ -364,7 +388,7 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
         for (workload, spec), outcomes in grouped.items()
     ]
     rows.sort(key=lambda row: row.factor)
-    failed = [run for run in everything if run.summary is None and run.about.get("error") is not None]
+    failed = [run for run in everything if run.record is None and run.about.get("error") is not None]
     chosen = compute_ms or statistics.median(one.compute_ms for one in own)
     return Table(name, rows, chosen, [one.run for one in own], failed)
 
@@ -416,10 +440,11 @@ def _row(table: Table, row: Row) -> str:
     if missed:
         cells += [f"{missed} of {len(row.outcomes)} missed it", *["-"] * (1 + len(LINKS))]
         return f"| {' | '.join(cells)} |"
-    reached = [one.reached for one in row.reached if one.reached is not None]
+    steps = [one.steps_to_target for one in row.reached if one.steps_to_target is not None]
+    sent = [one.bytes_to_target for one in row.reached if one.bytes_to_target is not None]
     cells += [
-        f"{statistics.mean(one['step'] for one in reached):.0f}",
-        f"{statistics.mean(one['bytes_sent'] for one in reached) / 1e6:.2f}",
+        f"{statistics.mean(steps):.0f}",
+        f"{statistics.mean(sent) / 1e6:.2f}",
         *(_time(table, row, link) for link in LINKS),
     ]
     return f"| {' | '.join(cells)} |"
@@ -609,7 +634,7 @@ def _check(runs: Sequence[MethodRun]) -> None:
 @click.option("--only", multiple=True, metavar="PATTERN", help="Which specs: a pattern, or a compressor; default: all.")
 @click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
-@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/convergence"), show_default=True)
+@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "convergence", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/convergence.md"), show_default=True)
 @click.option(
     "--compute-ms",
@@ -642,7 +667,8 @@ def main(
     if dry_run:
         return
     # Of all seeds that are there, not only those of this command.
-    everywhere = sorted({int(one.name.removeprefix("seed")) for one in runs.glob("*/*/seed*")})
+    everywhere = seeds_there(runs)
+    keep_records(planned(WORKLOADS, everywhere, (), runs), runs)
     if write_page(table, runs, everywhere, compute_ms):
         console.print(f"wrote {table} and {table.with_suffix('.png')}")
     else:

@@ -8,7 +8,7 @@
 First the policies are trained, and fixed levels of three budgets. A policy's control is then the fixed level of the
 same compressor whose training sends as many bytes as the mean over the policy's seeds, found by bisection. A policy
 that has two levels has a second control: as many bytes, with the less compressed steps in mid-training. Each run is a
-process of its own, kept below --runs, and not trained again.
+process of its own, kept below --runs, and not trained again; figures of all go to trainings.csv there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from typing import Any
 import click
 import convergence
 from trainings import (
+    MEASURED,
     Run,
     commits_of,
     end_if_failed,
     findings_of,
+    keep_records,
     mean_and_interval,
     parse_seeds,
+    seeds_there,
     train_missing,
     with_interval,
 )
@@ -150,20 +153,16 @@ class LevelRun(Run):
         policy = {} if self.row.policy is None else {"policy": self.row.policy}
         return {**WORKLOADS[self.workload].options, "compression": self.row.spec, **policy, "seed": self.seed}
 
-    @property
-    def bytes_sent(self) -> float:
+    def figures(self) -> dict[str, Any]:
+        """Bytes that a rank sent, the factor, and quality of the validation part in the end; None if it diverged."""
         assert self.summary is not None
-        return float(self.summary["bytes_sent"])
-
-    @property
-    def quality(self) -> float | None:
-        """Of the validation part in the end; None if the training diverged."""
-        assert self.summary is not None
-        if self.summary["status"] != "finished":
-            return None
-        last = self.records("evaluations.jsonl")[-1]
-        value = last[WORKLOADS[self.workload].metric]
-        return None if value is None else float(value)
+        ended = self.summary["status"] == "finished"
+        metric = WORKLOADS[self.workload].metric
+        return {
+            "factor": self.summary["compression_factor"],
+            "bytes_sent": self.summary["bytes_sent"],
+            "quality": self.records("evaluations.jsonl")[-1][metric] if ended else None,
+        }
 
 
 # What a level sends.
@@ -267,8 +266,9 @@ def _in_mid_training(
 
 
 def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float | None:
-    done = [run for seed in seeds if (run := LevelRun(name, seed, runs, row)).summary is not None]
-    return statistics.mean(run.bytes_sent for run in done) if done else None
+    records = [LevelRun(name, seed, runs, row).record for seed in seeds]
+    sent = [record["bytes_sent"] for record in records if record is not None]
+    return statistics.mean(sent) if sent else None
 
 
 # The page.
@@ -295,15 +295,15 @@ class Outcome:
 
 
 def outcome_of(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> Outcome | None:
-    done = {seed: run for seed in seeds if (run := LevelRun(name, seed, runs, row)).summary is not None}
+    found = {seed: LevelRun(name, seed, runs, row).record for seed in seeds}
+    done = {seed: record for seed, record in found.items() if record is not None}
     if not done:
         return None
-    summaries = [run.summary for run in done.values() if run.summary is not None]
     return Outcome(
         row,
-        statistics.mean(one["compression_factor"] for one in summaries),
-        statistics.mean(run.bytes_sent for run in done.values()) / 1e6,
-        {seed: quality for seed, run in done.items() if (quality := run.quality) is not None},
+        statistics.mean(record["factor"] for record in done.values()),
+        statistics.mean(record["bytes_sent"] for record in done.values()) / 1e6,
+        {seed: record["quality"] for seed, record in done.items() if record["quality"] is not None},
         len(done),
     )
 
@@ -433,11 +433,10 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     if not pairs:
         return False
     shown = commits_of(
-        run
+        LevelRun(pair.workload, seed, runs, outcome.row)
         for pair in pairs
         for outcome in (pair.policy, pair.control)
         for seed in seeds
-        if (run := LevelRun(pair.workload, seed, runs, outcome.row)).summary is not None
     )
     table, plot = file.with_suffix(".csv"), file.with_suffix(".png")
     lines = [
@@ -539,7 +538,7 @@ def planned(
 @click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
 @click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
-@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/equal-bytes"), show_default=True)
+@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "equal-bytes", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/equal-bytes.md"), show_default=True)
 @click.option("--dry-run", is_flag=True, help="List what would be trained first, and end.")
 @click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
@@ -569,7 +568,9 @@ def main(
             return
         second = planned(chosen, seeds, only, runs, lambda name: wanted(controls_of(name, runs, seeds)))
         failed += train_missing(second, console, workers=workers)
-    everywhere = sorted({int(one.name.removeprefix("seed")) for one in runs.glob("*/*/seed*")})
+    everywhere = seeds_there(runs)
+    for rows in (lambda name: rows_of(WORKLOADS[name]), lambda name: controls_of(name, runs, everywhere)):
+        keep_records(planned(WORKLOADS, everywhere, (), runs, rows), runs)
     if write_page(table, runs, everywhere):
         console.print(f"wrote {table}, and a CSV and a plot beside it")
     else:

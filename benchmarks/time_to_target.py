@@ -21,7 +21,17 @@ from typing import Any
 
 import click
 import convergence
-from trainings import Run, commit, commits_of, end_if_failed, findings_of, parse_seeds, with_interval
+from trainings import (
+    MEASURED,
+    Run,
+    commit,
+    commits_of,
+    end_if_failed,
+    findings_of,
+    keep_records,
+    parse_seeds,
+    with_interval,
+)
 
 from hvdcomp.bench.cluster import Cluster, ClusterError
 from hvdcomp.files import csv_of, replace_files
@@ -49,17 +59,23 @@ class ClusterRun(Run):
         method = next(one for one in convergence.METHODS if one.spec == self.method)
         return {**method.options(workload, self.workload), "seed": self.seed, "until": workload.target}
 
+    def figures(self) -> dict[str, Any]:
+        """Until the evaluation that reached the target: seconds of training, steps and bytes; None if none did."""
+        assert self.summary is not None
+        until = self.summary["until"]
+        names = {"trained_seconds": "seconds_to_target", "step": "steps_to_target", "bytes_sent": "bytes_to_target"}
+        return {shown: until[name] if until["reached"] else None for name, shown in names.items()}
+
     @property
     def reached(self) -> dict[str, Any] | None:
-        """The evaluation that reached the target; None if none did."""
-        assert self.summary is not None
-        until: dict[str, Any] = self.summary["until"]
-        return until if until["reached"] else None
+        """The record, if it reached the target."""
+        record = self.record
+        return None if record is None or record["seconds_to_target"] is None else record
 
 
 def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     """Trains those that are not there yet, on clusters of their own; returns those that failed."""
-    todo = [run for run in runs if run.summary is None]
+    todo = [run for run in runs if run.record is None]
     console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
     failed, at_commit = [], commit()
     for number, run in enumerate(todo, 1):
@@ -74,7 +90,7 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
             outcome = f"failed: {about['error']}"
         else:
             found = run.reached
-            outcome = "missed the target" if found is None else f"{found['trained_seconds']:.1f} s"
+            outcome = "missed the target" if found is None else f"{found['seconds_to_target']:.1f} s"
         console.print(f"[{number}/{len(todo)}] {run}: {outcome}")
     return failed
 
@@ -87,8 +103,9 @@ def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[st
     """
     reached = {run.seed: found for run in runs if (found := run.reached) is not None}
     beside = {run.seed: found for run in best if (found := run.reached) is not None}
-    seconds = [one["trained_seconds"] for one in reached.values()]
-    times = [beside[seed]["trained_seconds"] / reached[seed]["trained_seconds"] for seed in reached if seed in beside]
+    seconds = [one["seconds_to_target"] for one in reached.values()]
+    both = [(beside[seed], found) for seed, found in reached.items() if seed in beside]
+    times = [other["seconds_to_target"] / own["seconds_to_target"] for other, own in both]
     return {
         "workload": runs[0].workload,
         "hosts": runs[0].hosts,
@@ -96,8 +113,8 @@ def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[st
         "method": runs[0].method,
         "seeds": len(runs),
         "reached": len(reached),
-        "steps": sum(one["step"] for one in reached.values()) / len(reached) if reached else None,
-        "megabytes": sum(one["bytes_sent"] for one in reached.values()) / len(reached) / 1e6 if reached else None,
+        "steps": sum(one["steps_to_target"] for one in reached.values()) / len(reached) if reached else None,
+        "megabytes": sum(one["bytes_to_target"] for one in reached.values()) / len(reached) / 1e6 if reached else None,
         "seconds": with_interval(seconds, ".1f"),
         "times_as_fast": with_interval(times, ".2f"),
     }
@@ -105,12 +122,12 @@ def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[st
 
 def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
     """Of each rate and method what its runs came to, beside the better of those that do not compress."""
-    done = [run for run in runs if run.summary is not None]
+    done = [run for run in runs if run.record is not None]
     found = []
     for rate in dict.fromkeys(run.rate for run in done):
         here = [run for run in done if run.rate == rate]
         dense = [[run for run in here if run.method == method] for method in UNCOMPRESSED]
-        means = [[one["trained_seconds"] for run in own if (one := run.reached) is not None] for own in dense]
+        means = [[one["seconds_to_target"] for run in own if (one := run.reached) is not None] for own in dense]
         known = [place for place, seconds in enumerate(means) if seconds]
         best = min(known, key=lambda place: sum(means[place]) / len(means[place]), default=0)
         for method in dict.fromkeys(run.method for run in here):
@@ -123,7 +140,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     records = records_of(runs)
     if not records:
         return False
-    commits = commits_of(run for run in runs if run.summary is not None)
+    commits = commits_of(runs)
     first, lines = runs[0], []
     options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
     for one in records:
@@ -163,7 +180,7 @@ Seconds are those of training, without evaluations: means over the seeds, with t
     type=click.Choice([one.spec for one in convergence.METHODS]), metavar="SPEC",
 )  # fmt: skip
 @click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
-@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs/time-to-target"), show_default=True)
+@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "time-to-target", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/time-to-target.md"), show_default=True)
 @click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
@@ -184,6 +201,7 @@ def main(
         failed = [] if page_only else train(planned, console)
     except ClusterError as error:
         raise click.ClickException(str(error)) from None
+    keep_records(planned, runs)
     if write_page(table, planned):
         console.print(f"wrote {table}, and a CSV beside it")
     else:

@@ -1,11 +1,14 @@
 """Trainings of a benchmark: each a process of `hvdcomp train` on simulated ranks, with a folder of its own.
 
 A training that is there already, complete and with the same options, is not trained again, so that a benchmark that was
-interrupted goes on where it stopped.
+interrupted goes on where it stopped. The figures that pages are made of are also kept in one file, `trainings.csv`,
+which is a part of the repository: a training in it counts as there, on any machine, and the folders can go.
 """
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
 import math
 import os
@@ -20,16 +23,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvdcomp.files import replace_text
+from hvdcomp.files import csv_of, replace_files, replace_text
 from hvdcomp.report.series import estimate
 
 ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "benchmarks/measured"
+"""Where benchmarks keep their trainings, by default: folders of them, which git ignores, and the files of records."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Run:
     Attributes:
         workload: name of the model with its training.
         seed: of it.
-        runs: the folder of all trainings.
+        runs: the folder of all trainings, with the file of their records.
     """
 
     workload: str
@@ -90,6 +95,31 @@ class Run:
         same = all(found.get("options", {}).get(name) == value for name, value in wanted.items())
         return found if same and found.get("status") in ("finished", "diverged") else None
 
+    def figures(self) -> dict[str, Any]:
+        """Numbers of the complete training in the folder, those that pages are made of."""
+        raise NotImplementedError
+
+    @property
+    def target(self) -> str:
+        """Of the validation part, to which figures count; none if it is an option of the training, or there is none."""
+        return ""
+
+    @property
+    def settings(self) -> str:
+        """A digest of all that the training's figures depend on, but for the code."""
+        everything = json.dumps([self.options, dict(self.environment), self.target], sort_keys=True)
+        return hashlib.sha256(everything.encode()).hexdigest()[:12]
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """What the training came to: its figures, commit and seconds; None if it is neither in its folder nor kept."""
+        if self.summary is None:
+            kept = kept_records(self.runs).get((self.workload, self.label, self.seed))
+            return kept if kept is not None and kept["settings"] == self.settings else None
+        head = {"workload": self.workload, "label": self.label, "seed": self.seed, "settings": self.settings}
+        noted = {"commit": self.about.get("commit", "unknown"), "seconds": self.about.get("seconds")}
+        return {**head, **noted, **self.figures()}
+
     @property
     def about(self) -> dict[str, Any]:
         """What was noted beside the run: its commit, its seconds, and what went wrong."""
@@ -119,6 +149,43 @@ class Run:
 
     def records(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+RECORDS = "trainings.csv"
+
+
+def kept_records(runs: Path) -> Mapping[tuple[str, str, int], dict[str, Any]]:
+    """Records that are kept in the folder of all trainings, by workload, label and seed."""
+    file = runs / RECORDS
+    return _records(file, file.stat().st_mtime_ns) if file.exists() else {}
+
+
+@cache
+def _records(file: Path, changed: int) -> Mapping[tuple[str, str, int], dict[str, Any]]:
+    texts = ("workload", "label", "settings", "commit")
+    with file.open(newline="") as lines:
+        rows: list[dict[str, Any]] = [
+            {name: value if name in texts else json.loads(value or "null") for name, value in row.items()}
+            for row in csv.DictReader(lines)
+        ]
+    return {(row["workload"], row["label"], row["seed"]): row for row in rows}
+
+
+def keep_records(runs: Iterable[Run], folder: Path) -> None:
+    """Adds the records of runs to the file of records, in place of older records of the same training."""
+    records = dict(kept_records(folder))
+    for run in runs:
+        record = run.record
+        if record is not None:
+            records[run.workload, run.label, run.seed] = record
+    if records:
+        replace_files({folder / RECORDS: csv_of([row for _, row in sorted(records.items())])})
+
+
+def seeds_there(runs: Path) -> list[int]:
+    """Seeds of all trainings in a folder, or in its file of records."""
+    in_folders = {int(folder.name.removeprefix("seed")) for folder in runs.glob("*/*/seed*")}
+    return sorted(in_folders | {seed for _, _, seed in kept_records(runs)})
 
 
 def _json(file: Path) -> Any:
@@ -200,13 +267,13 @@ class Trainer:
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it."""
+    """The commit of the sources, with a plus sign if they differ from it. Records of trainings are no sources."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks")
+        changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", f":!{MEASURED.relative_to(ROOT)}")
         return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -242,7 +309,7 @@ def train_missing(
         workers: trainings at a time; None for as many as there are cores.
         dry_run: show the commands instead.
     """
-    todo = [run for run in runs if run.summary is None]
+    todo = [run for run in runs if run.record is None]
     if dry_run:
         for run in todo:
             console.print(run.command)
@@ -254,8 +321,8 @@ def train_missing(
             signal.signal(number, _interrupt)
     took: dict[str, list[float]] = {}
     for run in runs:
-        if run.summary is not None and "seconds" in run.about:
-            took.setdefault(run.workload, []).append(run.about["seconds"])
+        if (record := run.record) is not None and record["seconds"] is not None:
+            took.setdefault(run.workload, []).append(record["seconds"])
     try:
         return Trainer(workers or len(os.sched_getaffinity(0)), console.print).train(todo, took)
     except KeyboardInterrupt:
@@ -279,8 +346,9 @@ def with_interval(values: Sequence[float], form: str) -> str:
 
 
 def commits_of(runs: Iterable[Run]) -> str:
-    """The commits of runs, for a page."""
-    return ", ".join(f"`{one}`" for one in sorted({run.about.get("commit", "unknown") for run in runs}))
+    """The commits at which runs were trained, for a page."""
+    commits = {record["commit"] for run in runs if (record := run.record) is not None}
+    return ", ".join(f"`{commit}`" for commit in sorted(commits))
 
 
 def end_if_failed(failed: Sequence[Run], console: Any) -> None:

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -134,6 +135,17 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
     assert page_file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     again = CliRunner().invoke(benchmark_file.main, words)
     assert "1 of 1 runs are there already, 0 to train" in again.output
+
+    shutil.rmtree(tmp_path / "mnist1d")  # what is left is the file of records
+    page_file.unlink()
+    from_records = CliRunner().invoke(benchmark_file.main, words)
+    assert "1 of 1 runs are there already, 0 to train" in from_records.output
+    assert page_file.read_text() == page
+    workload = benchmark_file.WORKLOADS["mnist1d"]
+    for changed in ({"target": "loss=98"}, {"options": {**workload.options, "lr": 0.06}}):
+        benchmark_file.WORKLOADS["mnist1d"] = dataclasses.replace(workload, **changed)
+        (run,) = benchmark_file.planned(["mnist1d"], [4], (), tmp_path)
+        assert run.record is None, "its figures are of other settings"
 
 
 def test_what_is_given_is_checked(benchmark_file: ModuleType, tmp_path: Path) -> None:

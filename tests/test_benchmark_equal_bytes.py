@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +102,10 @@ def test_the_page_counts_as_better_only_what_differs_seed_by_seed(benchmark_file
     assert "| budget | topk | 3 | 0 | 0 |" in page
     assert "better" in file.with_suffix(".csv").read_text()
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    shutil.rmtree(runs / "mnist1d")
+    CliRunner().invoke(benchmark_file.main, ["--page-only", "--runs", str(runs), "--table", str(file)])
+    assert file.read_text() == page, "records are kept beside the folders"
 
 
 def test_without_runs_there_is_no_page(benchmark_file: ModuleType, tmp_path: Path) -> None:
