@@ -14,6 +14,7 @@ _COMMANDS = {
     "compressors": "List the compressors, their parameters and what they send.",
     "doctor": "Say what is installed, what fits together and what does not.",
     "launch": "Run a training program on a cluster: Kubernetes or Slurm.",
+    "profile": "Run a training program for some steps, and say which compression would pay there.",
     "replay": "Make the decisions of a training run again, from its decision log.",
     "report": "Make a table and a web page from training runs.",
     "train": "Train a reference model with compressed gradients.",

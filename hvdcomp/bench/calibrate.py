@@ -19,7 +19,7 @@ from hvdcomp.bench.marks import HOST
 from hvdcomp.bench.probe_model import probe_model
 from hvdcomp.bench.probe_network import IN_LEVELS, Kind, probe_network
 from hvdcomp.bench.workload import build
-from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors import Compressor, NoCompression, TensorInfo
 from hvdcomp.perfmodel.calibration import Calibration
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
@@ -73,7 +73,8 @@ def calibrate(
     levels = find_levels(carrier.communicator())
     for one in compressors:
         levels.check(one)
-    largest = _largest(models, compressors, carrier.ranks.size, levels.ranks_per_node, batch_size, seed, device)
+    tensors = [build(model, batch_size, seed, rank=0, device=device).tensors() for model in models]
+    largest = largest_collectives(tensors, compressors, carrier.ranks.size, levels.ranks_per_node)
     show_network: Show = lambda what: show(f"network: {what}")  # noqa: E731
     network = probe_network(largest, carrier, levels, device, NETWORK_SHARE * seconds, show_network)
     readings = {f"network, {what}": one for what, one in network.readings.items()}
@@ -133,24 +134,22 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
     }
 
 
-def _largest(
-    models: Sequence[str],
-    compressors: Sequence[Compressor],
-    ranks: int,
-    ranks_per_node: int | None,
-    batch_size: int,
-    seed: int,
-    device: torch.device = HOST,
+def largest_collectives(
+    models: Sequence[Sequence[TensorInfo]], compressors: Sequence[Compressor], ranks: int, ranks_per_node: int | None
 ) -> dict[Kind, int]:
     """By kind of collective, and among whom, the bytes of the largest in a step of any model, of one rank; every way to
-    exchange counts, because `advise` shows them all."""
+    exchange counts, because `advise` shows them all.
+
+    Args:
+        models: the tensors of each.
+        ranks_per_node: None where there are no two levels.
+    """
     found: dict[Kind, float] = {(kind, "all"): 0.0 for kind in ALGORITHMS}
     ways: list[Compressor] = [NoCompression(), *(way for one in compressors for way in in_each_way(one))]
     if ranks_per_node is not None:
         found |= dict.fromkeys(IN_LEVELS, 0.0)
         ways += [both for one in ways if (both := in_two_levels(one)) is not None]
-    for model in models:
-        tensors = build(model, batch_size, seed, rank=0, device=device).tensors()
+    for tensors in models:
         for compressor in ways:
             for collectives in exchange_of(compressor, tensors, ranks, ranks_per_node).rounds:
                 for one in collectives:

@@ -140,9 +140,18 @@ def ready_moments(training: Training, ranks: Ranks) -> Ready:
         shares.append([seconds_between(begins, last[name]) / backward for name in parameters])
     for handle in handles:
         handle.remove()
+    return ready_of(np.array(shares), list(parameters.values()), ranks)
+
+
+def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Ranks) -> Ready:
+    """When which share of the gradients is there, of the ranks' mean; see `Compute.ready`.
+
+    Args:
+        shares: of the backward pass, after which a gradient is there, (steps, parameters).
+    """
     # The middle of the steps on each rank, then of the ranks.
-    times = np.median(everywhere(np.array(shares), ranks), axis=1).mean(axis=0)
-    sizes = np.array([one.numel() * one.element_size() for one in parameters.values()], float)
+    times = np.median(everywhere(shares, ranks), axis=1).mean(axis=0)
+    sizes = np.array([one.numel() * one.element_size() for one in parameters], float)
     order = [place for place in np.argsort(times, kind="stable") if sizes[place]]
     sent = np.cumsum(sizes[order]) / sizes.sum()
     sent[-1] = 1.0

@@ -18,7 +18,7 @@ from hvdcomp.compressors import BUCKET_BYTES, evidence_in_words, first_to_try
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
-from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
+from hvdcomp.perfmodel import Calibration, CalibrationError, Setting, load, presets
 from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
@@ -150,6 +150,13 @@ def command(
         click.echo(f"Wrote {file}", err=as_json)
 
 
+def show_advice(calibration: Calibration, world_size: int) -> None:
+    """Prints what the command says of the first model of a calibration."""
+    adviser = Adviser(calibration, next(iter(calibration.models)))
+    setting = Setting(world_size)
+    _print(_report(adviser, setting, adviser.advise(setting), None, []))
+
+
 def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
     """Prints in how many set-ups compression pays."""
     given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
@@ -189,7 +196,7 @@ def _report(
         "gain_over_free_percent": None,
         "gain_over_dense_percent": None,
         "error_percent": 100 * advice.error,
-        "to_type": _to_type(advice.take, adviser.calibration.machine.get("backend")),
+        "to_type": lines_to_type(advice.take, adviser.calibration.machine.get("backend")),
         "least_compression_factor": advice.least_factor,
         "notes": notes + _notes(adviser, advice),
     }
@@ -208,7 +215,7 @@ def _report(
     return report
 
 
-def _to_type(spec: str | None, backend: str | None) -> dict[str, str]:
+def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
     """The line that makes a training send its gradients so, by library; nothing for dense, which needs none.
 
     Args:

@@ -8,7 +8,7 @@ from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.evidence import OPTIMIZERS, excess_of
 from hvdcomp.compressors.evidence import in_words as evidence_in_words
-from hvdcomp.compressors.first import first_to_try
+from hvdcomp.compressors.first import FIRST, first_to_try
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router
@@ -35,6 +35,7 @@ __all__ = [
     "BUCKET_BYTES",
     "COMPRESSORS",
     "EXAMPLES",
+    "FIRST",
     "LEAST_BYTES",
     "MEMORIES",
     "OPTIMIZERS",
