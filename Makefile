@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel clean
+.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -137,6 +137,10 @@ wheel: setup  ## make dist/hvdcomp-...-py3-none-manylinux_....whl, with the kern
 	@ls dist/hvdcomp-*-py3-none-manylinux_*.whl 2>/dev/null || { \
 	  cat build/lib/hvdcomp/kernels/_native.log >&2; rm dist/hvdcomp-*.whl; \
 	  echo "No wheel: it would be without kernels" >&2; exit 1; }
+
+release: setup  ## make a source distribution and a wheel in dist/, checked and tried in fresh environments
+	@$(PIP) --editable '.[release]'
+	@scripts/release $(BIN)/python
 
 clean:  ## remove .venv, runs/ and caches in this folder
 	rm -rf $(VENV) runs build dist hvdcomp/kernels/_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -388,3 +388,17 @@ def test_gathering_does_not_import_a_framework() -> None:
         "found = {'loaded': sorted({'torch', 'tensorflow', 'horovod'} & set(sys.modules))}"
     )
     assert ask_python(f"import sys; sys.path[:0] = {sys.path!r}\n{program}", 60) == {"loaded": []}
+
+
+def test_a_report_is_markdown_without_the_name_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    facts = changed(prefix="/home/somebody/env", mpi=OPEN_MPI_5)
+    text = doctor.as_markdown(facts, find_problems(facts))
+    assert text.startswith("```text\nPython")
+    assert "3.11.7 in ~/env\n" in text
+    assert "somebody" not in text
+    found, _, problems = text.removeprefix("```text\n").partition("\n```\n")
+    assert len({line.index("  ", 14) for line in found.splitlines() if line.startswith("P")}) == 1, "values in a column"
+    assert problems.startswith("- ")
+    done = CliRunner().invoke(doctor.command, ["--json", "--report"])
+    assert (done.exit_code, "give one of them" in done.output) == (2, True)

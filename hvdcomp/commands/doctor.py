@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -19,14 +20,17 @@ from hvdcomp.terminal import make_console
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.option("--report", is_flag=True, help="Print it as Markdown, to be pasted into the report of a fault.")
 @click.pass_context
-def command(context: click.Context, as_json: bool) -> None:
+def command(context: click.Context, as_json: bool, report: bool) -> None:
     """Say what is installed, what fits together and what does not.
 
     Under a launcher (horovodrun -np 2 hvdcomp doctor, torchrun --nproc-per-node 2 -m hvdcomp doctor) it also starts
     Horovod, or a process group of torch.distributed, and compares the size with the launcher's. Exit status 1 means
     that something found stops training.
     """
+    if as_json and report:
+        raise click.UsageError("--json is for programs and --report for people: give one of them")
     console = make_console()
     with make_console(stderr=True).status("Looking at the environment"):
         facts = gather()
@@ -34,9 +38,11 @@ def command(context: click.Context, as_json: bool) -> None:
             facts = replace(facts, started=start_ranks(facts))
     problems = find_problems(facts)
     if facts.launched_rank == 0 or any(problem.stops for problem in problems):
-        if as_json:
-            report = {"facts": asdict(facts), "problems": [asdict(problem) for problem in problems]}
-            click.echo(json.dumps(report, indent=2))
+        if report:
+            click.echo(as_markdown(facts, problems))
+        elif as_json:
+            everything = {"facts": asdict(facts), "problems": [asdict(problem) for problem in problems]}
+            click.echo(json.dumps(everything, indent=2))
         else:
             _print(console, facts, problems)
     context.exit(1 if any(problem.stops for problem in problems) else 0)
@@ -84,6 +90,17 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
         rows.append((start, facts.started.error or f"rank {facts.started.rank} of {facts.started.size}"))
     rows += [("  variable", f"{name}={value}") for name, value in facts.variables.items()]
     return rows
+
+
+def as_markdown(facts: Facts, problems: list[Problem]) -> str:
+    """What was found, for the report of a fault. The home folder, which often is somebody's name, is written as ~."""
+    home = str(Path.home())
+    rows = describe(facts)
+    width = max(len(name) for name, _ in rows)
+    lines = ["```text", *(f"{name:<{width}}  {value}" for name, value in rows), "```"]
+    lines += [f"- {'Problem' if one.stops else 'Note'}: {one.what} ({one.remedy})" for one in problems]
+    text = "\n".join(lines)
+    return text if home == "/" else text.replace(home, "~")
 
 
 def _toolkit(facts: Facts) -> str:
