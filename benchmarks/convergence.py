@@ -160,6 +160,7 @@ METHODS = (
     *_methods("topk:ratio=0.01", "topk:ratio=0.001", "randomk:ratio=0.1", "randomk:ratio=0.01"),
     *_methods("mstopk:ratio=0.01", "mstopk:ratio=0.001", "redsync:ratio=0.01", "redsync:ratio=0.001"),
     *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
+    *_methods("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16", "arctopk:ratio=0.02"),
     # Momentum is DGC's own: the optimizer has none.
     *_methods(
         "dgc:ratio=0.01",
@@ -554,7 +555,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int], compute_ms: Mapping
 
 
 _FAMILIES = {
-    "sparse": ("topk", "randomk", "mstopk", "redsync", "sidco", "dgc", "stc"),
+    "sparse": ("topk", "randomk", "mstopk", "redsync", "sidco", "dgc", "stc", "topkc", "arctopk"),
     "signs": ("signsgd", "onebit", "efsignsgd"),
     "low rank": ("powersgd", "atomo"),
     "quantized": ("qsgd", "terngrad", "natural", "globalqsgd", "int8", "int4", "fp8"),

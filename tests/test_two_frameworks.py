@@ -138,6 +138,7 @@ AGREEMENT = {
         gathered=0.1,
         others_chosen=0.01,
     ),
+    "arctopk": Agreement("its sketch is a product of matrices, which are sums added in another order", rounding=200),
     "powersgd": Agreement("matrix products are sums, added in another order", rounding=200),
     "atomo": Agreement(
         "an eigenvector's sign is free, and LAPACK is not the same one everywhere", rounding=1000, gathered=1

@@ -1,0 +1,170 @@
+"""Sparsifiers whose ranks all send the same elements, chosen together: what they send adds up in an allreduce.
+
+A rank then sends as many bytes with a hundred ranks as with two. Where each rank chooses for itself, values and indices
+of all of them are gathered, and what arrives grows with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import numpy as np
+
+from hvdcomp.arrays.magnitudes import Magnitudes
+from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wide_dtype
+from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.low_rank import matrix_shape
+from hvdcomp.compressors.packing import pad
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
+from hvdcomp.compressors.randomness import drawn, shared_generator
+from hvdcomp.compressors.sparse_payload import elements_kept
+from hvdcomp.compressors.sparsification import ByRatio
+from hvdcomp.specs.levels import Level
+
+
+@dataclass(frozen=True)
+class BlocksTogether(ByRatio):
+    """Base of methods by which all ranks send the same blocks of consecutive elements.
+
+    A first allreduce carries what the blocks are judged by; a second one the elements of the best.
+    """
+
+    biased: ClassVar[bool] = True
+    sent_is_own: ClassVar[bool] = False  # which blocks it sends, the others decide too
+
+    def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The number of blocks of a tensor, and of elements of each; the last block may have fewer."""
+        raise NotImplementedError
+
+    def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        """Numbers of each block (blocks, any) whose mean over the ranks the choice is made by."""
+        raise NotImplementedError
+
+    def scores(self, xp: ModuleType, judged: Array) -> Array:
+        """From the means of these numbers how good each block is, (blocks,)."""
+        raise NotImplementedError
+
+    def numbers_of_block(self) -> int:
+        """How many numbers `judge` makes of a block."""
+        raise NotImplementedError
+
+    def count(self, shape: tuple[int, ...]) -> int:
+        """Number of blocks that are sent."""
+        number, length = self.blocks_of(shape)
+        return min(number, math.ceil(elements_kept(self.ratio, number_of_elements(shape)) / length))
+
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        shape, dtype = tuple(x.shape), xp.dtype_name(x)
+        _, length = self.blocks_of(shape)
+        vector = xp.flatten(x)
+        size = vector.shape[0]
+        padded = pad(xp, vector, length)
+        blocks = xp.reshape(padded, (-1, length))
+        judged = yield AllReduce(self.judge(xp, xp.astype(blocks, wide_dtype(dtype)), context))
+        count = self.count(shape)
+        chosen = Magnitudes(xp, self.scores(xp, judged), count).top(count)
+        places = xp.flatten(xp.reshape(chosen, (-1, 1)) * length + xp.arange(length, like=chosen))
+        values = xp.take(padded, places)
+        mean = yield AllReduce(xp.astype(values, allreduce_dtype(dtype)))
+        wide = wide_dtype(dtype)
+
+        def spread(elements: Array) -> Array:
+            zeros = xp.zeros((padded.shape[0],), like=xp.astype(vector[:0], wide))
+            return xp.reshape(xp.add_at(zeros, places, xp.astype(elements, wide))[:size], shape)
+
+        return Outcome(spread(mean), xp.astype(spread(values), dtype))
+
+    def most_elements(self, budget: float, size: int) -> int:
+        raise NotImplementedError("the shape matters, not the size alone")
+
+    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
+        return Compressor.payload_floats(self, shape, level)
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        Compressor.level_for(self, compression_factor, shape)  # refuses a factor below 1
+        size = number_of_elements(shape)
+        number, length = self.blocks_of(shape)
+        count = max(1, math.floor((size / compression_factor - number * self.numbers_of_block()) / length))
+        return min(1.0, count * length / size)
+
+    def route(self, tensor: TensorInfo) -> Compressor:
+        return self if tensor.size and self.payload_floats(tensor.shape) < tensor.size else NoCompression()
+
+
+@dataclass(frozen=True)
+class TopKC(BlocksTogether):
+    """The chunks of consecutive elements with the largest sum of squares over all ranks (Han et al. 2024,
+    arXiv:2407.01378: TopK chunked).
+
+    Attributes:
+        ratio: share of the elements that is sent, in whole chunks, one at least.
+        chunk: number of elements in a chunk; of smaller tensors all elements.
+    """
+
+    chunk: Count = 64
+
+    name: ClassVar[str] = "topkc"
+    examples: ClassVar[tuple[str, ...]] = ("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16")
+    sends: ClassVar[str] = "a sum of squares for each chunk, the elements of the chosen chunks"
+    reference: ClassVar[str] = "Han et al. 2024, arXiv:2407.01378"
+
+    def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        size = number_of_elements(shape)
+        length = max(1, min(self.chunk, size))
+        return -(-size // length), length
+
+    def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        norms = xp.astype(xp.row_norms(blocks), "float32")  # by which doubles are chosen well enough
+        return norms * norms
+
+    def scores(self, xp: ModuleType, judged: Array) -> Array:
+        return xp.flatten(judged)
+
+    def numbers_of_block(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class ARCTopK(BlocksTogether):
+    """The rows of the mean gradient matrix with the largest norms, as a sketch of it tells them (Chen et al. 2025,
+    arXiv:2510.26709).
+
+    The ranks average G V, in which V has `sketch` random columns, drawn alike on all ranks and anew in each step: the
+    norm of a row of the average is, but for the sketch's noise, that of the row of the mean gradient. Gradients that
+    cancel each other between ranks so have no weight, which sums of squares would give them.
+
+    Attributes:
+        ratio: share of the elements that is sent, in whole rows, one at least.
+        sketch: number of columns of V.
+    """
+
+    sketch: Count = 4
+
+    name: ClassVar[str] = "arctopk"
+    examples: ClassVar[tuple[str, ...]] = ("arctopk:ratio=0.05", "arctopk:ratio=0.1,sketch=2")
+    sends: ClassVar[str] = "`sketch` numbers for each row, the elements of the chosen rows"
+    of_matrices: ClassVar[bool] = True
+    reference: ClassVar[str] = "Chen et al. 2025, arXiv:2510.26709"
+
+    def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        return matrix_shape(shape)
+
+    def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        columns = blocks.shape[1]
+        dtype = xp.dtype_name(blocks)
+
+        def draw() -> np.ndarray:
+            random = shared_generator(context, "arctopk")
+            return random.standard_normal((columns, self.sketch), dtype=np.dtype(dtype).type)
+
+        return blocks @ drawn(xp, draw, (columns, self.sketch), dtype, like=blocks)
+
+    def scores(self, xp: ModuleType, judged: Array) -> Array:
+        return xp.flatten(xp.row_norms(judged))
+
+    def numbers_of_block(self) -> int:
+        return self.sketch
