@@ -29,7 +29,7 @@ from tests.lockstep import Exchanged, run_lockstep
 
 METHODS = [
     "qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd", "int4:block=12",
-    "fp8:rounding=stochastic",
+    "fp8:rounding=stochastic", "bf16",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -10,9 +11,10 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
-from hvdcomp.compressors.packing import average_decoded, outcome_like
-from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.packing import outcome_like
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome
 from hvdcomp.kernels.tables import EVERYTHING
 
 
@@ -67,30 +69,57 @@ class FP16(Compressor):
 
 
 @dataclass(frozen=True)
-class BF16(Compressor):
-    """Casts to bfloat16, gathers the bit patterns and adds them in float32, because Horovod has no bfloat16."""
+class BF16(Gathering):
+    """Casts to bfloat16, gathers or scatters the bit patterns, and adds them in float32: no sum is rounded to 16 bits.
+
+    Gathered, a rank receives 2 (N - 1) bytes an element from N ranks, as many as of dense gradients with four ranks.
+    Scattered, it sends and receives half of what an allreduce of float32 does, with any number of ranks.
+    """
 
     name: ClassVar[str] = "bf16"
     examples: ClassVar[tuple[str, ...]] = ("bf16",)
     sends: ClassVar[str] = "all elements, 16 bits each"
 
-    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        bits = xp.to_bfloat16_bits(xp.flatten(x))
-        ranks = yield AllGather((bits,))
-        return average_decoded(xp, x, ranks, xp.from_bfloat16_bits, context)
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array]:
+        return (xp.to_bfloat16_bits(xp.flatten(x)),)
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        wire = _wire(bucket, "int16")
-        bucket.found_inf = bucket.call("bfloat16_encode", wire.with_room)
-        ranks = yield AllGather((bucket.xp.as_bytes(wire.vector),), bucket.xp.as_bytes(wire.with_room))
-        return bucket.call("bfloat16_decode", *gathered(ranks))
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        return xp.from_bfloat16_bits(parts[0])
+
+    def lay_out(self, bucket: Bucket) -> _BitPatterns:
+        return _BitPatterns(bucket)
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        bucket.found_inf = bucket.call("bfloat16_encode", bucket.layout.patterns)
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("bfloat16_decode", first, ranks, stride)
+
+
+class _BitPatterns:
+    """One 16-bit number for each of a bucket's elements.
+
+    Attributes:
+        payload: their bytes.
+        patterns: the same storage, as numbers.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.payload = bucket.payload(2 * _places_of_elements(bucket))
+        room = self.payload.with_room
+        self.patterns = bucket.xp.from_bytes(room, like=bucket.zeros(room.shape[0] // 2, "int16"))
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
-    """One element for each of a bucket's, tensor behind tensor, where `place[0]` of the table says."""
+    """One number for each of a bucket's elements, kept as its layout."""
     if bucket.layout is None:
-        ends = np.cumsum(bucket.segments["size"])
-        bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
-        bucket.layout = bucket.payload(int(ends[-1]), dtype)
+        bucket.layout = bucket.payload(_places_of_elements(bucket), dtype)
     wire: Payload = bucket.layout
     return wire
+
+
+def _places_of_elements(bucket: Bucket) -> int:
+    """Says where each tensor's numbers lie, tensor behind tensor, in `place[0]` of the table; how many there are."""
+    ends = np.cumsum(bucket.segments["size"])
+    bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
+    return int(ends[-1])
