@@ -130,9 +130,9 @@ def test_a_time_that_no_level_reaches_is_refused_with_what_is_reached() -> None:
             MS.require_reachable(seconds)
         fastest = min(seconds, key=seconds.__getitem__)
         assert str(raised.value) == (
-            "budget:ms=20,calibration=cluster.json is out of reach: by cluster.json the exchange of a step takes "
-            f"21.5 ms at the levels of which it takes least, with {fastest} bytes from each rank. Give a larger ms, a "
-            "smaller least than 0.1 (times the own levels), or a compressor that sends less"
+            "budget:ms=20,calibration=cluster.json is out of reach: by cluster.json the fastest exchange that there "
+            f"is to choose takes 21.5 ms of a step, with {fastest} bytes from each rank. Give a larger ms, a smaller "
+            "least than 0.1 (times the own levels), or a compressor that sends less"
         )
 
 

@@ -94,9 +94,9 @@ class Budget(OptimalLevels):
         reached = 1000 * seconds[fastest]
         if reached > self.ms:
             raise ConfigurationError(
-                f"{self} is out of reach: by {self.calibration} the exchange of a step takes {reached:.4g} ms at the "
-                f"levels of which it takes least, with {fastest:,} bytes from each rank. Give a larger ms, a smaller "
-                f"least than {self.least:g} (times the own levels), or a compressor that sends less"
+                f"{self} is out of reach: by {self.calibration} the fastest exchange that there is to choose takes "
+                f"{reached:.4g} ms of a step, with {fastest:,} bytes from each rank. Give a larger ms, a smaller least "
+                f"than {self.least:g} (times the own levels), or a compressor that sends less"
             )
 
     def request(self, state: TensorLevels) -> Request:

@@ -23,6 +23,9 @@ class LGreCo(OptimalLevels):
     it may take more. If no choice is within the budget, each tensor gets the level that loses least. Where a sum of
     gradients is not finite, the levels stay as they are.
 
+    Bytes stand for time. The performance model says that of one method a byte takes as long in every tensor and at
+    every level (tests/test_policies_lgreco.py holds that), so no calibration could change a choice.
+
     Attributes:
         alpha: the budget, as a share of the error at the own levels.
         interval, last, least, most, levels, statistic: as of `OptimalLevels`.
