@@ -41,6 +41,7 @@ POLICIES = [
     ("powersgd:rank=4", "lgreco:interval=3,last=3,alpha=1.2"),
     ("topk:ratio=0.1", "budget:factor=4,interval=4,last=2"),
     ("powersgd:rank=4", "budget:error=0.3,interval=3,last=1"),
+    ("topk:ratio=0.1", "budget:factor=8,critical=2,eta=0.3,interval=3,last=2"),
     ("topk:ratio=0.1", "budget:ms=2,calibration=nowhere.json,interval=3,last=2"),
 ]
 

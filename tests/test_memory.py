@@ -32,6 +32,7 @@ TRIED_POLICIES = (
     "lgreco:interval=4,last=2",
     "budget:factor=4,interval=4,last=2",
     "budget:ms=2,calibration=nowhere.json,interval=4,last=2",
+    "budget:factor=8,critical=2,interval=4,last=2",
     "constant:level=0.2",
 )
 CANDIDATES = Candidates(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from hvdcomp.policies import parse_policy
 from hvdcomp.policies.budget import Budget, bytes_within
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.optimal_levels import PARTS, least_error
-from hvdcomp.policies.request import LevelTable, Period, Statistic, Statistics
+from hvdcomp.policies.request import LearningRates, LevelTable, Period, Statistic, Statistics
 from tests.driven import Driven
 from tests.harness import in_turns
 from tests.test_policies_lgreco import errors_of_levels, level_table, sizes_of_levels, topk_error, uneven
@@ -136,6 +137,64 @@ def test_a_time_that_no_level_reaches_is_refused_with_what_is_reached() -> None:
         )
 
 
+# Two limits ----------------------------------------------------------------------------------------------------------
+
+
+REGIMES = [  # norm of the model, learning rates, and whether the regime is critical with eta=0.3
+    (8.0, (0.1, 0.1), True),  # nothing to compare with
+    (6.0, (0.1, 0.1), False),  # falls by a quarter
+    (4.2, (0.1, 0.1), True),  # by exactly 0.3
+    (4.0, (0.1, 0.05), True),  # the learning rate falls
+    (3.9, (0.05, 0.1), False),  # it rises
+    (math.inf, (0.1, 0.1), True),
+    (4.0, (0.1, 0.1), True),  # not compared with what is not finite
+    (4.0, (0.1, 0.1), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("limits", "rest"),
+    [
+        ("factor=10,critical=6", {}),
+        ("ms=20,calibration=c.json,critical=30", {"exchange_seconds": {0: 0.0, 900: 0.02, 1500: 0.03, 1800: 0.9}}),
+        ("error=0.43,critical=0.23", {"norms": {"a": 185.0, "b": 15.0}}),
+    ],
+)
+def test_accordions_rule_chooses_between_two_limits(limits: str, rest: dict[str, Any]) -> None:
+    policy = parse_policy(f"budget:eta=0.3,{limits}")
+    assert isinstance(policy, Budget)
+    state = policy.initial_state(["a", "b"])
+    rule = {Statistic.MODEL_NORM, Statistic.LEARNING_RATES}
+    assert rule < policy.request(state).statistics == policy.request(state).ever
+    previous = None
+    for norm, (now, following), critical in REGIMES:
+        finite = previous is not None and math.isfinite(norm)
+        assert critical == (following < now or not finite or round(abs(previous - norm) / previous, 9) >= 0.3)
+        rates = LearningRates((now,), (following,))
+        statistics = dataclasses.replace(told(900), model_norm=norm, learning_rates=rates, **rest)
+        state, decision = policy.decide(state, statistics)
+        assert state.critical == critical
+        # 800 bytes beside those of other tensors, or 1400: then "a", which loses much, has more.
+        assert decision == Levels({"a": 8, "b": 4} if critical else {"a": 4, "b": 4}), (norm, now, following)
+        assert policy.from_json(json.loads(json.dumps(policy.to_json(state)))) == state
+        assert decision.row(json.loads(json.dumps(policy.to_json(state))), ["a", "b"])["critical"] == critical
+        previous = norm if math.isfinite(norm) else None
+
+
+def test_a_state_without_a_rule_is_as_it_was_and_is_read_as_it_was() -> None:
+    policy = Budget(factor=10)
+    state, _ = policy.decide(policy.initial_state(["a", "b"]), told(900))
+    written = {"policy": "budget", "levels": {"a": 4, "b": 4}}
+    assert policy.to_json(state) == written
+    assert policy.from_json(written) == state
+    for wrong in ({**written, "more": 1}, {"policy": "budget", "critical": True}):
+        with pytest.raises(ValueError, match="this is not a state of budget"):
+            policy.from_json(wrong)
+
+
+# When it decides, and what is refused ---------------------------------------------------------------------------------
+
+
 def test_it_decides_early_and_then_at_every_interval() -> None:
     policy = Budget(factor=10, interval=50, last=5)
     state = policy.initial_state(["a", "b"])
@@ -161,6 +220,12 @@ def test_it_decides_early_and_then_at_every_interval() -> None:
         ("budget:factor=1", "factor=1.0 is not allowed; it must be above 1"),
         ("budget:factor=-3", "factor=-3.0 is not allowed"),
         ("budget:error=1", "error=1.0 is not allowed; it must be above 0 and below 1"),
+        ("budget:factor=9,eta=0.3", "eta=0.3 is for critical .the limit in critical regimes.; give both"),
+        ("budget:factor=9,critical=9", "critical=9.0 .* must be less than factor=9.0 and more than 1, so that"),
+        ("budget:factor=9,critical=1", "critical=1.0 .* must be less than factor=9.0 and more than 1"),
+        ("budget:error=0.5,critical=0.6", "critical=0.6 .* must be less than error=0.5, so that more may be sent"),
+        ("budget:ms=20,calibration=c.json,critical=10", "critical=10.0 .* must be more than ms=20.0, so that more may"),
+        ("budget:factor=9,critical=-3", "critical=-3.0 is not allowed; it must be a limit above 0"),
         ("budget:factor=9,least=1,most=1", "Give least below 1, or most above 1"),
     ],
 )

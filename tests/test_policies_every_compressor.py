@@ -23,6 +23,7 @@ POLICIES = (
     "adaqs:start=16,fall=0.01,steps=2",
     "lgreco:interval=3,last=2",
     "budget:factor=4,interval=3,last=2",
+    "budget:factor=8,critical=2,interval=2,last=2",
     "budget:ms=2,calibration=nowhere.json,interval=3,last=2",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,factor=elements,gain=raw",

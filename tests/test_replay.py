@@ -48,6 +48,7 @@ SPECS = [
     "lgreco:interval=1,alpha=1.5",
     "budget:factor=4,interval=3,last=1",
     "budget:error=0.5,interval=2,last=1",
+    "budget:factor=4,critical=2,interval=1,last=1",
     "budget:ms=3,calibration=nowhere.json,interval=2,last=1",
     "auto:calibration=nowhere.json",  # what was in it stands in the log
     "auto:calibration=nowhere.json,window=3,every=5,budget=0.3",

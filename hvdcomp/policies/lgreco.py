@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hvdcomp.policies.optimal_levels import Count, Least, Most, OptimalLevels, fewest_bytes, least_of
+from hvdcomp.policies.optimal_levels import Count, Least, Most, OptimalLevels, TensorLevels, fewest_bytes, least_of
 from hvdcomp.policies.request import LevelTable, Statistics
 from hvdcomp.specs.described import number
 from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True, kw_only=True)
-class LGreCo(OptimalLevels):
+class LGreCo(OptimalLevels[TensorLevels]):
     """L-GreCo (Markov et al. 2022, arXiv:2210.17357): for each tensor the level that sends the fewest bytes in all.
 
     The error of a level is ||G - C(G)||, of the mean G of the last gradients. The errors of all tensors add up to no
@@ -38,8 +38,9 @@ class LGreCo(OptimalLevels):
 
     name: ClassVar[str] = "lgreco"
     examples: ClassVar[tuple[str, ...]] = ("lgreco", "lgreco:interval=200,least=0.25,most=4")
+    state_type: ClassVar[type] = TensorLevels
 
-    def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
+    def choose(self, table: LevelTable, statistics: Statistics, state: TensorLevels) -> dict[str, Level]:
         return cheapest(table, self.alpha)
 
 

@@ -51,6 +51,7 @@ _LEVELS = [
     ("powersgd:rank=2", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.2,smoothing=0.3"),
     ("topk:ratio=0.1", "lgreco:interval=4,last=3,alpha=1.1"),
     ("topk:ratio=0.1", "budget:factor=4,interval=4,last=3"),
+    ("topk:ratio=0.1", "budget:factor=16,critical=4,interval=4,last=3,eta=0.3"),
 ]
 _BATCHES = [
     ("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9"),
