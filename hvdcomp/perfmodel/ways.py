@@ -4,7 +4,7 @@ ranks or in two levels."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -122,9 +122,13 @@ def encode_time_at(
                 times[other.level] = time
     if compressor.level is None or not times:
         return encode_time_of(compressor, known, tensors, ranks_per_node)
-    levels = sorted(times)
-    each = {
-        name: float(np.interp(compressor.level * factor, levels, [getattr(times[level], name) for level in levels]))
-        for name in ("encode_s", "decode_s", "decode_per_rank_s")
-    }
-    return EncodeTime(**each)
+    wanted, levels = compressor.level * factor, sorted(times)
+
+    def between(of: Callable[[EncodeTime], float]) -> float:
+        return float(np.interp(wanted, levels, [of(times[level]) for level in levels]))
+
+    return EncodeTime(
+        between(lambda time: time.encode_s),
+        between(lambda time: time.decode_s),
+        between(lambda time: time.decode_per_rank_s),
+    )
