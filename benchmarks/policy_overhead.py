@@ -26,7 +26,8 @@ MODELS = {"cnn": ("digits", 16), "resnet20": ("synthetic", 32)}  # data, and sam
 LARGEST = {"cnn": (128, 1024), "resnet20": (64, 64, 3, 3)}  # tensor
 TURN = 2  # steps. Longer turns lose more to what the machine does meanwhile than they win.
 # Nothing changes but what is sent: norms and ratios are taken of all gradients, and every 20 steps rank 0 decides.
-# Eta and fall are such that each tensor stays where it is.
+# Eta and fall are such that each tensor stays where it is. Policies of optimal levels choose among as many levels as by
+# default, but all within 1 % of the own, so that what is sent is the same but for 1 %.
 CASES = {
     "no policy": ("powersgd:rank=4", None),
     "constant": ("powersgd:rank=4", "constant"),
@@ -35,6 +36,8 @@ CASES = {
     "accordion on topk": ("topk:ratio=0.01", "accordion:low=0.01,high=0.001,eta=1e-12,steps=20"),
     "accordion_batch_size": ("topk:ratio=0.01", "accordion_batch_size:low=32,high=64,eta=1e-12,steps=20"),
     "adaqs": ("topk:ratio=0.01", "adaqs:start=50,fall=0.999999,steps=20"),
+    "lgreco": ("topk:ratio=0.01", "lgreco:interval=20,least=0.99,most=1.01"),
+    "budget": ("topk:ratio=0.01", "budget:factor=10,interval=20,least=0.99,most=1.01"),
     "gravac": ("topk:ratio=0.05", "gravac:min=10,max=10,epsilon=1e-6"),
     "gravac, every=1": ("topk:ratio=0.05", "gravac:min=10,max=10,epsilon=1e-6,every=1"),
     "gravac, two levels": ("topk:ratio=0.05", "gravac:min=10,max=20,epsilon=1e-6,window=100000"),

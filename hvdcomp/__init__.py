@@ -1,4 +1,4 @@
-"""Adaptive gradient compression for Horovod, and for PyTorch's DistributedDataParallel and FSDP.
+"""Gradient compression for Horovod, and for PyTorch's DistributedDataParallel and FSDP.
 
 `hvdcomp.Compression` goes into the `compression=` argument of `hvd.DistributedOptimizer`, or into
 `hvdcomp.ddp.register` or `hvdcomp.fsdp.register`. The compressors and memories named here are frozen descriptions:

@@ -25,4 +25,4 @@ _PLACES = {name: (f"hvdcomp.commands.{name.replace('-', '_')}", "command", text)
 @click.group(cls=LazyGroup, lazy=_PLACES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hvdcomp")
 def main() -> None:
-    """Adaptive gradient compression for Horovod, in PyTorch and TensorFlow."""
+    """Gradient compression for Horovod, in PyTorch and TensorFlow."""

@@ -42,7 +42,7 @@ class Driven:
         rates: the learning rates, by step.
         gradients: of (rank, step).
         state: of `state`, to go on from.
-        candidates, clock: of the coordinator; the candidates for rank 0 alone.
+        candidates, clock, exchange_seconds: of the coordinator; what the policy is told for rank 0 alone.
 
     Attributes:
         plans, batches, results: of each step: compressors as text, batches accumulated, bits of the results.
@@ -64,6 +64,7 @@ class Driven:
         shapes: Mapping[str, Sequence[int]] | None = None,
         candidates: Candidates | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        exchange_seconds: Mapping[int, float] | None = None,
     ) -> None:
         self.engine = Engine(communicator, infos(shapes or SHAPES), parse_compressor(spec), min_numel=16)
         like = make(backend, np.zeros(0))
@@ -71,6 +72,7 @@ class Driven:
         self.coordinator = Coordinator(
             policy, self.engine, lambda: CommunicatorBroadcaster(communicator, like), like, steps_per_epoch, log,
             candidates if communicator.rank == 0 else None, clock,
+            exchange_seconds if communicator.rank == 0 else None,
         )  # fmt: skip
         self.backend = backend
         self._rates = rates

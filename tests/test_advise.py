@@ -586,6 +586,8 @@ def test_errors(tmp_path: Path) -> None:
     unknown = error(*PRESET, "--compressor", "natural")
     assert "no encode time of 'natural' for resnet50; it has: powersgd:rank=4" in unknown
     assert "unknown compressor 'foo'" in error(*PRESET, "--compressor", "foo")
+    nothing = "none has a name that matches 'features.*' (nearest are 'fc.bias', 'fc.weight',"
+    assert nothing in error(*PRESET, "--compressor", '{"features.*": "fp16", "*": "none"}')
     assert "belong to --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
     assert "growth belongs to a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
     assert "nan is not a bandwidth; write a number of Gb/s above 0, or a rate such as 100mbit" in error(

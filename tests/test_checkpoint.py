@@ -41,6 +41,8 @@ POLICIES = [
     ("powersgd:rank=4", "lgreco:interval=3,last=3,alpha=1.2"),
     ("topk:ratio=0.1", "budget:factor=4,interval=4,last=2"),
     ("powersgd:rank=4", "budget:error=0.3,interval=3,last=1"),
+    ("topk:ratio=0.1", "budget:factor=8,critical=2,eta=0.3,interval=3,last=2"),
+    ("topk:ratio=0.1", "budget:ms=2,calibration=nowhere.json,interval=3,last=2"),
 ]
 
 CASES = [
@@ -62,7 +64,8 @@ def policy_of(text: str, lag: int) -> Policy[Any]:
 def driven(
     communicator: InProcessCommunicator, spec: str, policy: Policy[Any], backend: str, state: Any = None
 ) -> Driven:
-    return Driven(communicator, policy, backend, spec=spec, steps_per_epoch=EPOCH, rates=falling, state=state)
+    told = {"rates": falling, "exchange_seconds": {300: 0.001, 1200: 0.003}}
+    return Driven(communicator, policy, backend, spec=spec, steps_per_epoch=EPOCH, state=state, **told)
 
 
 @pytest.mark.parametrize(("spec", "text", "lag", "backend"), in_turns(CASES))

@@ -82,6 +82,7 @@ shapes = {
     "candidates": st.builds(Candidates, st.lists(names).map(tuple), st.dictionaries(names, candidates)),
     "step_times": st.lists(floats).map(tuple),
     "level_table": level_tables,
+    "exchange_seconds": st.dictionaries(st.integers(0, 2**53), floats, max_size=4),
 }
 statistics = st.fixed_dictionaries({"step": st.integers(0, 10**12)}, optional=shapes).map(
     lambda drawn: Statistics(**drawn)

@@ -31,6 +31,8 @@ TRIED_POLICIES = (
     "adaqs:start=8,fall=0.01,steps=3",
     "lgreco:interval=4,last=2",
     "budget:factor=4,interval=4,last=2",
+    "budget:ms=2,calibration=nowhere.json,interval=4,last=2",
+    "budget:factor=8,critical=2,interval=4,last=2",
     "constant:level=0.2",
 )
 CANDIDATES = Candidates(
@@ -61,7 +63,7 @@ def grown(spec: str, policy: str, steps: int, *, stretches: int) -> float:
         ticks = count()
         return Driven(
             communicator, made, "numpy", spec=spec, steps_per_epoch=50, candidates=CANDIDATES,
-            clock=lambda: float(next(ticks)),
+            clock=lambda: float(next(ticks)), exchange_seconds={300: 0.001, 1200: 0.003},
         )  # fmt: skip
 
     def train(communicator: InProcessCommunicator) -> None:

@@ -62,6 +62,7 @@ POLICIES: list[Policy] = [
     GraVAC(min=10, max=200, window=2, omega=0.2, epsilon=0.4, factor="elements", gain="raw"),
     LGreCo(interval=5, last=10, alpha=0.7, least=0.25, most=1, levels=3, statistic="aggregated", lag=0),
     Budget(factor=20, interval=7, last=2, least=0.5, most=1, levels=3, statistic="aggregated", lag=0),
+    Budget(ms=15, calibration="c.json", model="m", batch=8, interval=5, critical=20, eta=0.25),
     Auto(calibration="cluster.json"),
     Auto(calibration="c.json", model="m", batch=8, window=3, every=6, margin=0.5, budget=0.5, drift=0.1),
 ]
@@ -99,6 +100,7 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
             other_bytes=40,
             dense_bytes=1600,
         ),
+        Statistic.EXCHANGE_SECONDS: {240: 0.01, 840: 0.03},
     }
     told = {each.value: known[each] for each in request.statistics}
     return Statistics(step=step, **told)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +16,12 @@ from hypothesis import strategies as st
 
 from hvdcomp import SpecError
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies import parse_policy
-from hvdcomp.policies.budget import Budget
+from hvdcomp.policies.budget import Budget, bytes_within
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.optimal_levels import PARTS, least_error
-from hvdcomp.policies.request import LevelTable, Period, Statistic, Statistics
+from hvdcomp.policies.request import LearningRates, LevelTable, Period, Statistic, Statistics
 from tests.driven import Driven
 from tests.harness import in_turns
 from tests.test_policies_lgreco import errors_of_levels, level_table, sizes_of_levels, topk_error, uneven
@@ -82,6 +85,116 @@ def test_an_error_budget_is_a_share_of_the_norms_of_the_mean() -> None:
     assert decision == Levels({"a": 8, "b": 8, "c": None})
 
 
+MS = Budget(ms=20, calibration="cluster.json")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({300: 0.01, 900: 0.018, 1200: 0.024}, {"a": 4, "b": 4}),  # 1000 bytes, of which 100 are of other tensors
+        ({300: 0.01, 900: 0.01, 1300: 0.022}, {"a": 8, "b": 2}),  # 1233 bytes
+        ({300: 0.01, 900: 0.018}, {"a": 8, "b": 8}),  # nothing takes so long
+        ({300: 0.019, 900: 0.0201}, {"a": 4, "b": 2}),  # 845 bytes
+        ({300: 0.021, 900: 0.019, 1200: 0.03}, {"a": 4, "b": 4}),  # 927 bytes take less than 300: encoding does
+        ({300: 0.021, 900: 0.03}, {"a": 2, "b": 2}),  # another calibration than the one that was checked
+    ],
+)
+def test_milliseconds_are_the_bytes_that_take_so_long(seconds: dict[int, float], chosen: dict[str, int]) -> None:
+    state = MS.initial_state(["a", "b"])
+    assert MS.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.EXCHANGE_SECONDS}
+    _, decision = MS.decide(state, dataclasses.replace(told(900), exchange_seconds=seconds))
+    assert decision == Levels(chosen)
+    with pytest.raises(ValueError, match="budget needs exchange_seconds to decide after step 10"):
+        MS.decide(state, told(900))
+
+
+@given(
+    points=st.dictionaries(st.integers(0, 1000), st.integers(0, 20), min_size=1, max_size=6),
+    limit=st.integers(0, 21),
+)
+def test_no_more_bytes_than_those_take_no_longer(points: dict[int, int], limit: int) -> None:
+    """Against a look at every hundredth of a byte."""
+    found = bytes_within(points, limit)
+    known = sorted(points)
+    every = np.linspace(known[0], known[-1], 100 * (known[-1] - known[0]) + 1)
+    within = every[np.interp(every, known, [points[sent] for sent in known]) <= limit + 1e-9]
+    if points[known[-1]] <= limit:
+        assert found == math.inf
+    else:
+        assert found == pytest.approx(within.max() if within.size else 0.0, abs=0.011)
+
+
+def test_a_time_that_no_level_reaches_is_refused_with_what_is_reached() -> None:
+    MS.require_reachable({300: 0.02, 900: 0.03})
+    for seconds in ({300: 0.0215, 900: 0.03}, {300: 0.03, 900: 0.0215}):
+        with pytest.raises(ConfigurationError) as raised:
+            MS.require_reachable(seconds)
+        fastest = min(seconds, key=seconds.__getitem__)
+        assert str(raised.value) == (
+            "budget:ms=20,calibration=cluster.json is out of reach: by cluster.json the fastest exchange that there "
+            f"is to choose takes 21.5 ms of a step, with {fastest} bytes from each rank. Give a larger ms, a smaller "
+            "least than 0.1 (times the own levels), or a compressor that sends less"
+        )
+
+
+# Two limits ----------------------------------------------------------------------------------------------------------
+
+
+REGIMES = [  # norm of the model, learning rates, and whether the regime is critical with eta=0.3
+    (8.0, (0.1, 0.1), True),  # nothing to compare with
+    (6.0, (0.1, 0.1), False),  # falls by a quarter
+    (4.2, (0.1, 0.1), True),  # by exactly 0.3
+    (4.0, (0.1, 0.05), True),  # the learning rate falls
+    (3.9, (0.05, 0.1), False),  # it rises
+    (math.inf, (0.1, 0.1), True),
+    (4.0, (0.1, 0.1), True),  # not compared with what is not finite
+    (4.0, (0.1, 0.1), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("limits", "rest"),
+    [
+        ("factor=10,critical=6", {}),
+        ("ms=20,calibration=c.json,critical=30", {"exchange_seconds": {0: 0.0, 900: 0.02, 1500: 0.03, 1800: 0.9}}),
+        ("error=0.43,critical=0.23", {"norms": {"a": 185.0, "b": 15.0}}),
+    ],
+)
+def test_accordions_rule_chooses_between_two_limits(limits: str, rest: dict[str, Any]) -> None:
+    policy = parse_policy(f"budget:eta=0.3,{limits}")
+    assert isinstance(policy, Budget)
+    state = policy.initial_state(["a", "b"])
+    rule = {Statistic.MODEL_NORM, Statistic.LEARNING_RATES}
+    assert rule < policy.request(state).statistics == policy.request(state).ever
+    previous = None
+    for norm, (now, following), critical in REGIMES:
+        finite = previous is not None and math.isfinite(norm)
+        assert critical == (following < now or not finite or round(abs(previous - norm) / previous, 9) >= 0.3)
+        rates = LearningRates((now,), (following,))
+        statistics = dataclasses.replace(told(900), model_norm=norm, learning_rates=rates, **rest)
+        state, decision = policy.decide(state, statistics)
+        assert state.critical == critical
+        # 800 bytes beside those of other tensors, or 1400: then "a", which loses much, has more.
+        assert decision == Levels({"a": 8, "b": 4} if critical else {"a": 4, "b": 4}), (norm, now, following)
+        assert policy.from_json(json.loads(json.dumps(policy.to_json(state)))) == state
+        assert decision.row(json.loads(json.dumps(policy.to_json(state))), ["a", "b"])["critical"] == critical
+        previous = norm if math.isfinite(norm) else None
+
+
+def test_a_state_without_a_rule_is_as_it_was_and_is_read_as_it_was() -> None:
+    policy = Budget(factor=10)
+    state, _ = policy.decide(policy.initial_state(["a", "b"]), told(900))
+    written = {"policy": "budget", "levels": {"a": 4, "b": 4}}
+    assert policy.to_json(state) == written
+    assert policy.from_json(written) == state
+    for wrong in ({**written, "more": 1}, {"policy": "budget", "critical": True}):
+        with pytest.raises(ValueError, match="this is not a state of budget"):
+            policy.from_json(wrong)
+
+
+# When it decides, and what is refused ---------------------------------------------------------------------------------
+
+
 def test_it_decides_early_and_then_at_every_interval() -> None:
     policy = Budget(factor=10, interval=50, last=5)
     state = policy.initial_state(["a", "b"])
@@ -98,11 +211,21 @@ def test_it_decides_early_and_then_at_every_interval() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("budget", "give factor .* or error .*, one of the two; neither is given"),
-        ("budget:factor=9,error=0.5", "one of the two; factor=9.0 and error=0.5 are given"),
+        ("budget", "give factor .*, error .* or ms .*, one of the three; given is none"),
+        ("budget:factor=9,error=0.5", "one of the three; given is factor=9.0 and error=0.5"),
+        ("budget:factor=9,ms=20,calibration=c.json", "one of the three; given is factor=9.0 and ms=20.0"),
+        ("budget:ms=20", "ms=20.0 needs calibration=FILE, which `hvdcomp calibrate` writes, or .* a preset"),
+        ("budget:ms=-1,calibration=c.json", "ms=-1.0 is not allowed; it must be above 0"),
+        ("budget:factor=9,calibration=c.json,batch=8", "calibration=c.json and batch=8 is for ms; .* with factor=9.0"),
         ("budget:factor=1", "factor=1.0 is not allowed; it must be above 1"),
         ("budget:factor=-3", "factor=-3.0 is not allowed"),
         ("budget:error=1", "error=1.0 is not allowed; it must be above 0 and below 1"),
+        ("budget:factor=9,eta=0.3", "eta=0.3 is for critical .the limit in critical regimes.; give both"),
+        ("budget:factor=9,critical=9", "critical=9.0 .* must be less than factor=9.0 and more than 1, so that"),
+        ("budget:factor=9,critical=1", "critical=1.0 .* must be less than factor=9.0 and more than 1"),
+        ("budget:error=0.5,critical=0.6", "critical=0.6 .* must be less than error=0.5, so that more may be sent"),
+        ("budget:ms=20,calibration=c.json,critical=10", "critical=10.0 .* must be more than ms=20.0, so that more may"),
+        ("budget:factor=9,critical=-3", "critical=-3.0 is not allowed; it must be a limit above 0"),
         ("budget:factor=9,least=1,most=1", "Give least below 1, or most above 1"),
     ],
 )
@@ -111,7 +234,10 @@ def test_what_is_refused(spec: str, words: str) -> None:
         parse_policy(spec)
 
 
-def plain(factor: float, steps: tuple[int, ...]) -> dict[str, float]:
+DENSE = sum(4 * gradient.size for gradient in uneven(0, 0).values())
+
+
+def plain(allowed_bytes: float, steps: tuple[int, ...]) -> dict[str, float]:
     """The levels that rank 0 decides by the gradients of some steps: all choices tried, in plain NumPy."""
     means = {name: np.mean([uneven(0, step)[name] for step in steps], 0) for name in ("conv", "linear")}
     ratios = [float(f"{ratio:.4g}") for ratio in RATIOS]
@@ -120,8 +246,7 @@ def plain(factor: float, steps: tuple[int, ...]) -> dict[str, float]:
     for name, mean in means.items():
         sizes[name][4] = 4 * mean.size  # all elements go without indices
     bias = 4 * uneven(0, 0)["bias"].size
-    dense = bias + sum(4 * mean.size for mean in means.values())
-    limit = dense / factor - bias
+    limit = allowed_bytes - bias
 
     def sent(choice: tuple[int, ...]) -> int:
         return sum(math.ceil(sizes[name][at] / limit * PARTS) for name, at in zip(means, choice, strict=True))
@@ -133,12 +258,18 @@ def plain(factor: float, steps: tuple[int, ...]) -> dict[str, float]:
     return {name: ratios[place] for name, place in zip(means, min(allowed, key=lost), strict=True)}
 
 
-@pytest.mark.parametrize(("lag", "backend"), in_turns([0, 1]))
-def test_all_ranks_obey_what_plain_numpy_finds_on_rank_0(lag: int, backend: str) -> None:
-    policy = Budget(factor=8, interval=4, last=2, levels=5, lag=lag)
+SECONDS = {0: 0.001, DENSE // 2: 0.005, DENSE: 0.007}  # 2 ms: a quarter of the half
+LIMITS = {"factor=8": DENSE / 8, "ms=2,calibration=nowhere.json": (DENSE // 2) / 4}
+
+
+@pytest.mark.parametrize(("lag", "limit", "backend"), in_turns(itertools.product([0, 1], LIMITS)))
+def test_all_ranks_obey_what_plain_numpy_finds_on_rank_0(lag: int, limit: str, backend: str) -> None:
+    policy = parse_policy(f"budget:{limit},interval=4,last=2,levels=5,lag={lag}")
+    assert isinstance(policy, Budget)
 
     def work(communicator: InProcessCommunicator) -> Driven:
-        return Driven(communicator, policy, backend, spec="topk:ratio=0.1", gradients=uneven).run(10)
+        told = {"gradients": uneven, "exchange_seconds": SECONDS}
+        return Driven(communicator, policy, backend, spec="topk:ratio=0.1", **told).run(10)
 
     first, second = run_ranks(2, work)
     assert first.plans == second.plans
@@ -146,7 +277,7 @@ def test_all_ranks_obey_what_plain_numpy_finds_on_rank_0(lag: int, backend: str)
     for step, found in enumerate(first.plans):
         # The first decision comes after two steps, and the others after 4 and 8.
         last = 2 if 2 <= step < 4 else step // 4 * 4
-        right = plain(8, (last - 2, last - 1)) if last else {"conv": 0.1, "linear": 0.1}
+        right = plain(LIMITS[limit], (last - 2, last - 1)) if last else {"conv": 0.1, "linear": 0.1}
         assert found == {name: f"topk:ratio={ratio}" for name, ratio in right.items()} | {"bias": "none"}, step
     # What is accumulated after a step, before the last one of a period takes it away.
     assert first.observed == [step == 0 or step % 4 == 2 for step in range(10)]

@@ -23,9 +23,12 @@ POLICIES = (
     "adaqs:start=16,fall=0.01,steps=2",
     "lgreco:interval=3,last=2",
     "budget:factor=4,interval=3,last=2",
+    "budget:factor=8,critical=2,interval=2,last=2",
+    "budget:ms=2,calibration=nowhere.json,interval=3,last=2",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0",
     "gravac:min=2,max=16,window=2,epsilon=0.3,smoothing=1,omega=0,factor=elements,gain=raw",
 )
+SECONDS = {300: 0.001, 1200: 0.003, 10_000: 0.01}  # of exchanges of so many bytes, as a calibration might say
 
 
 def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -45,7 +48,8 @@ def test_levels_change_on_all_ranks_alike(spec: str, policy: str, backend: str) 
     chosen = parse_policy(policy.format(low=low, high=low // 2 if isinstance(low, int) else low / 2))
 
     def work(communicator: InProcessCommunicator) -> Driven:
-        return Driven(communicator, chosen, backend, spec=spec, gradients=gradients, shapes=SHAPES).run(9)
+        told = {"gradients": gradients, "shapes": SHAPES, "exchange_seconds": SECONDS}
+        return Driven(communicator, chosen, backend, spec=spec, **told).run(9)
 
     ranks = run_ranks(2, work)
     assert ranks[0].plans == ranks[1].plans
@@ -73,6 +77,7 @@ def test_every_policy_drives_two_ranks_as_its_example_says(spec: str) -> None:
             gradients=gradients,
             shapes=SHAPES,
             candidates=candidates,
+            exchange_seconds=SECONDS,
         )
         return driven.run(9)
 

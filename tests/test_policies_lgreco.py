@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ from hvdcomp.adaptation.level_errors import LevelErrors
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.perfmodel import Compute, Setting, exchange_of_plan, network_of_link, predict
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.decisions import Levels
 from hvdcomp.policies.lgreco import LGreCo, cheapest
@@ -27,7 +29,7 @@ from hvdcomp.policies.optimal_levels import PARTS, TensorLevels
 from hvdcomp.policies.request import LevelTable, Period, Request, Statistic, Statistics
 from hvdcomp.settings import check_policy
 from tests.driven import SHAPES, Driven, random_gradients
-from tests.harness import BACKENDS, in_turns, infos, make
+from tests.harness import BACKENDS, EXAMPLES, in_turns, infos, make
 
 Table = Mapping[str, Mapping[Any, Any]]
 
@@ -134,6 +136,48 @@ def test_statistics_that_do_not_belong_together_are_refused() -> None:
     for sent, own in (({"a": {2: 8}}, {"a": 4}), ({}, {"a": 4}), (errors, {}), (errors, {"a": 3})):
         with pytest.raises(ValueError, match="the levels of a in errors, sent and own are not the same"):
             LevelTable(errors, sent, own, 0, 0)
+
+
+# Bytes stand for time -------------------------------------------------------------------------------------------------
+
+LEVELLED = [spec for spec in EXAMPLES if parse_compressor(spec).level is not None]
+MATRICES = [TensorInfo("a", (64, 500)), TensorInfo("b", (300, 700)), TensorInfo("c", (40, 50))]
+
+
+def bytes_and_seconds(methods: Sequence[Compressor], ranks: int) -> tuple[int, float]:
+    """Of a step in which each matrix has its method: the bytes of a rank, and the predicted time."""
+    plan = {tensor.name: method.route(tensor) for tensor, method in zip(MATRICES, methods, strict=True)}
+    exchange = exchange_of_plan(MATRICES, plan, overlapped=False, ranks=ranks)
+    parts = predict(network_of_link(1e8, 1e-4), Compute(0.01), exchange, 25e6, Setting(ranks))
+    sent = sum(plan[one.name].payload_bytes(one.shape, dtype=one.dtype, ranks=ranks) for one in MATRICES)
+    return sent, float(parts.total)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("spec", LEVELLED)
+def test_of_one_method_a_byte_takes_as_long_at_every_level_of_every_tensor(spec: str, ranks: int) -> None:
+    """So the fewest bytes take the least time, and a calibration could change no choice of levels."""
+    own = parse_compressor(spec)
+    assert own.level is not None
+    levels = {max(1, round(own.level * f)) if isinstance(own.level, int) else own.level * f for f in (0.5, 1, 1.5, 2)}
+    choices = itertools.product([own.at_level(level) for level in sorted(levels)], repeat=len(MATRICES))
+    sent, seconds = map(np.array, zip(*(bytes_and_seconds(one, ranks) for one in choices), strict=True))
+    assert len(set(sent.tolist())) > 5
+    least, most = np.argmin(sent), np.argmax(sent)
+    line = np.interp(sent, sent[[least, most]], seconds[[least, most]])
+    np.testing.assert_allclose(seconds, line, rtol=1e-12)
+    assert seconds[least] < seconds[most]
+
+
+def test_of_several_methods_a_byte_may_take_longer_with_one_than_with_the_other() -> None:
+    """What the reference says beside: eight ranks receive seven times what is gathered, and less than twice a sum."""
+    rank, ratio = PowerSGD(rank=4), TopK(ratio=0.01)
+    start, more_of_sums, more_gathered = (
+        bytes_and_seconds(methods, 8)
+        for methods in ((ratio, rank, ratio), (ratio, PowerSGD(rank=5), ratio), (ratio, rank, TopK(ratio=0.02)))
+    )
+    slopes = [(one[1] - start[1]) / (one[0] - start[0]) for one in (more_of_sums, more_gathered)]
+    np.testing.assert_allclose(np.array(slopes) * 1e8 / 8, [2 * 7 / 8, 7])
 
 
 # Settings -------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ SPECS = [
     "lgreco:interval=1,alpha=1.5",
     "budget:factor=4,interval=3,last=1",
     "budget:error=0.5,interval=2,last=1",
+    "budget:factor=4,critical=2,interval=1,last=1",
+    "budget:ms=3,calibration=nowhere.json,interval=2,last=1",
     "auto:calibration=nowhere.json",  # what was in it stands in the log
     "auto:calibration=nowhere.json,window=3,every=5,budget=0.3",
 ]
@@ -92,6 +94,7 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         Statistic.STEP_TIMES: lambda: tuple(number() for _ in range(draw.randint(0, 9))),
         Statistic.TIMING: lambda: Timing(draw.randint(1, 640), number(), number() / 10),
         Statistic.LEVEL_TABLE: level_table,
+        Statistic.EXCHANGE_SECONDS: lambda: {draw.randint(1, 20): 0.01 * draw.random() for _ in range(3)},
     }
     known = {each.value: made[each]() for each in sorted(asked, key=lambda each: each.value)}
     return Statistics(step=step, epoch=draw.choice([None, step // 3]), **known)

@@ -292,6 +292,28 @@ def test_table_and_page_show_the_policy(tmp_path):
     assert page.count("<figure") == 7
 
 
+def test_a_policy_that_was_taken_out_is_named_and_not_drawn(tmp_path):
+    """The report of all runs stopped at such a log."""
+    folder = write_steps(tmp_path / "runs/old")
+    log = write_log(folder / "decisions.jsonl", "accordion:low=4,high=1,interval=1", regimes({1: (1, 1, 1)}))
+    log.write_text(log.read_text().replace('"accordion:low=4', '"accordion_joint:low=4'))
+    write_summary(folder, options={"policy": "accordion_joint:low=4,high=1,interval=1"})
+    write_steps(tmp_path / "runs/new")
+    write_log(tmp_path / "runs/new/decisions.jsonl", "adaqs:start=64,fall=0.2", falling_ratios)
+    result = report(tmp_path / "runs", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    old = "accordion_joint:low=4,high=1,interval=1"
+    said = f"The decisions of old are not drawn: {old!r}: the policy accordion_joint was taken out"
+    page = (tmp_path / "out/report.html").read_text().replace("&#39;", "'")
+    for text in (" ".join(result.output.split()), page):
+        assert text.count(said) == 1
+    rows = json.loads((tmp_path / "out/report.json").read_text())["rows"]
+    assert [(row["policy"], row["decisions"]) for row in rows if row["run"] == "old"] == [(old, None)]
+    assert len(list((tmp_path / "out").glob("*-decisions.png"))) == 1
+    (run,) = find_runs([folder])[0]
+    assert list(draw_decisions(run)) == []
+
+
 def test_heat_map_stays_legible_with_many_tensors(tmp_path):
     names = [f"layer{place // 10}.{place % 10}.a-long-name-of-a-module.conv.weight" for place in range(161)]
     told = regimes({1: (1.0,) * 161, 2: tuple(np.linspace(1, 2, 161).tolist())}, tensors=names)

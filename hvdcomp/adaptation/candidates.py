@@ -14,27 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
+from hvdcomp.adaptation.step_model import StepModel, errors_of
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.perfmodel import (
-    UNCOMPRESSED,
-    Asked,
-    Calibration,
-    CalibrationError,
-    EncodeTime,
-    Exchange,
-    ModelFacts,
-    Setting,
-    exchange_of_plan,
-    load,
-    model_of,
-    propose,
-)
-from hvdcomp.perfmodel import predict as predict_step
+from hvdcomp.perfmodel import UNCOMPRESSED, Asked, EncodeTime, propose
 from hvdcomp.perfmodel.advice import BUCKET_SIZES
 from hvdcomp.perfmodel.ways import WAYS, encode_time_of, in_each_way
 from hvdcomp.policies.auto import DENSE_CANDIDATE
@@ -79,18 +66,11 @@ def candidates_of(
     Raises:
         CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
     """
-    calibration = load(source)
-    facts = model_of(calibration, engine.tensors.values(), source, model)
-    try:
-        setting = Setting(engine.communicator.world_size, batch_size=batch)
-        made = _Model(engine, calibration, facts, setting, overlaps)
+    with errors_of(source):
+        made = _Model(StepModel(engine, source, model, batch, overlaps))
         if asked is not None:
-            others = (*others, *made.proposed(source, others, asked))
-        return made.candidates(source, others)
-    except ValueError as error:
-        if isinstance(error, CalibrationError):
-            raise
-        raise CalibrationError(f"{source}: {error}") from None
+            others = (*others, *made.proposed(others, asked))
+        return made.candidates(others)
 
 
 class _Way(NamedTuple):
@@ -108,22 +88,16 @@ class _Way(NamedTuple):
 
 
 class _Model:
-    """The performance model of one training."""
+    """The candidates of one training, by its performance model."""
 
-    def __init__(
-        self, engine: Engine, calibration: Calibration, facts: ModelFacts, setting: Setting, overlaps: bool
-    ) -> None:
-        self.engine = engine
-        self.facts = facts
-        self._calibration = calibration
-        self._setting = setting
-        self._overlaps = overlaps
-        self._plans = Plans(engine, levelled_tensors(engine))
-        self._ranks_per_node = calibration.network.ranks_per_node
+    def __init__(self, steps: StepModel) -> None:
+        self.engine = steps.engine
+        self._steps = steps
+        self._plans = Plans(self.engine, levelled_tensors(self.engine))
 
-    def candidates(self, source: str, others: Sequence[str]) -> Candidates:
+    def candidates(self, others: Sequence[str]) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
-        self._choose_buckets(source, others)
+        self._choose_buckets(others)
         found: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
 
@@ -136,11 +110,11 @@ class _Model:
 
         for name, rest in _RESTS:
             plan = self._plans.with_methods({}, rest)
-            offer(name, Candidate(self._seconds(plan, self._cast_time(rest, plan)), 0, rest), plan)
+            offer(name, Candidate(self._steps.seconds(plan, self._cast_time(rest, plan)), 0, rest), plan)
         ways: dict[str, _Way] = {}
         for name, method in self._methods(others).items():
             plan = self._plans.with_methods({}, method)
-            way = self._way(source, method, plan)
+            way = self._way(method, plan)
             if offer(name, way.candidate, plan) and way.encode is not None:
                 ways[name] = way
         fastest = sorted(ways, key=lambda name: ways[name].candidate.seconds)[:_MIXED]
@@ -153,23 +127,23 @@ class _Model:
                     offer(f"{name} and {other}", mixed, plan)
         return Candidates((*order, *(name for name in self._plans.names if name not in order)), found)
 
-    def proposed(self, source: str, others: Sequence[str], asked: Asked) -> tuple[str, ...]:
+    def proposed(self, others: Sequence[str], asked: Asked) -> tuple[str, ...]:
         """Specs of compressors that nobody named. Two levels are among them if they are among those that were named:
         whether nodes have as many ranks is known only then."""
         methods = self._methods(others).values()
-        ways = [self._way(source, method, self._plans.with_methods({}, method)) for method in methods]
-        free = [self._plans.with_methods({}, rest) for _, rest in _RESTS]
-        times = [self._seconds(plan, self._cast_time(rest, plan)) for plan, (_, rest) in zip(free, _RESTS, strict=True)]
+        ways = [self._way(method, self._plans.with_methods({}, method)) for method in methods]
+        free = [(self._plans.with_methods({}, rest), rest) for _, rest in _RESTS]
+        times = [self._steps.seconds(plan, self._cast_time(rest, plan)) for plan, rest in free]
         least = min([*times, *(way.candidate.seconds for way in ways)])
         fixed = [self.engine.compressor, *map(parse_compressor, others)]
 
         def seconds_of(compressor: Compressor) -> float | None:
-            encode = self._known_encode(compressor)
+            encode = self._steps.known_encode(compressor)
             plan = self._plans.with_methods({}, str(compressor))
-            return None if encode is None else self._seconds(plan, encode)
+            return None if encode is None else self._steps.seconds(plan, encode)
 
         found = propose(asked, fixed, seconds_of, least, any(map(needs_nodes, fixed)))
-        if (missing := found.missing(asked, source)) is not None:
+        if (missing := found.missing(asked, self._steps.source)) is not None:
             warn_alone(missing)
         return found.specs
 
@@ -195,12 +169,12 @@ class _Model:
         open_ = several and isinstance(compressor, Gathering) and compressor.exchange == "auto"
         return in_each_way(compressor) if open_ else (compressor,)
 
-    def _way(self, source: str, method: str | None, plan: Plan) -> _Way:
+    def _way(self, method: str | None, plan: Plan) -> _Way:
         """A compressor for all tensors; `plan` is what comes of it."""
-        self._exchange(plan, overlapped=False)  # refuses what the model does not know
+        self._steps.exchange(plan, overlapped=False)  # refuses what the model does not know
         weights = self._worthwhile(plan)
-        encode = self._encode(source, method) if weights else None
-        return _Way(Candidate(self._seconds(plan, encode), 0, method), encode, weights)
+        encode = self._steps.encode(self._compressor(method)) if weights else None
+        return _Way(Candidate(self._steps.seconds(plan, encode), 0, method), encode, weights)
 
     def _sends(self, plan: Plan) -> dict[str, object]:
         """By tensor what is sent: the element type of a cast, or the compressor."""
@@ -208,28 +182,14 @@ class _Model:
 
     def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
         """What is known of a cast of all tensors, where the framework carries it; else only what was measured."""
-        known = self.facts.compute.encode
-        if self._carried(plan):
+        known = self._steps.facts.compute.encode
+        if self._steps.carried(plan):
             return encode_time_of(parse_compressor(spec), known)
         return known.get(spec) if spec != UNCOMPRESSED else None
 
-    def _carried(self, plan: Plan) -> bool:
-        return self._overlaps and self.engine.planner.casts(plan)
-
-    def _encode(self, source: str, method: str | None) -> EncodeTime:
-        compressor = self.engine.compressor if method is None else parse_compressor(method)
-        found = self._known_encode(compressor)
-        if found is None:
-            known = self.facts.compute.encode
-            raise CalibrationError(
-                f"{source} has no encode time of {str(compressor)!r} for this model; it has: "
-                f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
-            )
-        return found
-
-    def _known_encode(self, compressor: Compressor) -> EncodeTime | None:
-        tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
-        return encode_time_of(compressor, known, tensors, self._ranks_per_node)
+    def _compressor(self, method: str | None) -> Compressor:
+        """Of a spec; None for the training's own."""
+        return self.engine.compressor if method is None else parse_compressor(method)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
         """By name the weights of the tensors that a plan compresses, those first that save most bytes for it."""
@@ -255,34 +215,21 @@ class _Model:
                 continue
             share = sum(way.weights.get(name, 0) for name in order[:number]) / total
             plan = self._plans.with_methods(dict.fromkeys(order[:number], way.candidate.rest), rest)
-            seconds = self._seconds(plan, way.encode.part(share))
+            seconds = self._steps.seconds(plan, way.encode.part(share))
             if best is None or seconds < best.seconds:
                 best = Candidate(seconds, number, rest, way.candidate.rest)
         return best
 
-    def _choose_buckets(self, source: str, others: Sequence[str]) -> None:
+    def _choose_buckets(self, others: Sequence[str]) -> None:
         """Chooses how much of the gradients is sent by itself, where that is left to rank 0: what is best for the
         compressor that is fastest by the model, if that makes a difference."""
         overlap = self.engine.overlap
-        if overlap.least_bytes is None or not overlap.from_rank_0 or self.facts.early_bytes is not None:
+        if overlap.least_bytes is None or not overlap.from_rank_0 or self._steps.facts.early_bytes is not None:
             return
         plans = [(self._plans.with_methods({}, method), method) for method in self._methods(others).values()]
-        ways = [(self._way(source, method, plan), plan) for plan, method in plans]
+        ways = [(self._way(method, plan), plan) for plan, method in plans]
         way, plan = min(ways, key=lambda entry: entry[0].candidate.seconds)
-        times = {size: self._seconds(plan, way.encode, size) for size in BUCKET_SIZES}
+        times = {size: self._steps.seconds(plan, way.encode, size) for size in BUCKET_SIZES}
         best = min(times, key=lambda size: times[size])
-        if way.candidate.seconds / times[best] - 1 > self._calibration.noise:
+        if way.candidate.seconds / times[best] - 1 > self._steps.calibration.noise:
             overlap.least_bytes = best
-
-    def _seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
-        exchange = self._exchange(plan, self._carried(plan))
-        network, compute = self._calibration.network, self.facts.compute
-        least: float | None = early or self.engine.overlap.least_bytes
-        if least is not None and self.facts.early_bytes is not None:  # buckets are the library's
-            least = self.facts.early_bytes
-        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
-        return float(parts.total)
-
-    def _exchange(self, plan: Plan, overlapped: bool) -> Exchange:
-        tensors, ranks = self.engine.tensors.values(), self.engine.communicator.world_size
-        return exchange_of_plan(tensors, plan, overlapped, ranks, self._ranks_per_node)

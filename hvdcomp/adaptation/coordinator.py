@@ -46,6 +46,7 @@ class Coordinator(Kept):
         log: where rank 0 writes decisions; None for nowhere.
         candidates: that rank 0's policy is told of before the first exchange, if it asks for them.
         clock: seconds, by which steps are timed.
+        exchange_seconds: that rank 0's policy is told of, if it asks for them; as in `Statistics`.
 
     Attributes:
         channel: holds the policy's state, as of the decision in force.
@@ -64,13 +65,14 @@ class Coordinator(Kept):
         log: DecisionLog | None = None,
         candidates: Candidates | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        exchange_seconds: Mapping[int, float] | None = None,
     ) -> None:
         self.engine = engine
         self.plans = Plans(engine, levelled_tensors(engine))
         self.progress = Progress(steps_per_epoch)
         self.clock = StepClock(clock)
         self.channel = DecisionChannel(policy, self.plans.names, engine.communicator.rank == 0, make_broadcaster)
-        self.observers = Observers(self.plans, self.channel.decides, self.clock)
+        self.observers = Observers(self.plans, self.channel.decides, self.clock, exchange_seconds)
         self._log = RunLog(log, self.channel, self.progress)
         self._like = like
         self._candidates = candidates

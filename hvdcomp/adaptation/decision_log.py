@@ -55,6 +55,20 @@ class DecisionLogError(ValueError):
     """A file that is not a decision log, or is a damaged one."""
 
 
+class RemovedPolicyError(DecisionLogError):
+    """A decision log of a policy that was taken out.
+
+    Attributes:
+        start: its start line.
+        reason: what is said of the policy, which it names.
+    """
+
+    def __init__(self, start: Start, reason: str) -> None:
+        super().__init__(f"{start.file}, line {start.line}: {reason}")
+        self.start = start
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Start:
     """A start line.
@@ -253,8 +267,9 @@ def read_decisions(path: Path) -> Iterator[Start | Decided]:
         path: of the newest file; those that were put aside are read before it. Or of one of these, to read it alone.
 
     Raises:
-        DecisionLogError: at a line that is not as this module writes them, or is of a policy that was taken out, naming
-            the file and the line; or if a file between two others is not there.
+        DecisionLogError: at a line that is not as this module writes them, naming the file and the line; or if a file
+            between two others is not there.
+        RemovedPolicyError: at the start line of a policy that was taken out.
         OSError: if a file cannot be read.
     """
     aside = put_aside_before(path)
@@ -286,11 +301,19 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
                     before = shorthand.whole({name: data[name] for name in _PARTS if name in data}, before)
                     data |= before
                 record = _record(path, number, data)
-                if isinstance(record, Start):
-                    refuse_removed(record.policy)
             except ValueError as error:
                 raise DecisionLogError(f"{path}, line {number}: {error}") from None
+            if isinstance(record, Start):
+                _require_known(record)
             yield record
+
+
+def _require_known(start: Start) -> None:
+    """Raises RemovedPolicyError if a start line is of a policy that was taken out."""
+    try:
+        refuse_removed(start.policy)
+    except SpecError as error:
+        raise RemovedPolicyError(start, str(error)) from None
 
 
 def to_json(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
@@ -74,27 +74,42 @@ class LevelErrors:
             return
         self._around, self._levels, self._compressors, self._bytes = around, [], [], {}
         self._dense_bytes = sum(one.size * dtype_bytes(one.dtype) for one in self._engine.tensors.values())
-        self._own_bytes = {name: self._sent(name, compressor) for name, compressor in self._plans.own().items()}
-        for factor in (1.0, *(each for each in around if each != 1.0)):
-            levels: dict[str, Level] = {}
+        self._own_bytes = {name: bytes_of(self._engine, name, one) for name, one in self._plans.own().items()}
+        for levels in levels_around(self._engine, self._names, around):
             compressors: dict[str, Compressor] = {}
-            for name in self._names:
+            for name, level in levels.items():
                 tensor = self._engine.tensors[name]
                 method = self._engine.compressor.method_for(tensor)
-                level = _level_at(self._engine, method, factor)
-                if level is None or level in self._bytes.get(name, {}):
-                    continue
-                chosen = self._engine.planner.choose(method.at_level(level), tensor)
-                levels[name], compressors[name] = level, chosen
-                self._bytes.setdefault(name, {})[level] = self._sent(name, chosen)
+                compressors[name] = self._engine.planner.choose(method.at_level(level), tensor)
+                self._bytes.setdefault(name, {})[level] = bytes_of(self._engine, name, compressors[name])
             self._levels.append(levels)
             self._compressors.append(compressors)
 
-    def _sent(self, name: str, compressor: Compressor) -> int:
-        """Bytes that a rank sends of a tensor in a step."""
-        tensor = self._engine.tensors[name]
-        ranks = self._engine.communicator.world_size
-        return compressor.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks)
+
+def bytes_of(engine: Engine, name: str, compressor: Compressor) -> int:
+    """The bytes that a rank sends of a tensor in a step."""
+    tensor, ranks = engine.tensors[name], engine.communicator.world_size
+    return compressor.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks)
+
+
+def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float]) -> list[dict[str, Level]]:
+    """For each of some factors the levels that are nearest to so many times the tensors' own.
+
+    Each level of a tensor is there once. Levels that its method does not have are left out.
+
+    Args:
+        names: of the tensors whose level is decided.
+        around: the factors; the own levels, those at 1.0, come first.
+    """
+    found: list[dict[str, Level]] = []
+    for factor in (1.0, *(each for each in around if each != 1.0)):
+        levels: dict[str, Level] = {}
+        for name in names:
+            level = _level_at(engine, engine.compressor.method_for(engine.tensors[name]), factor)
+            if level is not None and not any(level == others.get(name) for others in found):
+                levels[name] = level
+        found.append(levels)
+    return found
 
 
 def _level_at(engine: Engine, method: Compressor, factor: float) -> Level | None:

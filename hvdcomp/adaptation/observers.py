@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdcomp.adaptation.gains import TwoLevels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
@@ -16,6 +16,22 @@ from hvdcomp.policies.decisions import Decision, MultiLevel
 from hvdcomp.policies.request import Request, Statistic
 
 
+class Predicted(Observer):
+    """What was predicted before the training, and stays the same.
+
+    Args:
+        exchange_seconds: as in `Statistics`; None if the policy does not ask for it.
+    """
+
+    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.EXCHANGE_SECONDS})
+
+    def __init__(self, exchange_seconds: Mapping[int, float] | None) -> None:
+        self._exchange_seconds = exchange_seconds
+
+    def statistics(self, request: Request, batches: int) -> dict[str, Any]:
+        return {"exchange_seconds": self._exchange_seconds}
+
+
 class Observers:
     """The observers of one rank.
 
@@ -23,6 +39,7 @@ class Observers:
         plans: of the tensors whose level is decided.
         measuring: whether this rank, 0, is to learn statistics.
         clock: that times the steps.
+        exchange_seconds: as of `Predicted`.
 
     Attributes:
         sums: of gradients.
@@ -30,12 +47,19 @@ class Observers:
         gains: observes the engine while the decision in force wants to be measured; else None.
     """
 
-    def __init__(self, plans: Plans, measuring: bool, clock: StepClock) -> None:
+    def __init__(
+        self,
+        plans: Plans,
+        measuring: bool,
+        clock: StepClock,
+        exchange_seconds: Mapping[int, float] | None = None,
+    ) -> None:
         self._plans = plans
         self._measuring = measuring
         self._clock = clock
         self.sums = AccumulatedGradients(plans.names, LevelErrors(plans))
         self.times = StepTimes(clock)
+        self._predicted = Predicted(exchange_seconds)
         self.gains: Observer | None = None
 
     def follow(self, decision: Decision) -> None:
@@ -53,7 +77,7 @@ class Observers:
     @property
     def all(self) -> tuple[Observer, ...]:
         """All observers, those first that wait for the device: then the times that others tell are known too."""
-        return (self.sums, self.times) if self.gains is None else (self.gains, self.sums, self.times)
+        return (*([] if self.gains is None else [self.gains]), self.sums, self.times, self._predicted)
 
     def begin_step(self, period_ends: bool) -> None:
         """To be called when a step begins, which is the last of a period or not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
@@ -25,7 +26,7 @@ def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) ->
     """
     if not isinstance(policy, Policy) or process_set is not None or rank_so_far() != 0:
         return
-    if Statistic.CANDIDATES in policy.first_request.ever:
+    if policy.first_request.ever & {Statistic.CANDIDATES, Statistic.EXCHANGE_SECONDS}:
         from hvdcomp.perfmodel import CalibrationError, load
 
         source = cast(Any, policy).calibration
@@ -51,11 +52,13 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None
     error: str | None = None
     log: DecisionLog | None = None
     candidates: Candidates | None = None
+    exchange_seconds: Mapping[int, float] | None = None
     if Statistic.CANDIDATES in policy.first_request.ever:
         training.engine.overlap.from_rank_0 = setup.compression.settings.bucket_bytes is None
     if communicator.rank == 0:
         try:
             candidates = _candidates(policy, training)
+            exchange_seconds = _exchange_seconds(policy, training)
             log = None if setup.compression.decision_log is None else DecisionLog(*setup.compression.decision_log)
         except ConfigurationError as raised:
             error = str(raised)
@@ -68,7 +71,9 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None
         return CommunicatorBroadcaster(communicator, training.like)
 
     steps = setup.compression.settings.steps_per_epoch
-    coordinator = Coordinator(policy, training.engine, broadcaster, training.like, steps, log, candidates, training.now)
+    coordinator = Coordinator(
+        policy, training.engine, broadcaster, training.like, steps, log, candidates, training.now, exchange_seconds
+    )
     return coordinator, error
 
 
@@ -93,6 +98,27 @@ def _candidates(policy: Any, training: Training) -> Candidates | None:
         return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors, asked)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
+
+
+def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | None:
+    """What rank 0's policy is told of the time of exchanges, if it asks for it.
+
+    Raises:
+        ConfigurationError: if its calibration cannot be used, or no level keeps its limit.
+    """
+    request = policy.first_request
+    if Statistic.EXCHANGE_SECONDS not in request.ever:
+        return None
+    from hvdcomp.adaptation.exchange_seconds import exchange_seconds_of
+    from hvdcomp.perfmodel import CalibrationError
+
+    try:
+        model, batch, overlaps = policy.model or None, policy.batch or None, training.overlaps_with_policy
+        found = exchange_seconds_of(training.engine, policy.calibration, request.around, model, batch, overlaps)
+    except CalibrationError as error:
+        raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
+    policy.require_reachable(found)
+    return found
 
 
 def _cannot_use(calibration: str, error: ValueError) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.routing import require_matches
 from hvdcomp.perfmodel.by_size import encode_times
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
@@ -118,7 +119,8 @@ class Adviser:
 
     Raises:
         CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
-        SpecError: for a compressor that does not exist, or two levels if nodes of several ranks are not known.
+        SpecError: for a compressor that does not exist, or a pattern that matches no tensor of the model; or for two
+            levels if nodes of several ranks are not known.
     """
 
     def __init__(
@@ -134,6 +136,8 @@ class Adviser:
         self._early_bytes = (self.facts.early_bytes or BUCKET_BYTES) if early_bytes is None else early_bytes
         known = encode_times(calibration, self.model)
         wanted = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
+        for one in wanted if specs is not None else ():
+            require_matches(one, [tensor.name for tensor in self.facts.tensors])
         if specs is None:
             wanted = [way for one in wanted for way in (one, *in_each_way(one))]
             if self.ranks_per_node is not None:

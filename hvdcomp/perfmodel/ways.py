@@ -4,12 +4,15 @@ ranks or in two levels."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.gathering import Gathering
-from hvdcomp.compressors.two_level import TwoLevel
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.two_level import TwoLevel, within
 from hvdcomp.compressors.two_level_bucket import largest_share
 from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel.compute import EncodeTime
@@ -90,3 +93,42 @@ def encode_time_of(
             source = "estimated from that of the same method exchanged in another way, by the payloads that are decoded"
             return dataclasses.replace(known[other], source=source, estimated=True)
     return None
+
+
+def encode_time_at(
+    compressor: Compressor,
+    factor: float,
+    known: Mapping[str, EncodeTime],
+    tensors: Sequence[TensorInfo] = (),
+    ranks_per_node: int | None = None,
+) -> EncodeTime | None:
+    """The encode time of a compressor at so many times its level.
+
+    Between levels whose times are known, those are interpolated; beyond them that of the nearest counts. So it does
+    where only one is known, and that of the compressor itself where not all of its methods have the same level.
+
+    Args:
+        known, tensors, ranks_per_node: as of `encode_time_of`.
+
+    Returns:
+        None if that of no level is known.
+    """
+    times = {}
+    for other in map(parse_compressor, known) if compressor.level is not None else ():
+        is_alike = within(other).name == within(compressor).name and other.level_name == compressor.level_name
+        if is_alike and other.level is not None:
+            alike = compressor.at_level(other.level)
+            if (time := encode_time_of(alike, known, tensors, ranks_per_node)) is not None:
+                times[other.level] = time
+    if compressor.level is None or not times:
+        return encode_time_of(compressor, known, tensors, ranks_per_node)
+    wanted, levels = compressor.level * factor, sorted(times)
+
+    def between(of: Callable[[EncodeTime], float]) -> float:
+        return float(np.interp(wanted, levels, [of(times[level]) for level in levels]))
+
+    return EncodeTime(
+        between(lambda time: time.encode_s),
+        between(lambda time: time.decode_s),
+        between(lambda time: time.decode_per_rank_s),
+    )

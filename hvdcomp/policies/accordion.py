@@ -18,6 +18,8 @@ from hvdcomp.policies.request import Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import at_least, number
 
+Eta = Annotated[float, number(lambda eta: eta > 0, "a number above 0")]
+
 
 def finite(norm: float) -> float | None:
     """A norm to be compared with later; None for one that cannot be, because some gradient was not finite."""
@@ -47,7 +49,7 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
             Falling learning rates are then noticed at the end of these steps too.
     """
 
-    eta: Annotated[float, number(lambda eta: eta > 0, "a number above 0")] = 0.5
+    eta: Eta = 0.5
     interval: Annotated[int, at_least(1)] = 10
 
     def __post_init__(self) -> None:

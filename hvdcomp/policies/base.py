@@ -138,7 +138,8 @@ class Policy(Described, Generic[State]):
             raise ValueError(f"{shortened(data)} is not a state of {self.name}, which has fields by name")
         fields = {key: value for key, value in data.items() if key != "policy"}
         expected = {field.name for field in dataclasses.fields(self.state_type)}
-        if data.get("policy") != self.name or set(fields) != expected:
+        needed = expected.difference(getattr(self.state_type, "later", ()))  # not in states of versions before them
+        if data.get("policy") != self.name or not needed <= fields.keys() <= expected:
             found = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
             raise ValueError(
                 f"this is not a state of {self.name}, which has {', '.join(sorted(expected))}: {found}; continue with "

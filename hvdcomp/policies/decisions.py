@@ -82,6 +82,8 @@ class Decision:
             LookupError, TypeError, ValueError, AttributeError: if the state is not of a policy that decides so.
         """
         critical = state.get("critical")
+        if isinstance(critical, bool):  # of the whole model
+            critical = {"": critical}
         share = {"critical": sum(map(bool, critical.values())) / len(critical)} if critical else {}
         return {**share, **{name: getattr(self, name) for name in self.shown}}
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from hvdcomp.policies.optimal_levels import Count, Least, Most, OptimalLevels, fewest_bytes, least_of
+from hvdcomp.policies.optimal_levels import Count, Least, Most, OptimalLevels, TensorLevels, fewest_bytes, least_of
 from hvdcomp.policies.request import LevelTable, Statistics
 from hvdcomp.specs.described import number
 from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True, kw_only=True)
-class LGreCo(OptimalLevels):
+class LGreCo(OptimalLevels[TensorLevels]):
     """L-GreCo (Markov et al. 2022, arXiv:2210.17357): for each tensor the level that sends the fewest bytes in all.
 
     The error of a level is ||G - C(G)||, of the mean G of the last gradients. The errors of all tensors add up to no
@@ -22,6 +22,9 @@ class LGreCo(OptimalLevels):
     methods that it routes tensors to. No decision sends more bytes than the own levels, unless `alpha` is below 1: then
     it may take more. If no choice is within the budget, each tensor gets the level that loses least. Where a sum of
     gradients is not finite, the levels stay as they are.
+
+    Bytes stand for time. The performance model says that of one method a byte takes as long in every tensor and at
+    every level (tests/test_policies_lgreco.py holds that), so no calibration could change a choice.
 
     Attributes:
         alpha: the budget, as a share of the error at the own levels.
@@ -35,8 +38,9 @@ class LGreCo(OptimalLevels):
 
     name: ClassVar[str] = "lgreco"
     examples: ClassVar[tuple[str, ...]] = ("lgreco", "lgreco:interval=200,least=0.25,most=4")
+    state_type: ClassVar[type] = TensorLevels
 
-    def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
+    def choose(self, table: LevelTable, statistics: Statistics, state: TensorLevels) -> dict[str, Level]:
         return cheapest(table, self.alpha)
 
 

@@ -6,10 +6,11 @@ levels of each tensor, and dynamic programming finds the best choice exactly, up
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 
@@ -83,8 +84,11 @@ class TensorLevels:
     levels: Mapping[str, Level | None]
 
 
+Chosen = TypeVar("Chosen", bound=TensorLevels)
+
+
 @dataclass(frozen=True, kw_only=True)
-class OptimalLevels(Policy[TensorLevels]):
+class OptimalLevels(Policy[Chosen]):
     """Base of the policies that choose the best levels by errors and bytes.
 
     Where a sum of gradients is not finite, the levels stay as they are.
@@ -105,8 +109,6 @@ class OptimalLevels(Policy[TensorLevels]):
     most: Most
     levels: Count
     statistic: Source = "local"
-
-    state_type: ClassVar[type] = TensorLevels
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,26 +140,27 @@ class OptimalLevels(Policy[TensorLevels]):
                 "powersgd:rank=4"
             )
 
-    def initial_state(self, tensors: Sequence[str]) -> TensorLevels:
-        return TensorLevels(dict.fromkeys(tensors))
+    def initial_state(self, tensors: Sequence[str]) -> Chosen:
+        state: Chosen = self.state_type(dict.fromkeys(tensors))
+        return state
 
-    def request(self, state: TensorLevels) -> Request:
+    def request(self, state: Chosen) -> Request:
         period = Period(steps=self.interval, last=self.looks)
         return Request(frozenset({Statistic.LEVEL_TABLE}), period, self.statistic, around=self.around)
 
-    def decision(self, state: TensorLevels) -> Levels:
+    def decision(self, state: Chosen) -> Levels:
         return Levels(dict(state.levels))
 
-    def update(self, state: TensorLevels, statistics: Statistics) -> TensorLevels:
+    def update(self, state: Chosen, statistics: Statistics) -> Chosen:
         table = statistics.level_table
         assert table is not None
         # A tensor without a level, or without a gradient, has no errors, and keeps what it has.
         self.of_tensors({**{name: {} for name in state.levels}, **table.errors}, state.levels, "level errors")
         if not all(math.isfinite(error) for found in table.errors.values() for error in found.values()):
             return state
-        return TensorLevels({**state.levels, **self.choose(table, statistics)})
+        return dataclasses.replace(state, levels={**state.levels, **self.choose(table, statistics, state)})
 
-    def choose(self, table: LevelTable, statistics: Statistics) -> dict[str, Level]:
+    def choose(self, table: LevelTable, statistics: Statistics, state: Chosen) -> dict[str, Level]:
         """The level of each tensor of a table, all errors of which are finite; `statistics` are those that it is of."""
         raise NotImplementedError
 

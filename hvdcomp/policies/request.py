@@ -25,6 +25,7 @@ class Statistic(Enum):
     CANDIDATES = "candidates"
     STEP_TIMES = "step_times"
     LEVEL_TABLE = "level_table"
+    EXCHANGE_SECONDS = "exchange_seconds"
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,10 @@ class Statistics:
         step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
             that of the next, by rank 0's clock. NaN for the first step after a start.
         level_table: errors and bytes, for the levels of `Request.around`.
+        exchange_seconds: predicted time of a step's exchange, by the bytes that a rank sends in a step, ascending: with
+            all tensors at so many times their own levels as `Request.around` says. The policy that asks for it has
+            settings of what they are predicted by, `calibration`, `model` and `batch`, and its `require_reachable`
+            refuses a limit that no level keeps.
     """
 
     step: int
@@ -172,6 +177,7 @@ class Statistics:
     candidates: Candidates | None = None
     step_times: tuple[float, ...] | None = None
     level_table: LevelTable | None = None
+    exchange_seconds: Mapping[int, float] | None = None
 
     def known(self) -> dict[str, Any]:
         """The fields that are not None, by name."""
@@ -204,7 +210,8 @@ class Request:
         period: at whose end `decide` is called, and over which gradients are accumulated; None for never.
         source: whose gradients are accumulated: "local", rank 0's own, or "aggregated", the mean over the ranks.
         ever: what requests of other states may name. All ranks go by it, whatever state rank 0 has reached.
-        around: for LEVEL_TABLE, the levels to look at, as factors of each tensor's own level; 1.0 is one of them.
+        around: for LEVEL_TABLE and EXCHANGE_SECONDS, the levels to look at, as factors of each tensor's own level; 1.0
+            is one of them.
     """
 
     statistics: frozenset[Statistic] = frozenset()

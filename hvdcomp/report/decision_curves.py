@@ -38,7 +38,7 @@ Panel = tuple[Callable[[Figure, Axes], None], float]
 def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
     """Yield (short name, caption, figure) for each figure that the run's decisions give."""
     decisions = run.decisions
-    if decisions is None:
+    if decisions is None or decisions.left_out:
         return
     panels = _panels(run, decisions)
     end = _end(run, decisions)

@@ -13,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.adaptation.decision_log import DecisionLogError, Start, read_decisions, with_numbers
+from hvdcomp.adaptation.decision_log import (
+    DecisionLogError,
+    RemovedPolicyError,
+    Start,
+    read_decisions,
+    with_numbers,
+)
 from hvdcomp.policies import decision_from_json
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
@@ -30,7 +36,7 @@ class Decisions:
     Attributes:
         policy, compressor: their spec strings, as last started.
         tensors: names of the compressed tensors.
-        made: how many decisions were written down.
+        made: how many decisions were written down; None if it is not known.
         steps: the first step, counted from 0, that obeys each.
         end: steps that had ended at the last line.
         levels, factors: by tensor name, its level or its compression factor.
@@ -39,12 +45,13 @@ class Decisions:
         critical: share of the tensors whose regime is critical, 0 to 1.
         gains, throughput: by compression factor, the smoothed gain and the samples/s times gain.
         chosen, predicted, measured: by candidate of `auto`, whether it was in force (1 or 0), and seconds of a step.
+        left_out: why nothing of the decisions is known, as of a policy that was taken out; empty if all is.
     """
 
     policy: str
     compressor: str
     tensors: tuple[str, ...]
-    made: int
+    made: int | None
     steps: np.ndarray
     end: int
     levels: dict[str, np.ndarray]
@@ -59,6 +66,7 @@ class Decisions:
     chosen: dict[str, np.ndarray]
     predicted: dict[str, np.ndarray]
     measured: dict[str, np.ndarray]
+    left_out: str = ""
 
     def in_force(self, steps: np.ndarray) -> np.ndarray:
         """For each of some steps, counted from 0, the place of the decision that it obeys; at least 0."""
@@ -67,12 +75,19 @@ class Decisions:
 
 def load_decisions(path: Path) -> Decisions | None:
     """Read a decision log, with the files that were put aside of it. None if it has no line yet; a last line that was
-    cut short is left out.
+    cut short is left out. If a policy in it was taken out, no decision is read.
 
     Raises:
         DecisionLogError: the file is damaged, or holds decisions that cannot be shown; names the line.
         OSError: it cannot be read.
     """
+    try:
+        return _read(path)
+    except RemovedPolicyError as error:
+        return _decisions(error.start, None, [], [], error.start.step, error.reason)
+
+
+def _read(path: Path) -> Decisions | None:
     start: Start | None = None
     steps: list[int] = []
     rows: list[dict[str, Any]] = []
@@ -101,8 +116,12 @@ def load_decisions(path: Path) -> Decisions | None:
             ) from None
         steps.append(first)
         end = line.step
-    if start is None:
-        return None
+    return None if start is None else _decisions(start, made, steps, rows, end)
+
+
+def _decisions(
+    start: Start, made: int | None, steps: list[int], rows: list[dict[str, Any]], end: int, left_out: str = ""
+) -> Decisions:
     columns: dict[str, Any] = {key: np.array([row.get(key, np.nan) for row in rows], dtype=float) for key in _COLUMNS}
     tables: dict[str, Any] = {key: _table([row.get(key, {}) for row in rows]) for key in _TABLES}
     return Decisions(
@@ -112,6 +131,7 @@ def load_decisions(path: Path) -> Decisions | None:
         made=made,
         steps=np.array(steps),
         end=end,
+        left_out=left_out,
         **columns,
         **tables,
     )

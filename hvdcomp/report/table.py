@@ -100,7 +100,7 @@ class Section:
         return self.turns is not None and any(self.turns.predicted_ms.values())
 
     def notes(self) -> list[str]:
-        """What has to be said of the table for its times to be read rightly."""
+        """What has to be said of the table for its times to be read rightly, and what could not be shown."""
         notes = []
         real = [run for run in self.runs if run.summary and run.simulated_link is None]
         if real and all(run.shares_one_machine for run in real):
@@ -113,6 +113,11 @@ class Section:
         if self.simulated:
             notes.append(f"Simulated ranks: {self.simulated}. What packets and sockets cost a processor is left out.")
         notes += series_notes(self.groups)
+        notes += [
+            f"The decisions of {run.name} are not drawn: {printable(run.decisions.left_out)}."
+            for run in self.runs
+            if run.decisions is not None and run.decisions.left_out
+        ]
         if self.turns is not None:
             notes.append(
                 "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "

@@ -51,6 +51,7 @@ _LEVELS = [
     ("powersgd:rank=2", "gravac:min=2,max=64,window=4,omega=0,epsilon=0.2,smoothing=0.3"),
     ("topk:ratio=0.1", "lgreco:interval=4,last=3,alpha=1.1"),
     ("topk:ratio=0.1", "budget:factor=4,interval=4,last=3"),
+    ("topk:ratio=0.1", "budget:factor=16,critical=4,interval=4,last=3,eta=0.3"),
 ]
 _BATCHES = [
     ("none", "accordion_batch_size:low=16,high=32,interval=1,eta=0.9"),
@@ -330,6 +331,50 @@ def case_auto_with_a_calibration_that_will_not_do_stops_all_before_the_first_exc
             assert message.startswith("some ranks cannot take part. rank 0: the policy's calibration="), message
             assert words in message, message
             assert torch.equal(weights(training.model), before)
+
+
+def case_a_budget_of_milliseconds_is_spent_by_what_rank_0_predicts() -> None:
+    """Rank 0 alone has the calibration. The network is so slow that each byte takes a microsecond."""
+    spec, ms = "topk:ratio=0.1", 8
+    with tempfile.TemporaryDirectory() as folder:
+        calibration, path = Path(folder) / "cluster.json", Path(folder) / "decisions.jsonl"
+        if hvd.rank() == 0:
+            known = _calibration(spec)
+            for cost in known["network"].values():
+                cost["bytes_per_s"] = 1e6
+            calibration.write_text(json.dumps(known))
+        settings = f"calibration={hvd.broadcast_object(str(calibration))},interval=4,last=3"
+        policy = f"budget:ms={ms},{settings}"
+        whole = Training(spec, policy, decision_log=path)
+        sent, state = [0], None
+        for step in range(_STEPS):
+            state = whole.state() if step == 9 else state
+            whole.step()
+            sent.append(whole.compression.ledger.totals.bytes_sent)
+        plans = hvd.allgather_object(whole.plans)
+        assert all(one == plans[0] for one in plans), plans
+        assert len(set(whole.plans)) > 1
+        assert_same_everywhere(weights(whole.model))
+        resumed = Training(spec, policy, state)
+        for _ in range(_STEPS - 9):
+            resumed.step()
+        assert resumed.plans == whole.plans[9:]
+        assert torch.equal(weights(resumed.model), weights(whole.model))
+        biases = 4 * sum(one.numel() for one in whole.model.parameters() if one.dim() == 1)
+        ranks = hvd.size()
+        beside = 1e-3 + 1e-5 * (2 * (ranks - 1) + 2) + biases * 2 * (ranks - 1) / ranks / 1e6
+        allowed = (ms / 1000 - beside) * 1e6 / (ranks - 1) + biases
+        for before, after in itertools.pairwise(sent[5:]):
+            of_engine = 8 * len(whole.binding.engine.tensors) + 8  # a number for each tensor, the flag and padding
+            assert 0.9 * allowed < after - before - of_engine <= allowed, (before, after, allowed)
+        if hvd.rank() == 0:
+            assert replay(path).difference is None, replay(path)
+        training = Training(spec, f"budget:ms=1.01,{settings}")
+        before = weights(training.model)
+        message = raised(RankMismatchError, training.step)
+        assert message.startswith("some ranks cannot take part. rank 0: budget:"), message
+        assert "is out of reach: by" in message, message
+        assert torch.equal(weights(training.model), before)
 
 
 def _refused_when_made(options: dict[str, Any], words: str) -> None:

@@ -1,0 +1,120 @@
+"""The performance model of one training: how long a step takes with a plan of its engine, by a calibration.
+
+Rank 0 alone reads the calibration; the other ranks hear what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.choice import Plan
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.perfmodel import CalibrationError, EncodeTime, Exchange, Setting, exchange_of_plan, load, model_of
+from hvdcomp.perfmodel import predict as predict_step
+from hvdcomp.perfmodel.predict import passes
+from hvdcomp.perfmodel.ways import encode_time_at, encode_time_of
+
+
+class StepModel:
+    """Predicts the steps of one training.
+
+    Args:
+        engine: with the training's tensors, compressor, memory and ranks.
+        source: a calibration file, or the name of a preset.
+        model: of the calibration; None for the one whose tensors have the shapes of the training's.
+        batch: size on one rank; None for the calibration's.
+        overlaps: whether Horovod carries casts itself, during the backward pass.
+
+    Raises:
+        CalibrationError: if the calibration cannot be read, or is of another model.
+        ValueError: for a batch size, if the calibration does not say of which one its times are.
+    """
+
+    def __init__(
+        self, engine: Engine, source: str, model: str | None = None, batch: int | None = None, overlaps: bool = True
+    ) -> None:
+        self.engine = engine
+        self.source = source
+        self.calibration = load(source)
+        self.facts = model_of(self.calibration, engine.tensors.values(), source, model)
+        self.ranks_per_node = self.calibration.network.ranks_per_node
+        self._setting = Setting(engine.communicator.world_size, batch_size=batch)
+        self._overlaps = overlaps
+
+    def seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
+        """A step's time.
+
+        Args:
+            plan: that it obeys.
+            encode: time to encode all that is compressed; None if that is nothing.
+            early: the least that is sent by itself in the backward pass; None for what the engine does.
+        """
+        exchange = self.exchange(plan, self.carried(plan))
+        network, compute = self.calibration.network, self.facts.compute
+        least: float | None = early or self.engine.overlap.least_bytes
+        if least is not None and self.facts.early_bytes is not None:  # buckets are the library's
+            least = self.facts.early_bytes
+        parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
+        return float(parts.total)
+
+    def alone_s(self) -> float:
+        """A step's time without an exchange."""
+        step, _ = passes(self.facts.compute, self._setting)
+        return float(step)
+
+    def exchange(self, plan: Plan, overlapped: bool) -> Exchange:
+        """What is exchanged at a plan; `overlapped` is as in `Exchange`.
+
+        Raises:
+            SpecError: for what the model does not know.
+        """
+        tensors, ranks = self.engine.tensors.values(), self.engine.communicator.world_size
+        return exchange_of_plan(tensors, plan, overlapped, ranks, self.ranks_per_node)
+
+    def carried(self, plan: Plan) -> bool:
+        """Whether Horovod carries all that a plan sends itself."""
+        return self._overlaps and self.engine.planner.casts(plan)
+
+    def encode(self, compressor: Compressor) -> EncodeTime:
+        """The time that a compressor needs for all tensors.
+
+        Raises:
+            CalibrationError: if it is not known.
+        """
+        return self._known(self.known_encode(compressor), compressor)
+
+    def encode_at(self, compressor: Compressor, factor: float) -> EncodeTime:
+        """The time that it needs at so many times its level.
+
+        Raises:
+            CalibrationError: if that of no level is known.
+        """
+        tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
+        return self._known(encode_time_at(compressor, factor, known, tensors, self.ranks_per_node), compressor)
+
+    def known_encode(self, compressor: Compressor) -> EncodeTime | None:
+        """As `encode`; None if it is not known."""
+        tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
+        return encode_time_of(compressor, known, tensors, self.ranks_per_node)
+
+    def _known(self, found: EncodeTime | None, compressor: Compressor) -> EncodeTime:
+        if found is None:
+            known = self.facts.compute.encode
+            raise CalibrationError(
+                f"{self.source} has no encode time of {str(compressor)!r} for this model; it has: "
+                f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
+            )
+        return found
+
+
+@contextmanager
+def errors_of(source: str) -> Iterator[None]:
+    """Has errors of a prediction name the calibration, as CalibrationError."""
+    try:
+        yield
+    except CalibrationError:
+        raise
+    except ValueError as error:
+        raise CalibrationError(f"{source}: {error}") from None
