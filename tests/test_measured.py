@@ -39,9 +39,9 @@ def test_a_row_is_true_of_its_page(page: Page) -> None:
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_no_page_is_stale(page: Page) -> None:
     assert page.gone or not page.changed(marks()), (
-        f"docs/{page.name} rests on {', '.join(page.changed(marks()))}, which have changed: run `{page.command}` again, "
-        "and note its commit and marks in docs/measured.toml; or say there, in `gone`, what is no more, and on the page "
-        "of which commit its figures are"
+        f"docs/{page.name} rests on {', '.join(page.changed(marks()))}, which have changed: run `{page.command}` "
+        "again, and note its commit and marks in docs/measured.toml; or say there, in `gone`, what is no more, and on "
+        "the page of which commit its figures are"
     )
 
 
