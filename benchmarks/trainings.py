@@ -27,7 +27,7 @@ from typing import Any
 import click
 
 from hvdcomp.files import replace_text
-from hvdcomp.report.series import estimate
+from hvdcomp.train.spread import estimate
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.files import replace_text
-from hvdcomp.report.series import estimate
 from hvdcomp.reproduce.counted import floats_sent
 from hvdcomp.reproduce.outcome import Curve, Outcome, Row
 from hvdcomp.reproduce.predicted import scaling_efficiency
 from hvdcomp.reproduce.published import Artefact
 from hvdcomp.train.options import DECISIONS, TrainingOptions
+from hvdcomp.train.spread import estimate
 
 RANKS, LINK = 2, "100mbit"
 QUICK_SEEDS, SEEDS = 3, 10
