@@ -269,11 +269,11 @@ def setups(artefact: Artefact) -> Outcome:
         Row(what="set-ups looked at (published: more than)", published=artefact.published["of"], ours=total),
         Row(what="set-ups in which compression is faster", published=artefact.published["set-ups"], ours=faster),
         _share("their share (%)", published, faster / total, note),
-        _share("of which by more than the model's error (%)", published, clearly / total, ""),
+        _share("of all, by more than the model's error (%)", published, clearly / total, ""),
         _share("at the models' own batch sizes alone (%)", published, own_faster / whole, ""),
-        _share("of which by more than the model's error (%)", published, own_clearly / whole, ""),
+        _share("at the own batch sizes by more than the model's error (%)", published, own_clearly / whole, ""),
     ]
-    ours = f"{OURS} PowerSGD, MSTop-K and SignSGD, 8 to 96 ranks at 10 Gb/s, a quarter, half and all of the batch sizes."
+    ours = f"{OURS} PowerSGD, MSTop-K, SignSGD; 8 to 96 ranks at 10 Gb/s; a quarter, half and all of the batch sizes."
     return Outcome(name=artefact.name, rows=rows, ours=ours)
 
 
