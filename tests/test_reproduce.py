@@ -68,22 +68,24 @@ def test_what_needs_no_training_is_found_and_kept(name: str, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [tmp_path / f"{name}.json"], "no training was made"
 
 
-@pytest.mark.parametrize("number", range(1, 7))
-def test_floats_of_fixed_levels_are_those_of_accordions_tables(number: int) -> None:
-    """From shapes alone: PowerSGD's to the digits that are printed, where the numbers of steps are known."""
+@pytest.mark.parametrize(("number", "count"), [(1, 6), (2, 4), (3, 6), (4, 4), (5, 6), (6, 6)])
+def test_floats_of_fixed_levels_are_those_of_accordions_tables(number: int, count: int) -> None:
+    """From shapes alone: PowerSGD's to the digits that are printed."""
     rows = counted.floats_sent(artefacts()[f"accordion-table{number}"])
-    assert len(rows) == (4 if number == 1 else 2)
+    assert len(rows) == count
     for row in rows:
-        assert row.holds, row
-        if number < 3:
+        other = number == 1 and row.what.startswith("SENet")  # what the authors sent of it, shapes do not say
+        assert row.holds is not other, row
+        if number < 3 and not other:
             assert row.ours == pytest.approx(row.published, abs=0.1), row
 
 
 def test_shapes_are_those_of_the_papers() -> None:
-    for name in ("accordion-table8", "accordion-table9"):
-        (resnet, vgg, *others) = counted.parameters(artefacts()[name]).rows
-        assert (resnet.ours, vgg.ours) == (resnet.published, vgg.published)
-        assert all(row.ours is None and row.note for row in others)
+    for name, unknown in (("accordion-table8", []), ("accordion-table9", ["SENet"])):
+        rows = counted.parameters(artefacts()[name]).rows
+        assert len(rows) == 6
+        assert [row.what for row in rows if row.ours is None] == unknown
+        assert all(row.ours == row.published for row in rows if row.ours is not None)
 
 
 def _verdict(*rows: Row) -> str:
