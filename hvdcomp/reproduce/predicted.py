@@ -58,7 +58,8 @@ def collectives(artefact: Artefact) -> Outcome:
 
 def overlap(artefact: Artefact) -> Outcome:
     """Figure 2: a step whose allreduce overlaps with the backward pass, and one that computes and then sends."""
-    rows, bars = [], {"one after the other": [], "overlapped": []}  # type: dict[str, list[float]]
+    rows = []
+    bars: dict[str, list[float]] = {"one after the other": [], "overlapped": []}
     for model in MODELS:
         adviser = _adviser(model)
         parts = adviser.parts("none", Setting(64, TEN))
@@ -101,7 +102,8 @@ def bandwidth(artefact: Artefact) -> Outcome:
 
 def order(artefact: Artefact) -> Outcome:
     """Figure 4: what 64 ranks take to exchange a model's gradients, each way. A gathered byte is one of a gradient."""
-    rows, bars = [], {"allreduce": [], "allgather": [], "parameter server": []}  # type: dict[str, list[float]]
+    rows = []
+    bars: dict[str, list[float]] = {"allreduce": [], "allgather": [], "parameter server": []}
     for model in MODELS:
         adviser = _adviser(model)
         size, network = adviser.exchange("none", 64).bytes, adviser.calibration.network
@@ -123,7 +125,9 @@ def order(artefact: Artefact) -> Outcome:
 
 def scaling(artefact: Artefact) -> Outcome:
     """Figures 6 to 8: a step over the number of ranks, at the models' own batch sizes."""
-    rows, curves, pays = [], [], {}  # type: list[Row], list[Curve], dict[tuple[str, str], list[int]]
+    rows: list[Row] = []
+    curves = []
+    pays: dict[tuple[str, str], list[int]] = {}
     for model in MODELS:
         adviser = _adviser(model)
         known = [spec for spec in artefact.settings["specs"] if spec in adviser.encode]
@@ -162,7 +166,8 @@ def batches(artefact: Artefact) -> Outcome:
     """Figure 9: ResNet-101 on 96 ranks, by batch size."""
     adviser = _adviser("resnet101")
     sizes = [int(size) for size in artefact.published]
-    rows, times = [], {"none": [], RANK_4: []}  # type: list[Row], dict[str, list[float]]
+    rows = []
+    times: dict[str, list[float]] = {"none": [], RANK_4: []}
     for size in sizes:
         for spec in times:
             times[spec].append(float(_ms(adviser, spec, 96, batch_size=size)))

@@ -31,6 +31,8 @@ QUICK_SEEDS, SEEDS = 3, 10
 EPOCHS, DECAY, LAST_DECAY = 8, 5, 7
 STEPS_OF_AN_EPOCH, WINDOW_STEPS = 80, 20
 """Accordion's authors compare norms every 10 of 300 epochs, a thirtieth of the training, as 20 of 640 steps are."""
+CHANCE = 10.0
+"""Accuracy in percent of a training of images that was lost: that of guessing among ten classes."""
 MARGIN = 1.0
 """Points of accuracy, or percent of perplexity, up to which nothing counts as lost."""
 SMALL, LARGE, EXTREME = 50, 200, 800
@@ -63,7 +65,7 @@ class Trained:
     """What one training came to.
 
     Attributes:
-        quality: accuracy in percent, or perplexity, of the test part; NaN if the training was lost.
+        quality: accuracy in percent, or perplexity, of the test part.
         floats: that a rank sent, as the papers count them; `seconds` of training on the link.
         epochs: its quality, and the floats up to then, at the ends of epochs.
         sent: the floats up to the end of each step.
@@ -145,7 +147,7 @@ def _read(folder: Path) -> Trained:
 def _quality(record: Mapping[str, Any]) -> float:
     if record.get("perplexity") is not None:
         return float(record["perplexity"])
-    return float("nan") if record.get("accuracy") is None else 100 * float(record["accuracy"])
+    return CHANCE if record.get("accuracy") is None else 100 * float(record["accuracy"])
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,7 @@ def _beside_control(found: Compared, label: str, spec: str) -> Row:
 def logs(artefact: Artefact, t: Trainings) -> Outcome:
     """Final numbers of the authors' published logs."""
     compressor = artefact.settings["compressor"]
-    rows, curves = [], {}  # type: list[Row], dict[str, list[Curve]]
+    rows = []
     images = Compared("images", _fixed_and_accordion(t, compressor, "images"))
     text = Compared("text", _fixed_and_accordion(t, compressor, "text"))
     for network, numbers in artefact.published.items():
@@ -326,7 +328,7 @@ def logs(artefact: Artefact, t: Trainings) -> Outcome:
             value = 100 * (numbers[b] / numbers[a] - 1) if found is text else numbers[a] - numbers[b]
             row = found.gain(a, b, claim, value)
             rows.append(dataclasses.replace(row, what=f"{network}: {row.what}"))
-    return images.outcome(artefact, rows, f"The LSTM beside {SHOWN['text']}.", curves=curves)
+    return images.outcome(artefact, rows, f"The authors' LSTM is beside {SHOWN['text']}.", curves={})
 
 
 def schedule(artefact: Artefact, t: Trainings) -> Outcome:
