@@ -30,7 +30,7 @@ from typing import Any
 import click
 
 from hvdcomp.files import csv_of, replace_files, replace_text
-from hvdcomp.report.series import estimate
+from hvdcomp.train.spread import estimate
 
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks/measured"

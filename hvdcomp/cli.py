@@ -17,6 +17,7 @@ _COMMANDS = {
     "profile": "Run a training program for some steps, and say which compression would pay there.",
     "replay": "Make the decisions of a training run again, from its decision log.",
     "report": "Make a table and a web page from training runs.",
+    "reproduce": "Print a table or figure of the papers beside ours.",
     "train": "Train a reference model with compressed gradients.",
 }
 _PLACES = {name: (f"hvdcomp.commands.{name.replace('-', '_')}", "command", text) for name, text in _COMMANDS.items()}

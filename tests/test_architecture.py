@@ -14,7 +14,8 @@ from hvdcomp.bindings import frameworks
 
 PACKAGE = Path(__file__).parent.parent / "hvdcomp"
 TOOLS = {
-    "bench", "cli.py", "commands", "diagnostics", "doctor", "horovod_build", "launch", "perfmodel", "report", "train",
+    "bench", "cli.py", "commands", "diagnostics", "doctor", "horovod_build", "launch", "perfmodel", "report",
+    "reproduce", "train",
 }  # fmt: skip
 CORE = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in TOOLS)
 

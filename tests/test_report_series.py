@@ -23,8 +23,9 @@ from hvdcomp.report.bands import Curve, band_of
 from hvdcomp.report.curves import draw_section
 from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import RunError, find_runs
-from hvdcomp.report.series import estimate, series_cells
+from hvdcomp.report.series import series_cells
 from hvdcomp.report.table import Section, make_sections
+from hvdcomp.train.spread import estimate
 from tests.test_report import report, write_run
 
 BATCH = {"batch_size": 32}
