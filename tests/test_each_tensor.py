@@ -20,7 +20,7 @@ from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Cont
 from hvdcomp.exchange.engine import Engine
 from tests.harness import INSTALLED, CountingCommunicator, bits, copy, infos, make, run_engines, set_to, states_of
 
-SHAPES = {"matrix": (6, 8), "vector": (77,), "odd": (5, 7, 3), "scalar": ()}
+SHAPES = {"matrix": (6, 8), "vector": (77,), "odd": (5, 7, 3), "scalar": (), "large": (3, 30_001)}
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
 pytestmark = needs_kernels
 

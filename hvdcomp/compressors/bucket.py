@@ -52,8 +52,9 @@ class Bucket:
         device: where the bucket's kernels work; None for the host.
         xp: the array functions of payloads: NumPy's on the host.
         context: of the step; its name is empty.
-        states: what the method keeps of the tensors, fitted by `prepare` if the form is its own; None if it keeps
-            nothing.
+        like: an array of the framework, where the gradients are; set where there is no form of the method's own.
+        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing;
+            without a form of its own `SeparateStates`.
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request, to what
@@ -70,7 +71,8 @@ class Bucket:
     device: Any = None
     xp: ModuleType = numpy_arrays
     context: Context = field(init=False)
-    states: BucketStates | SeparateStates | None = None
+    like: Array | None = None
+    states: Any = None
     table: Table = field(init=False)
     layout: Any = None
     found_inf: bool | Array = False
@@ -158,8 +160,9 @@ class Bucket:
         """On the host, whether an inf or NaN is among the numbers that lie, of all tensors, where a column of the table
         says."""
         addresses, sizes = (np.ascontiguousarray(self.segments[one]) for one in (name, "size"))
-        function = kernels.library(release=self._elements > _QUICK).hvd_found_inf
-        return bool(function(addresses.ctypes.data, sizes.ctypes.data, len(sizes), self.table.bucket.threads))
+        library: Any = kernels.library(release=self._elements > _QUICK)
+        threads = self.table.bucket.threads
+        return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
 
     def zeros(self, count: int, dtype: str = "uint8") -> Array:
         """A vector where the kernels work."""

@@ -1,7 +1,8 @@
-"""The bucket form of a method that has none of its own: `aggregate` of each tensor, in NumPy, side by side.
+"""The bucket form of a method that has none of its own: `aggregate` of each tensor, side by side.
 
-Kernels make x of all tensors in one pass, as in any bucket, and the requests of all tensors travel together. A method
-that has a form of its own gets that one (`step_of`).
+Kernels make x of all tensors in one pass, as in any bucket, and the requests of all tensors travel together. What is
+small goes through `aggregate` in NumPy, which takes less time for an operation; what is large in the framework, which
+has threads. A method that has a form of its own gets that one (`step_of`).
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket, SeparateStates
-from hvdcomp.compressors.memory import without
 from hvdcomp.compressors.protocol import (
     Aggregation,
     AllReduce,
@@ -27,13 +28,16 @@ from hvdcomp.compressors.protocol import (
     TensorInfo,
 )
 
+_LARGE = 1 << 16  # elements
+
 
 def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Array]:
     """The generator of a bucket's step, as of `BucketAggregation`. Where it yields a list of requests, it is answered
     with a list."""
     method = bucket.compressors[0]
     form = method.aggregate_bucket if method.has_bucket_form else _aggregate_each
-    return form(bucket)  # type: ignore[no-any-return]
+    generator: Generator[Request | list[Request], Any, bool | Array] = form(bucket)
+    return generator
 
 
 def preview_of(bucket: Bucket) -> None:
@@ -61,7 +65,7 @@ def _preview_each(bucket: Bucket) -> None:
     each = _Each(bucket)
     with _numbers_may_overflow():
         for place, (compressor, *given) in enumerate(each.arguments()):
-            sent = compressor.preview(numpy_arrays, *given)
+            sent = compressor.preview(*given)
             each.put(place, sent)
             each.take_off(place, sent)
 
@@ -90,22 +94,24 @@ class _Each:
         addresses = self._bucket.segments[name].tolist()
         return [_floats(address, one) for address, one in zip(addresses, self._bucket.tensors, strict=True)]
 
-    def arguments(self) -> list[tuple[Any, np.ndarray, tuple[np.ndarray, ...], Context]]:
+    def arguments(self) -> list[tuple[Any, ModuleType, Array, tuple[Array, ...], Context]]:
         """The compressor of each tensor, and what its `aggregate` gets, with states to start from."""
         bucket = self._bucket
         assert isinstance(bucket.states, SeparateStates)
-        given = self._arrays("source") if bucket.segments["source"].all() else self._x
-        found = []
+        given: list[Array] = self._arrays("source") if bucket.segments["source"].all() else self._x
+        framework, found = arrays_for(bucket.like), []
         for tensor, compressor, x, kept in zip(
             bucket.tensors, bucket.compressors, given, bucket.states.kept, strict=True
         ):
             context = dataclasses.replace(bucket.context, name=tensor.name)
-            found.append((compressor, x, compressor.prepare(numpy_arrays, x, kept, context), context))
+            xp = framework if tensor.size > _LARGE else numpy_arrays
+            x, *state = (xp.from_numpy(one, like=bucket.like) for one in (x, *kept))
+            found.append((compressor, xp, x, compressor.prepare(xp, x, tuple(state), context), context))
         return found
 
     def start(self) -> None:
         """Makes the generators of the tensors."""
-        self._generators = [compressor.aggregate(numpy_arrays, *given) for compressor, *given in self.arguments()]
+        self._generators = [compressor.aggregate(*given) for compressor, *given in self.arguments()]
         self._bucket.handed = np.zeros((len(self._generators), 2), np.int64)
 
     def advance(self, answers: Mapping[int, Any]) -> dict[int, Request]:
@@ -132,7 +138,7 @@ class _Each:
             self.put(place, outcome.mean)  # first, as it may lie where x does
             if bucket.keeps:
                 self.take_off(place, outcome.sent)
-        bucket.states.next = [tuple(np.array(one, order="C") for one in outcome.state) for outcome in outcomes]
+        bucket.states.next = [tuple(np.array(_numpy(one), order="C") for one in outcome.state) for outcome in outcomes]
         if bucket.keeps and bucket.holds_inf("x"):
             for x in self._x:
                 x[...] = numpy_arrays.finite_or_zero(x)  # as in `without`
@@ -144,30 +150,36 @@ class _Each:
         result = self._results[place]
         if isinstance(found, SparseVector):
             result[...] = 0
-            result.reshape(-1)[found.indices] = found.values
+            result.reshape(-1)[_numpy(found.indices)] = _numpy(found.values)
         else:
-            np.copyto(result, found.reshape(result.shape), casting="unsafe")
+            np.copyto(result, _numpy(found).reshape(result.shape), casting="unsafe")
 
     def take_off(self, place: int, sent: Array | SparseVector) -> None:
         """Takes what was sent off x, and of the momentum too if that ends there."""
         x = self._x[place]
         if not isinstance(sent, SparseVector):
-            np.subtract(x, sent, out=x, casting="unsafe")
+            np.subtract(x, _numpy(sent), out=x, casting="unsafe")
             return
-        without(numpy_arrays, x, sent)  # in the storage of x
+        places, values = map(_numpy, sent)
+        x.reshape(-1)[places] -= values.astype(np.float32, copy=False)
         if self._velocities:
-            self._velocities[place].reshape(-1)[sent.indices] = 0
+            self._velocities[place].reshape(-1)[places] = 0
 
 
 def _floats(address: int, tensor: TensorInfo) -> np.ndarray:
-    storage = (ctypes.c_float * tensor.size).from_address(address)
+    storage = memoryview((ctypes.c_float * tensor.size).from_address(address))
     return np.frombuffer(storage, np.float32).reshape(tensor.shape)
+
+
+def _numpy(array: Array) -> np.ndarray:
+    found: np.ndarray = arrays_for(array).to_numpy(array)
+    return found
 
 
 def _cast_too_large(requests: Iterable[Request]) -> bool:
     """Whether a cast to half precision, for the wire, has made numbers infinite."""
-    halves = [one.array for one in requests if isinstance(one, AllReduce) and one.array.dtype == np.float16]
-    return bool(halves) and bool(numpy_arrays.found_inf(halves)[0] != 0)
+    sums = [_numpy(one.array) for one in requests if isinstance(one, AllReduce)]
+    return bool(numpy_arrays.found_inf([one for one in sums if one.dtype == np.float16])[0] != 0)
 
 
 def _bytes_of(request: Request) -> tuple[int, int]:

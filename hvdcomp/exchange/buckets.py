@@ -228,6 +228,7 @@ def prepared_states(
     """
     method = bucket.compressors[0]
     if not method.has_bucket_form:
+        bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
         return SeparateStates([tuple(map(xp.to_numpy, state.kept_for(method))) for state in states])
     if not method.keeps_state:
         return None
