@@ -18,7 +18,18 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
 from hvdcomp.exchange.engine import Engine
-from tests.harness import INSTALLED, CountingCommunicator, bits, copy, infos, make, run_engines, set_to, states_of
+from tests.harness import (
+    INSTALLED,
+    CountingCommunicator,
+    as_numpy,
+    bits,
+    copy,
+    infos,
+    make,
+    run_engines,
+    set_to,
+    states_of,
+)
 
 SHAPES = {"matrix": (6, 8), "vector": (77,), "odd": (5, 7, 3), "scalar": (), "large": (3, 30_001)}
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
@@ -185,3 +196,65 @@ def test_what_is_not_finite_gives_no_result_and_no_warning(value: float) -> None
         for run in run_engines(2, infos(SHAPES), Rounds(), given):
             assert all(np.isnan(x).any() for x in run.results[0].values())
             assert not run.engine.holds_residuals
+
+
+@dataclass(frozen=True)
+class Overflows(Compressor):
+    """A method of which something overflows although every x is finite, but nothing in most of its results.
+
+    Attributes:
+        what: "cast", for the wire, which hides in the largest of all ranks' numbers; the "sum" of the ranks; the
+            "state"; the "residual".
+    """
+
+    what: str
+
+    name = "overflows"
+    examples = ("overflows:what=sum",)
+    sends = "all elements"
+    biased = True
+
+    def aggregate(self, xp: Any, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        sent = xp.astype(x, "float16") if self.what == "cast" else x
+        answer = yield AllReduce(sent, {"cast": "max", "sum": "sum"}.get(self.what, "mean"))
+        mean = xp.astype(answer, "float32")
+        sent = -x if self.what == "residual" else xp.astype(sent, "float32")
+        return Outcome(mean, sent, (mean * 10,) if self.what == "state" else ())
+
+    def payload_bytes(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("what", "values"), [("cast", (-2e5, 1.0)), ("sum", (3e38, 3e38)), ("state", (1e38, 1e38))])
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_what_overflows_on_the_way_makes_the_step_count_nowhere(
+    backend: str, what: str, values: tuple[float, float]
+) -> None:
+    given = lambda rank, step: {"w": make(backend, np.full((2, 3), values[rank]))}  # noqa: E731
+    for run in run_engines(2, infos({"w": (2, 3)}), Overflows(what), given):
+        assert run.engine.buckets.now
+        assert np.isnan(as_numpy(run.results[0]["w"])).any()
+        assert states_of(run.engine) == {"w": ()}
+
+
+def test_a_residual_that_overflows_is_lost_and_no_other() -> None:
+    given = lambda rank, step: {"w": np.array([[3e38, 1.0]], np.float32)}  # noqa: E731
+    for run in run_engines(1, infos({"w": (1, 2)}), Overflows("residual"), given):
+        assert run.results[0]["w"].tolist() == given(0, 0)["w"].tolist()
+        assert as_numpy(run.engine.states["w"].memory[0]).tolist() == [[0.0, 2.0]]
+
+
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_what_is_put_in_place_of_x_is_compressed(backend: str) -> None:
+    """And taken off x."""
+
+    def look(engine: Engine, step: int) -> None:
+        engine.before_compress = lambda xs: {"matrix": xs["matrix"] * 0.5}
+
+    given = lambda rank, step: {"matrix": make(backend, np.full((6, 8), 4.0)), "w": make(backend, np.ones(3))}  # noqa: E731
+    shapes = {"matrix": (6, 8), "w": (3,)}
+    for run in run_engines(2, infos(shapes), Overflows("nothing"), given, before=look):
+        assert run.engine.buckets.now
+        for name, result, left in (("matrix", 2.0, 2.0), ("w", 1.0, 0.0)):
+            assert np.all(as_numpy(run.results[0][name]) == result)
+            assert np.all(as_numpy(run.engine.states[name].memory[0]) == left)

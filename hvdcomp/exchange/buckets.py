@@ -310,7 +310,8 @@ class Group:
         self.has_states = False
         self.ends_states = False
         method = compressors[0]
-        self.keeps_states = method.keeps_state or not (method.has_bucket_form or method.lossless)
+        self._takes_states = method.keeps_state or not method.has_bucket_form
+        self.keeps_states = self._takes_states and not method.lossless
         self._wrap_state: Callable[[np.ndarray], Array]
 
     def aside(self) -> Sequence[int] | np.ndarray:
@@ -378,7 +379,7 @@ class Group:
 
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        if not self.has_states:
+        if self._takes_states and not self.has_states:
             states = [state for _, state, _ in self.tensors]
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
