@@ -171,7 +171,7 @@ def test_matrices_have_owners(spec: str, nodes: int, ranks_per_node: int, backen
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
-@pytest.mark.parametrize("spec", [spec for spec in WHOLE if parse_compressor(spec).bucket_family is not None])
+@pytest.mark.parametrize("spec", [spec for spec in WHOLE if parse_compressor(spec).has_bucket_form])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (2, 3), (1, 8)])
 def test_a_bucket_of_matrices_is_dealt_out(spec: str, nodes: int, ranks_per_node: int) -> None:
     """To eight ranks as well, of which two get none of the six."""

@@ -40,6 +40,8 @@ def astype(x: Array, dtype: str) -> Array:
 
     Numbers become integers by leaving out their fraction; only those that fit do. What NaN becomes is left open.
     """
+    if "int" not in dtype:
+        return x.astype(dtype, copy=False)
     with np.errstate(invalid="ignore"):
         return x.astype(dtype, copy=False)
 

@@ -78,7 +78,7 @@ def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier
     sent = {
         one: exchange.bytes
         for one in specs
-        if one.bucket_family is not None
+        if one.has_bucket_form
         and not isinstance(one, TwoLevel)
         and not (exchange := exchange_of(one, tensors, ranks)).overlapped
     }

@@ -116,21 +116,23 @@ class Compressor(Described):
         raise NotImplementedError
 
     @property
-    def bucket_family(self) -> Hashable | None:
-        """What is the same for all compressors whose tensors can share a bucket; None without `aggregate_bucket`.
+    def has_bucket_form(self) -> bool:
+        """Whether it has a bucket form. This must be the class's own: a subclass that changes the method would else be
+        passed over."""
+        return self.form in vars(type(self))
 
-        The form must be the class's own: a subclass that changes the method would else be passed over.
-        """
-        if self.form not in vars(type(self)):
-            return None
+    @property
+    def bucket_family(self) -> Hashable:
+        """What is the same for all compressors whose tensors can share a bucket."""
         fields = {name: value for name, value in vars(self).items() if name != self.level_name}
         return type(self), tuple(fields.items())
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Runs one step for all tensors of a bucket; what `aggregate` does for each, in compiled code.
 
-        A method does not need it. Where it is, `aggregate` remains the plain statement that it is held against, and
-        the way of tensors that no bucket takes.
+        A method does not need it: without it, `each_tensor` runs `aggregate` for each tensor of the bucket. Where it
+        is, `aggregate` remains the plain statement that it is held against, and the way of tensors that no bucket
+        takes.
         """
         raise NotImplementedError
 

@@ -2,7 +2,8 @@
 
 A compressor may have, beside `aggregate` for one tensor, a form for all tensors of a bucket, `aggregate_bucket`. It is
 a generator as well: it yields one request a round for all of them. The kernels that it calls make x of the gradients
-and what the memory kept, compress it in the same pass, and write the mean over the ranks to where it belongs.
+and what the memory kept, compress it in the same pass, and write the mean over the ranks to where it belongs. For
+compressors without such a form `each_tensor` has one.
 """
 
 from __future__ import annotations
@@ -51,11 +52,15 @@ class Bucket:
         device: where the bucket's kernels work; None for the host.
         xp: the array functions of payloads: NumPy's on the host.
         context: of the step; its name is empty.
-        states: what the method keeps of the tensors, fitted by `prepare`; None if it keeps nothing.
+        like: an array of the framework, where the gradients are; set where there is no form of the method's own.
+        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing;
+            without a form of its own `SeparateStates`.
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request, to what
             `call` returned.
+        handed: bytes that each tensor has handed to collectives in the step, in all and of these to those of its node,
+            int64 (tensors, 2); None where the method says it (`bytes_in_bucket`).
         factors: the object whose storage the table's `sent_product` points into, None if there is none. Who keeps the
             product keeps it too. Its `commit` is called if the step counts.
     """
@@ -66,10 +71,12 @@ class Bucket:
     device: Any = None
     xp: ModuleType = numpy_arrays
     context: Context = field(init=False)
-    states: BucketStates | None = None
+    like: Array | None = None
+    states: Any = None
     table: Table = field(init=False)
     layout: Any = None
     found_inf: bool | Array = False
+    handed: np.ndarray | None = None
     factors: Any = field(default=None, repr=False)
     kernels: Any = field(init=False, repr=False)
 
@@ -149,6 +156,14 @@ class Bucket:
         self.call(kernel)
         return self.segments["sums"][:, 0].copy()
 
+    def holds_inf(self, name: str) -> bool:
+        """On the host, whether an inf or NaN is among the numbers that lie, of all tensors, where a column of the table
+        says."""
+        addresses, sizes = (np.ascontiguousarray(self.segments[one]) for one in (name, "size"))
+        library: Any = kernels.library(release=self._elements > _QUICK)
+        threads = self.table.bucket.threads
+        return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
+
     def zeros(self, count: int, dtype: str = "uint8") -> Array:
         """A vector where the kernels work."""
         return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
@@ -208,6 +223,11 @@ class BucketStates:
         ranges = [[np.arange(starts[one], starts[one + 1]) for one in members] for starts in self._starts]
         return [np.concatenate(empty + kind) for kind in ranges]
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(int(vector.nbytes) for vector in (*self.kept, *self.next))
+
     def commit(self) -> None:
         """After a step that counts: what it has filled is what is kept."""
         self.kept, self.next = self.next, self.kept
@@ -216,6 +236,32 @@ class BucketStates:
         """The same after a step of which the host does not know whether it counts."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()
+
+
+class SeparateStates:
+    """The same of a method without a bucket form: arrays of any number, shapes and types for each tensor, in NumPy.
+
+    Attributes:
+        kept: of each tensor what the step before left; nothing if that was another method's.
+        next: of each tensor what a step has made. If it counts, that is what is kept.
+    """
+
+    def __init__(self, kept: Sequence[tuple[np.ndarray, ...]]) -> None:
+        self.kept = kept
+        self.next: Sequence[tuple[np.ndarray, ...]] = ()
+
+    def arrays(self, place: int) -> tuple[np.ndarray, ...]:
+        """What is kept of the tensor at a place of the bucket."""
+        return self.kept[place]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes."""
+        return sum(array.nbytes for states in (self.kept, self.next) for state in states for array in state)
+
+    def commit(self) -> None:
+        """After a step that counts."""
+        self.kept, self.next = self.next, ()
 
 
 class Payload:

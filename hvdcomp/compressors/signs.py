@@ -6,7 +6,7 @@ magnitude (EF-SignSGD).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -165,9 +165,9 @@ class OneBit(Gathering):
         return matrix_shape(shape) if self.per_row else (1, number_of_elements(shape))
 
     @property
-    def bucket_family(self) -> Hashable | None:
-        """None for pairs of means of rows, which no kernel takes."""
-        return None if self.per_row else super().bucket_family
+    def has_bucket_form(self) -> bool:
+        """Not for pairs of means of rows, which no kernel takes."""
+        return not self.per_row and super().has_bucket_form
 
     def lay_out(self, bucket: Bucket) -> _BitsLayout:
         return _BitsLayout(bucket, 4 * 2)

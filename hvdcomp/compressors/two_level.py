@@ -223,9 +223,12 @@ class TwoLevel(Compressor):
         return outcome_like(xp, x, xp.flatten(result), sent)._replace(state=tuple(one + 0 for one in kept))
 
     @property
-    def bucket_family(self) -> Hashable | None:
-        family = self.compressor.bucket_family
-        return None if family is None else (self.name, family)
+    def has_bucket_form(self) -> bool:
+        return self.compressor.has_bucket_form
+
+    @property
+    def bucket_family(self) -> Hashable:
+        return self.name, self.compressor.bucket_family
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         return (yield from aggregate_levels(bucket, _levels(bucket.context)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import BucketAggregation
+from hvdcomp.compressors.each_tensor import step_of
 from hvdcomp.compressors.protocol import Context, Request
 from hvdcomp.exchange.buckets import Group
 from hvdcomp.exchange.clock import Clock, Spans
@@ -60,7 +60,8 @@ class BucketStep:
         group.bucket.begin(context, factor)
         if group.bucket.keeps:
             group.residuals.enter(group.bucket, group.numbers)
-        self._generator: BucketAggregation
+        self._generator: Generator[Request | list[Request], Any, bool | Array]
+        self._asks_for_many = False
         self._given: Sequence[Array] = ()
         self._results: Sequence[Array] = ()
         self._sums: Sums | None = None
@@ -135,19 +136,19 @@ class BucketStep:
             totals = sums.totals(dict(zip(group.names, self._given, strict=True)))
             bucket.segments["total"] = group.placed(xp, totals)[1]
             bucket.table.bucket.share = sums.share
-        if bucket.compressors[0].keeps_state:
-            group.prepare_states(xp)
-        self._generator = bucket.compressors[0].aggregate_bucket(bucket)
+        group.prepare_states(xp)
+        self._generator = step_of(bucket)
 
-    def advance(self, answer: Any) -> Request | None:
-        """Gives the generator the answer to its last request, at first None; its next request, or None at its end. Both
+    def advance(self, answers: Sequence[Any]) -> list[Request]:
+        """Gives the generator the answers to its last requests, at first none; its next requests, none at its end. All
         are in NumPy."""
         try:
-            request: Request = self._generator.send(answer)
-            return request
+            asked = self._generator.send(answers if self._asks_for_many else answers[0] if answers else None)
         except StopIteration as stop:
             self.found_inf_after = stop.value
-            return None
+            return []
+        self._asks_for_many = isinstance(asked, list)
+        return asked if isinstance(asked, list) else [asked]
 
     @property
     def found_inf(self) -> bool | Array:
@@ -196,6 +197,6 @@ class BucketStep:
         group = self.group
         if group.bucket.keeps:
             group.residuals.commit(group.bucket, group.numbers)
-        if self.compressor.keeps_state:
+        if group.keeps_states:
             group.keep_states(self._xp, found_inf)
         group.end_states()

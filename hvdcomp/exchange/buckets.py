@@ -1,7 +1,7 @@
 """Which tensors of a step are compressed together, as buckets, and which one by one.
 
-A bucket takes float32 gradients of a compressor that has a bucket form, on the host, where kernels were compiled, or on
-a device that kernels serve. Everything else goes one by one: other element types, methods without such a form.
+A bucket takes float32 gradients on the host, where kernels were compiled, or on a device that has kernels for their
+compressor. Everything else goes one by one: other element types, memories of a user's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketStates
+from hvdcomp.compressors.bucket import Bucket, BucketStates, SeparateStates
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -129,8 +129,7 @@ class Buckets:
         """What residuals, velocities and the methods' own arrays take from step to step, with the places that a step
         fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
-        vectors = [vector for one in states if one is not None for vector in (*one.kept, *one.next)]
-        return self._residuals.nbytes + sum(int(vector.nbytes) for vector in vectors)
+        return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
 
     @property
     def released(self) -> int:
@@ -184,13 +183,13 @@ class Buckets:
             key = (tuple(tensors), compressors, memory)
             group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
             group.number = number if number < len(early) else None
-            group.ends_states = not compressors[0].lossless and not compressors[0].keeps_state
+            group.ends_states = not compressors[0].lossless and not group.keeps_states
             yield group
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory] | None:
         """What tensors of one bucket have in common; None for a tensor that goes by itself."""
         tensor = self._tensors[name]
-        if tensor.dtype != "float32" or not tensor.size or compressor.bucket_family is None:
+        if tensor.dtype != "float32" or not tensor.size:
             return None
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
@@ -219,12 +218,20 @@ class Buckets:
 
 def prepared_states(
     xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
-) -> BucketStates:
-    """The compressors' arrays of a bucket's tensors, which have these states, fitted to its levels.
+) -> BucketStates | SeparateStates | None:
+    """The compressors' arrays of a bucket's tensors, which have these states; None if the method keeps none.
+
+    A bucket form gets them fitted to its levels; without one, `each_tensor` does that.
 
     Args:
         arrays: in the shapes of the tensors, where the bucket works.
     """
+    method = bucket.compressors[0]
+    if not method.has_bucket_form:
+        bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
+        return SeparateStates([tuple(map(xp.to_numpy, state.kept_for(method))) for state in states])
+    if not method.keeps_state:
+        return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
     if bucket.device is None:
         return BucketStates([state.prepare_on_host(xp, tensor, one, context) for state, tensor, one, _ in each])
@@ -276,6 +283,7 @@ class Group:
         number: among the buckets that do not wait for all gradients of a step; None for the others.
         arrays: the gradients of the step, row-major.
         has_states: whether the compressors' arrays of all its tensors lie in the bucket.
+        keeps_states: whether its steps leave arrays of its compressors.
         ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
     """
 
@@ -301,6 +309,9 @@ class Group:
         self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
         self.has_states = False
         self.ends_states = False
+        method = compressors[0]
+        self._takes_states = method.keeps_state or not method.has_bucket_form
+        self.keeps_states = self._takes_states and not method.lossless
         self._wrap_state: Callable[[np.ndarray], Array]
 
     def aside(self) -> Sequence[int] | np.ndarray:
@@ -353,24 +364,33 @@ class Group:
     def _costs_now(self) -> dict[str, Cost]:
         costs = {}
         for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
-            sent, in_node = compressor.bytes_in_bucket(tensor, self.bucket.context)
+            sent, in_node = self._bytes_of(tensor, compressor)
             floats = compressor.payload_floats(tensor.shape)
             costs[tensor.name] = Cost(int(sent), 4 * tensor.size, floats, bytes_in_node=int(in_node))
         return costs
 
+    def _bytes_of(self, tensor: TensorInfo, compressor: Compressor) -> tuple[float, float]:
+        context, handed = self.bucket.context, self.bucket.handed
+        if handed is None:
+            return compressor.bytes_in_bucket(tensor, context)
+        sent, in_node = handed[self.places[tensor.name]].tolist()
+        has_others = in_node and context.levels is not None and context.levels(tensor.name).across.size > 1
+        return sent, in_node if has_others else 0
+
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        if not self.has_states:
+        if self._takes_states and not self.has_states:
             states = [state for _, state, _ in self.tensors]
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
     def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
         """Keeps what a step has made of the compressors' arrays for the next one; on a device, if it counts."""
-        assert self.bucket.states is not None
-        if found_inf is None:
-            self.bucket.states.commit()
+        states = self.bucket.states
+        assert states is not None
+        if found_inf is not None and isinstance(states, BucketStates):
+            states.settle(found_inf)
         else:
-            self.bucket.states.settle(found_inf)
+            states.commit()
         if not self.has_states:
             like = xp.zeros((0,), like=self.arrays[0])
             self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)

@@ -19,18 +19,19 @@ from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
 def flag_of(
-    xp: ModuleType, waiting: Sequence[tuple[Array, Request | None]], found: Sequence[bool | Array]
+    xp: ModuleType, waiting: Sequence[tuple[Array, Sequence[Request]]], found: Sequence[bool | Array]
 ) -> Array:
     """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
 
     Args:
-        waiting: of each tensor that is in no bucket x, its gradient with what was kept back, and its first request, if
-            it has one. Not the gradient itself: the sum may overflow, and an infinity must not be kept.
+        waiting: of each tensor that is in no bucket x, its gradient with what was kept back, and its first requests.
+            Not the gradient itself: the sum may overflow, and an infinity must not be kept.
         found: whether each bucket has found an inf or NaN, as of `Bucket.call`.
     """
     casts = [
         request.array
-        for x, request in waiting
+        for x, requests in waiting
+        for request in requests
         if isinstance(request, AllReduce)
         and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
         and xp.dtype_name(x) != "float16"

@@ -121,15 +121,15 @@ def _arrays_of(request: Request) -> tuple[Array, ...]:
 
 
 def _is_numpy(request: Request) -> bool:
-    return isinstance(_arrays_of(request)[0], np.ndarray)
+    return isinstance(_arrays_of(request)[0], np.ndarray | np.generic)  # what is made of a scalar is no array
 
 
 def _of_framework(xp: ModuleType, request: Request, like: Array) -> Request:
     if not _is_numpy(request):
         return request
     if isinstance(request, AllReduce | ReduceScatter):
-        return type(request)(xp.from_numpy(request.array, like=like), request.op, group=request.group)
-    parts = tuple(xp.from_numpy(part, like=like) for part in request.parts)
+        return type(request)(xp.from_numpy(np.asarray(request.array), like=like), request.op, group=request.group)
+    parts = tuple(xp.from_numpy(np.asarray(part), like=like) for part in request.parts)
     if isinstance(request, AllToAll):
         return AllToAll(parts, group=request.group)
     room = None if request.with_room is None else xp.from_numpy(request.with_room, like=like)
@@ -227,7 +227,7 @@ def _unpack(
 
 def part_bytes(xp: ModuleType, part: Array) -> int:
     """Bytes of an array."""
-    if isinstance(part, np.ndarray):
+    if isinstance(part, np.ndarray | np.generic):
         return part.nbytes
     return number_of_elements(tuple(part.shape)) * DTYPE_BYTES[xp.dtype_name(part)]
 

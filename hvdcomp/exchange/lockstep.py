@@ -1,8 +1,9 @@
-"""Steps the generators of buckets and tensors in lockstep: every round takes one request from each, fuses them into few
+"""Steps the generators of buckets and tensors in lockstep: every round takes the requests of each, fuses them into few
 collectives, and hands the answers back."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -17,6 +18,8 @@ from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, of_framework,
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Sent
 from hvdcomp.exchange.tensor_step import TensorStep
+
+_Turn = tuple[BucketStep | TensorStep, list[Request]]  # which of them, and what it asks for
 
 
 class Lockstep:
@@ -53,7 +56,7 @@ class Lockstep:
         self._tensors = tensors
         self._alone = alone
         self._steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
-        self._waiting: list[tuple[BucketStep | TensorStep, Request]] = []
+        self._waiting: list[_Turn] = []
         self._round: Round | None = None
         self._number = 0  # of the round
         self._flag: Array
@@ -64,9 +67,9 @@ class Lockstep:
     def start(self) -> None:
         """Starts the collectives that come first, and waits for nothing."""
         self._clock.start()
-        turns = [self._turn(one, None) for one in self._steps]
+        turns = [self._turn(one, ()) for one in self._steps]
         of_tensors = [
-            (one.x, request) for one, (_, request) in zip(self._tensors, turns[len(self.buckets) :], strict=True)
+            (one.x, asked) for one, (_, asked) in zip(self._tensors, turns[len(self.buckets) :], strict=True)
         ]
         self._flag = flag_of(self._xp, of_tensors, [one.found_inf for one in self.buckets])
         self._send(turns)
@@ -82,8 +85,8 @@ class Lockstep:
             self._flag, self._take_flag = self._take_flag(answers), None
         self._clock.lap(self.rounds)
         self._number += 1
-        steps = [one for one, _ in self._waiting]
-        self._send([self._turn(one, answer) for one, answer in zip(steps, answers, strict=True)])
+        each = iter(answers)
+        self._send([self._turn(one, list(itertools.islice(each, len(asked)))) for one, asked in self._waiting])
         return self._round is not None
 
     def found_inf(self) -> Array:
@@ -101,17 +104,17 @@ class Lockstep:
     def _like(self) -> Array:
         return self._steps[0].like
 
-    def _turn(self, one: BucketStep | TensorStep, answer: Any) -> tuple[BucketStep | TensorStep, Request | None]:
-        request = one.advance(answer)
-        self._clock.lap(one.spans.decoding if request is None else one.spans.encoding)
-        return one, request
+    def _turn(self, one: BucketStep | TensorStep, answers: Sequence[Any]) -> _Turn:
+        requests = one.advance(answers)
+        self._clock.lap(one.spans.encoding if requests else one.spans.decoding)
+        return one, requests
 
-    def _send(self, turns: Sequence[tuple[BucketStep | TensorStep, Request | None]]) -> None:
+    def _send(self, turns: Sequence[_Turn]) -> None:
         self._round = None
-        self._waiting = [(one, request) for one, request in turns if request is not None]
+        self._waiting = [(one, asked) for one, asked in turns if asked]
         if not self._waiting:
             return
-        requests = [request for _, request in self._waiting]
+        requests = [request for _, asked in self._waiting for request in asked]
         if self._number == 0:
             requests, self._take_flag = with_flag(self._xp, requests, self._flag, self._like)
         if not self._clock.turns_only:

@@ -13,6 +13,7 @@ from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.each_tensor import preview_of
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.buckets import prepared_states
@@ -129,7 +130,7 @@ class Previews:
     def _grouped(
         self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
     ) -> list[_Bucket]:
-        """Tensors that are compressed together, in buckets; those of methods without a bucket form are in none."""
+        """Tensors that are compressed together, in buckets; on a device those that kernels take."""
         if not names:
             return []
         first = xs[names[0]]
@@ -141,9 +142,8 @@ class Previews:
             families: dict[Any, list[str]] = {}
             for name in names:
                 one, tensor = compressors[name], self._tensors[name]
-                family = one.bucket_family if not where or cuda.takes(one, tensor.size) else None
-                families.setdefault(family, []).append(name)
-            families.pop(None, None)
+                if not where or cuda.takes(one, tensor.size):
+                    families.setdefault(one.bucket_family, []).append(name)
             buckets = [
                 _Bucket([self._tensors[name] for name in mine], [compressors[name] for name in mine], where, self._room)
                 for mine in families.values()
@@ -162,9 +162,8 @@ class Previews:
     ) -> None:
         own = [xs[name] for name in bucket.names]
         bucket.bucket.begin(context)
-        if bucket.bucket.compressors[0].keeps_state:
-            states = [self._states[name] for name in bucket.names]
-            bucket.bucket.states = prepared_states(xp, bucket.bucket, states, own)
+        states = [self._states[name] for name in bucket.names]
+        bucket.bucket.states = prepared_states(xp, bucket.bucket, states, own)
         bucket.run(own, addresses, sources)
 
 
@@ -234,7 +233,7 @@ class _Bucket:
         if sources:
             bucket.call("make_x")
             segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
-        bucket.compressors[0].preview_bucket(bucket)
+        preview_of(bucket)
 
     def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
         """C(x) of each tensor; like: an array of the framework."""

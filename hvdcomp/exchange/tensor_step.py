@@ -146,17 +146,20 @@ class TensorState:
         """The memory of the next step: that of its plan, or else the one whose arrays are still to be sent."""
         return self.keeper if self.holds and type(memory) is not type(self.keeper) else memory
 
+    def kept_for(self, compressor: Compressor) -> tuple[Array, ...]:
+        """The arrays that are kept, which are only for the method that left them."""
+        return self.compressor if self.method == compressor.name else ()
+
     def prepare(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
-        """The arrays that a compressor starts from; those that are kept are only for the method that left them."""
-        kept = self.compressor if self.method == compressor.name else ()
-        return compressor.prepare(xp, x, kept, context)
+        """The arrays that a compressor starts from."""
+        return compressor.prepare(xp, x, self.kept_for(compressor), context)
 
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
         """The same in NumPy, for a float32 tensor on the host; the context's name is not looked at."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
-        kept = tuple(xp.to_numpy(array) for array in self.compressor) if self.method == compressor.name else ()
+        kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
         return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
@@ -241,19 +244,19 @@ class TensorStep:
         self._generator = compressor.aggregate(xp, source, before.compressor, context)
         self.cost.floats_sent = compressor.payload_floats(tuple(self._gradient.shape))
 
-    def advance(self, answer: Any) -> Request | None:
-        """Gives the generator the answer to its last request, at first None; its next request, or None at its end."""
+    def advance(self, answers: Sequence[Any]) -> list[Request]:
+        """Gives the generator the answer to its last request, at first none; its next request, or none at its end."""
         xp = self._xp
         try:
-            request = self._generator.send(answer)
+            request = self._generator.send(answers[0] if answers else None)
         except StopIteration as stop:
             self.outcome = stop.value
             self._mean = xp.like_original(stop.value.mean, self._gradient)
-            return None
+            return []
         sent = request_bytes(xp, request)
         self.cost.bytes_sent += sent
         self.cost.bytes_in_node += sent if request.group == "node" else 0
-        return request
+        return [request]
 
     @property
     def sent(self) -> Array | SparseVector:

@@ -193,7 +193,7 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
     for tensor, compressor in members:
         if isinstance(compressor, TwoLevel) and ranks_per_node == 1:
             compressor = compressor.compressor
-        family = compressor.bucket_family if tensor.dtype == "float32" else None
+        family = compressor.bucket_family if tensor.dtype == "float32" and compressor.has_bucket_form else None
         scattered = isinstance(compressor, Gathering) and compressor.scatters(ranks)
         if isinstance(compressor, TwoLevel) or (scattered and family is not None):
             together.setdefault(tensor.name if family is None else family, []).append((tensor, compressor))

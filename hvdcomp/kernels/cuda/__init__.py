@@ -130,6 +130,7 @@ def takes(compressor: Any, size: int) -> bool:
     scatters = getattr(compressor, "exchange", "gather") != "gather"  # in chunks, which are cut on the host alone
     return (
         compressor.name in METHODS
+        and compressor.has_bucket_form
         and not scatters
         and size <= MOST_ELEMENTS
         and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
