@@ -87,7 +87,7 @@ def regimes(artefact: Artefact, quick: bool) -> Outcome:
                 what: [Curve(label=what, x=list(range(1, epochs + 1)), y=shown[key]["values"])]
                 for what, key in (("largest eigenvalue", "eigenvalue"), ("norm of the gradient", "gradient_norm"))
             }
-            both = record.critical("eigenvalue")[10] and record.critical("gradient_norm")[10]
+            both = bool(record.critical("eigenvalue")[10] and record.critical("gradient_norm")[10])
     share = statistics.fmean(agreements)
     rows = [
         Row(what="spans of two epochs that both call alike (%)", ours=share, holds=share >= 80),

@@ -49,8 +49,15 @@ def _bars(axes: Axes, curves: list[Curve]) -> None:
 def _lines(axes: Axes, curves: list[Curve]) -> None:
     for number, curve in enumerate(curves):
         values = [float("nan") if value is None else value for value in curve.y]
-        style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
-        axes.plot(curve.x, values, label=curve.label, linewidth=1.4, marker="." if len(values) < 8 else "", **style)
+        axes.plot(
+            curve.x,
+            values,
+            label=curve.label,
+            linewidth=1.4,
+            marker="." if len(values) < 8 else "",
+            color=_COLOURS[number % len(_COLOURS)],
+            linestyle=_LINES[number // len(_COLOURS) % len(_LINES)],
+        )
     shown = [value for curve in curves for value in curve.y if value is not None]
     if shown and min(shown) > 0 and max(shown) > 20 * min(shown):
         axes.set_yscale("log")

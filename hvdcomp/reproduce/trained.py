@@ -275,7 +275,7 @@ def _table(artefact: Artefact) -> tuple[dict[str, float], str]:
     name = artefact.settings.get("network", "ResNet-18")
     if name not in networks:
         return {}, name
-    found = {}
+    found: dict[str, float] = {}
     for label, (_, numbers) in zip(("low", "high", "Accordion"), networks[name].items(), strict=True):
         found |= {f"{label} {what}": value for what, value in numbers.items()}
     return found, name
@@ -420,7 +420,7 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
     settings = artefact.settings
     large = EXTREME if settings.get("extreme") else LARGE
     rate = 0.05
-    whole = {"lr": rate}
+    whole: dict[str, Any] = {"lr": rate}
     accordion = f"accordion_batch_size:low={SMALL},high={large},interval=1"
     runs: dict[str, Sequence[Trained]] = {
         "small": t.train("images", "none", **whole),
@@ -515,7 +515,7 @@ def _gravac(epsilon: float, workload: str, largest: int = 1000, least: float = 1
     return f"gravac:min={least:g},max={largest},epsilon={epsilon:g},{WINDOW[workload]},{GRAVAC}{more}"
 
 
-def _momentum(compressor: str) -> dict[str, float]:
+def _momentum(compressor: str) -> dict[str, Any]:
     return {"momentum": 0.0} if compressor == "dgc" else {}  # it has momentum of its own
 
 
