@@ -30,7 +30,7 @@ def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
         return Outcome(name=artefact.name, why=artefact.why)
     commits: list[str] = []
     if name in predicted.COUNTERPARTS or name in counted.COUNTERPARTS:
-        found = (predicted.COUNTERPARTS | counted.COUNTERPARTS)[name](artefact)
+        found = {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}[name](artefact)
     else:
         from hvdcomp.reproduce import timed, trained
 

@@ -52,8 +52,8 @@ def collectives(artefact: Artefact) -> Outcome:
         ):
             row = f"{name.replace('_', ' ')}, 64 machines: {what}"
             rows.append(Row(what=row, published=published, ours=ours, holds=within(ours, published, 1e-9)))
-    ours = "By the formulas of the performance model, whose messages a test counts on arrays."
-    return Outcome(name=artefact.name, rows=rows, ours=ours)
+    how = "By the formulas of the performance model, whose messages a test counts on arrays."
+    return Outcome(name=artefact.name, rows=rows, ours=how)
 
 
 def overlap(artefact: Artefact) -> Outcome:
