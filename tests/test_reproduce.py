@@ -31,7 +31,11 @@ pytest.importorskip("torch")
 
 TABLES_AND_FIGURES = {"accordion": (10, 20), "utility": (3, 21), "gravac": (4, 11)}
 """How many of them each paper has."""
-CHEAP = [name for name, one in artefacts().items() if one.counterpart in predicted.COUNTERPARTS | counted.COUNTERPARTS]
+CHEAP = [
+    name
+    for name, one in artefacts().items()
+    if one.counterpart in {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}
+]
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -99,6 +103,9 @@ def test_the_verdict_follows_from_the_rows() -> None:
     assert _verdict(yes, silent) == AS_PUBLISHED
     assert _verdict(yes, no) == _verdict(yes, left_open) == _verdict(yes, lacking) == IN_PART
     assert _verdict(no, silent) == _verdict(no, left_open) == REVERSED
+    lost, kept = (Row(what="a", published=1, ours=1, holds=holds, main=True) for holds in (False, True))
+    assert _verdict(yes, lost) == REVERSED
+    assert _verdict(yes, lost, kept) == _verdict(no, kept) == IN_PART
     assert _verdict() == _verdict(silent) == _verdict(left_open) == NOT_SHOWN
 
 

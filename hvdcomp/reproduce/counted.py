@@ -71,7 +71,7 @@ def sizes(artefact: Artefact) -> Outcome:
 def floats_sent(artefact: Artefact) -> list[Row]:
     """Of Accordion's tables 1 to 6: what fixed levels send in a whole training, which the numbers of steps and the
     shapes determine. What Accordion sends is between them, and only a training says where."""
-    data, compressor = artefact.settings.get("data", ""), artefact.settings.get("compressor")
+    data, compressor = str(artefact.settings.get("data")), artefact.settings.get("compressor")
     chosen = artefact.settings.get("network")
     rows = []
     for network, levels in artefact.published.items() if data in networks.CLASSES else ():

@@ -66,7 +66,7 @@ def common_of_largest(training: Mapping[str, Any], share: float = 0.1) -> float:
 def regimes(artefact: Artefact, quick: bool) -> Outcome:
     """Accordion's figure 3: spans that are critical by the norm of the gradient, and by the Hessian's eigenvalue."""
     epochs, seeds = 20, range(1 if quick else 5)
-    agreements = []
+    agreements, both = [], False
     curves: dict[str, list[Curve]] = {}
     for seed in seeds:
         at_work = _Training(
@@ -87,7 +87,7 @@ def regimes(artefact: Artefact, quick: bool) -> Outcome:
                 what: [Curve(label=what, x=list(range(1, epochs + 1)), y=shown[key]["values"])]
                 for what, key in (("largest eigenvalue", "eigenvalue"), ("norm of the gradient", "gradient_norm"))
             }
-            both = bool(record.critical("eigenvalue")[10] and record.critical("gradient_norm")[10])
+            both = all(bool(record.critical(key)[10]) for key in ("eigenvalue", "gradient_norm"))
     share = statistics.fmean(agreements)
     rows = [
         Row(what="spans of two epochs that both call alike (%)", ours=share, holds=share >= 80),

@@ -27,6 +27,7 @@ class Row:
         half: half of the 95 % interval of ours, over seeds; None of what has no spread.
         holds: whether ours says what the paper says; None if it does not say, or if the paper says nothing of it.
         open: the paper says something of it, and the spread of ours leaves it open.
+        main: it is what the paper draws from the table or figure.
         note: how ours was found, or why there is none.
     """
 
@@ -36,6 +37,7 @@ class Row:
     half: float | None = None
     holds: bool | None = None
     open: bool = False
+    main: bool = False
     note: str = ""
 
     @property
@@ -77,11 +79,14 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """One of `VERDICTS`, by the rows that say whether they hold. Where a published number has none of ours, or the
-        spread leaves a row open, that is in part at most."""
+        """One of `VERDICTS`, by the rows that say whether they hold: reversed if none does, or none of the main ones.
+        Where a published number has none of ours, or the spread leaves a row open, that is in part at most."""
         said = [row.holds for row in self.rows if row.holds is not None]
+        main = [row.holds for row in self.rows if row.holds is not None and row.main]
         if not said:
             return NOT_SHOWN
+        if main and not any(main):
+            return REVERSED
         whole = not any(row.open or (row.ours is None and row.published is not None) for row in self.rows)
         return (AS_PUBLISHED if whole else IN_PART) if all(said) else IN_PART if any(said) else REVERSED
 

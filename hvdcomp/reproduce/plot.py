@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,15 +50,9 @@ def _bars(axes: Axes, curves: list[Curve]) -> None:
 def _lines(axes: Axes, curves: list[Curve]) -> None:
     for number, curve in enumerate(curves):
         values = [float("nan") if value is None else value for value in curve.y]
-        axes.plot(
-            curve.x,
-            values,
-            label=curve.label,
-            linewidth=1.4,
-            marker="." if len(values) < 8 else "",
-            color=_COLOURS[number % len(_COLOURS)],
-            linestyle=_LINES[number // len(_COLOURS) % len(_LINES)],
-        )
+        line = _LINES[number // len(_COLOURS) % len(_LINES)]
+        style: Any = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": line}
+        axes.plot(curve.x, values, label=curve.label, linewidth=1.4, marker="." if len(values) < 8 else "", **style)
     shown = [value for curve in curves for value in curve.y if value is not None]
     if shown and min(shown) > 0 and max(shown) > 20 * min(shown):
         axes.set_yscale("log")
