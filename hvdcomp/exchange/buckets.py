@@ -283,7 +283,6 @@ class Group:
         number: among the buckets that do not wait for all gradients of a step; None for the others.
         arrays: the gradients of the step, row-major.
         has_states: whether the compressors' arrays of all its tensors lie in the bucket.
-        keeps_states: whether its steps leave arrays of its compressors.
         ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
     """
 
@@ -309,9 +308,6 @@ class Group:
         self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
         self.has_states = False
         self.ends_states = False
-        method = compressors[0]
-        self._takes_states = method.keeps_state or not method.has_bucket_form
-        self.keeps_states = self._takes_states and not method.lossless
         self._wrap_state: Callable[[np.ndarray], Array]
 
     def aside(self) -> Sequence[int] | np.ndarray:
@@ -339,6 +335,12 @@ class Group:
         self.arrays = ()
         if self._on_device:  # where memory that is let go of comes back without being cleared
             self._set_aside = None
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether its steps leave arrays of its compressors."""
+        method = self.bucket.compressors[0]
+        return method.keeps_state or not (method.has_bucket_form or method.lossless)
 
     @property
     def _on_device(self) -> bool:
@@ -379,7 +381,8 @@ class Group:
 
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        if self._takes_states and not self.has_states:
+        method = self.bucket.compressors[0]
+        if not self.has_states and (method.keeps_state or not method.has_bucket_form):
             states = [state for _, state, _ in self.tensors]
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
