@@ -313,10 +313,12 @@ def test_uneven_nodes_have_no_levels_and_what_the_user_set_wrong_is_told() -> No
 def test_the_largest_collectives_of_both_levels_are_measured() -> None:
     torch = pytest.importorskip("torch")
     from hvdcomp.bench import calibrate
+    from hvdcomp.bench.workload import build
 
     try:
         compressors = [parse_compressor("qsgd:bits=8")]
-        flat, both = (calibrate._largest(["mlp"], compressors, 4, inside, 2, 0) for inside in (None, 2))
+        models = [build("mlp", batch_size=2, seed=0, rank=0).tensors()]
+        flat, both = (calibrate.largest_collectives(models, compressors, 4, inside) for inside in (None, 2))
     finally:
         torch.set_flush_denormal(False)
     elements = 820_874
