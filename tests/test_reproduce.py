@@ -105,7 +105,8 @@ def test_the_verdict_follows_from_the_rows() -> None:
     assert _verdict(no, silent) == _verdict(no, left_open) == REVERSED
     lost, kept = (Row(what="a", published=1, ours=1, holds=holds, main=True) for holds in (False, True))
     assert _verdict(yes, lost) == REVERSED
-    assert _verdict(yes, lost, kept) == _verdict(no, kept) == IN_PART
+    unsaid = Row(what="a", published=1, ours=1, open=True, main=True)
+    assert _verdict(yes, lost, kept) == _verdict(no, kept) == _verdict(no, unsaid) == IN_PART
     assert _verdict() == _verdict(silent) == _verdict(left_open) == NOT_SHOWN
 
 
