@@ -163,6 +163,13 @@ def test_the_page_has_every_name_and_reversed_results_first(tmp_path: Path) -> N
     assert "Cannot be shown here, because it is a sketch" in text
 
 
+def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
+    assert found.keys() <= artefacts().keys()
+    assert (docs / "reproduction.md").read_text() == page(found)
+
+
 def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
     listed = CliRunner().invoke(main, ["reproduce"], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
