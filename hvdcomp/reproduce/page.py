@@ -35,8 +35,8 @@ Our trainings are short: 640 steps, and 210 of the LSTM, where Accordion's have 
 not made up by then, so that low and high compression lie further apart than in the papers. A reversed result of a
 training says that the paper's finding does not carry over to so short a training, and not that it is wrong.
 """
-_QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without it they have ten: that has
-not been run yet.
+_QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without it they have ten,
+which has not been run yet.
 """
 
 
