@@ -105,7 +105,8 @@ def test_the_verdict_follows_from_the_rows() -> None:
     assert _verdict(no, silent) == _verdict(no, left_open) == REVERSED
     lost, kept = (Row(what="a", published=1, ours=1, holds=holds, main=True) for holds in (False, True))
     assert _verdict(yes, lost) == REVERSED
-    assert _verdict(yes, lost, kept) == _verdict(no, kept) == IN_PART
+    unsaid = Row(what="a", published=1, ours=1, open=True, main=True)
+    assert _verdict(yes, lost, kept) == _verdict(no, kept) == _verdict(no, unsaid) == IN_PART
     assert _verdict() == _verdict(silent) == _verdict(left_open) == NOT_SHOWN
 
 
@@ -160,6 +161,13 @@ def test_the_page_has_every_name_and_reversed_results_first(tmp_path: Path) -> N
     assert sorted(headings) == sorted(artefacts())
     assert "Not run yet: `hvdcomp reproduce accordion-table1`." in text
     assert "Cannot be shown here, because it is a sketch" in text
+
+
+def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
+    assert found.keys() <= artefacts().keys()
+    assert (docs / "reproduction.md").read_text() == page(found)
 
 
 def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:

@@ -79,16 +79,20 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """One of `VERDICTS`, by the rows that say whether they hold: reversed if none does, or none of the main ones.
-        Where a published number has none of ours, or the spread leaves a row open, that is in part at most."""
+        """One of `VERDICTS`, by the rows that say whether they hold.
+
+        Reversed is a result of which no row holds or, where some are main ones, none of these. Where a published number
+        has none of ours, or the spread leaves a row open, a result is in part at most.
+        """
         said = [row.holds for row in self.rows if row.holds is not None]
-        main = [row.holds for row in self.rows if row.holds is not None and row.main]
         if not said:
             return NOT_SHOWN
-        if main and not any(main):
+        main = [row for row in self.rows if row.main]
+        decided = [row.holds for row in main or self.rows if row.holds is not None]
+        if decided and not any(decided):
             return REVERSED
         whole = not any(row.open or (row.ours is None and row.published is not None) for row in self.rows)
-        return (AS_PUBLISHED if whole else IN_PART) if all(said) else IN_PART if any(said) else REVERSED
+        return AS_PUBLISHED if all(said) and whole else IN_PART
 
     @property
     def reason(self) -> str:
