@@ -38,6 +38,7 @@ from hvdcomp.files import csv_of, replace_files
 from hvdcomp.terminal import make_console
 
 METHODS = ("none", "fp16", "powersgd:rank=4", "topk:ratio=0.01")
+RATES = ("100mbit", "1gbit")
 UNCOMPRESSED = convergence.UNCOMPRESSED
 
 
@@ -142,6 +143,8 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
         return False
     commits = commits_of(runs)
     first, lines = runs[0], []
+    rates = list(dict.fromkeys(one["rate"] for one in records))
+    chosen = "" if tuple(rates) == RATES else "".join(f" --rate {rate}" for rate in rates)
     options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
     for one in records:
         cells = [
@@ -152,7 +155,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
         lines.append(f"| {' | '.join(cells)} |")
     text = f"""# Time to a target, on the emulated cluster
 
-Made by `sudo .venv/bin/python benchmarks/time_to_target.py`, at commit {commits}.
+Made by `sudo .venv/bin/python benchmarks/time_to_target.py{chosen}`, at commit {commits}.
 Each training is one of `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), one rank
 on each, until the validation part reaches {first.options["until"]}: {options}. All hosts share the machine's cores, so
 that steps compute for longer than they would on hosts of their own, and the network is a smaller part of them.
@@ -174,7 +177,7 @@ Seconds are those of training, without evaluations: means over the seeds, with t
     "--workload", default="mnist1d", show_default=True, type=click.Choice(list(convergence.WORKLOADS)), help="Which."
 )
 @click.option("--hosts", type=click.IntRange(2), default=4, show_default=True)
-@click.option("--rate", "rates", multiple=True, default=("100mbit", "1gbit"), show_default=True, metavar="RATE")
+@click.option("--rate", "rates", multiple=True, default=RATES, show_default=True, metavar="RATE")
 @click.option(
     "--method", "methods", multiple=True, default=METHODS, show_default=True,
     type=click.Choice([one.spec for one in convergence.METHODS]), metavar="SPEC",
