@@ -16,7 +16,6 @@ from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, TensorInfo
-from hvdcomp.compressors.sparse_summed import BlocksTogether
 from hvdcomp.compressors.sparsification import ByRatio
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.fusion import request_bytes
@@ -39,8 +38,7 @@ from tests.harness import (
 
 SHAPE = (37, 29)  # nothing divides it
 EVERY = [*EXAMPLES, *TWO_LEVELS]
-_BY_RATIO = {spec: one for spec in EXAMPLES if isinstance(one := parse_compressor(spec), ByRatio)}
-OF_ELEMENTS = [spec for spec, one in _BY_RATIO.items() if not isinstance(one, BlocksTogether)]
+OF_ELEMENTS = [spec for spec in EXAMPLES if isinstance(parse_compressor(spec), ByRatio)]
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)

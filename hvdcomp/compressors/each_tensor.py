@@ -22,11 +22,11 @@ from hvdcomp.compressors.protocol import (
     Aggregation,
     AllReduce,
     Context,
-    ReduceScatter,
     Request,
     SparseVector,
     TensorInfo,
 )
+from hvdcomp.compressors.sizes import payload_of
 
 _LARGE = 1 << 16  # elements
 
@@ -126,7 +126,8 @@ class _Each:
             except StopIteration as stop:
                 self._outcomes[place] = stop.value
             else:
-                handed[place] += _bytes_of(requests[place])
+                sent = payload_of(requests[place]).bytes
+                handed[place] += sent, sent if requests[place].group == "node" else 0
         return requests
 
     def end(self) -> bool:
@@ -180,10 +181,3 @@ def _cast_too_large(requests: Iterable[Request]) -> bool:
     """Whether a cast to half precision, for the wire, has made numbers infinite."""
     sums = [_numpy(one.array) for one in requests if isinstance(one, AllReduce)]
     return bool(numpy_arrays.found_inf([one for one in sums if one.dtype == np.float16])[0] != 0)
-
-
-def _bytes_of(request: Request) -> tuple[int, int]:
-    """Bytes that a request hands to a collective, and of these to one among the ranks of a node."""
-    arrays = (request.array,) if isinstance(request, AllReduce | ReduceScatter) else request.parts
-    handed = sum(one.nbytes for one in arrays)
-    return handed, handed if request.group == "node" else 0

@@ -50,10 +50,11 @@ def payloads_of_step(
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=ranks)  # sizes are the same on all ranks
     generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)
-    return tuple(map(_payload_of, run_alone(generator)[1]))
+    return tuple(map(payload_of, run_alone(generator)[1]))
 
 
-def _payload_of(request: Request) -> Payload:
+def payload_of(request: Request) -> Payload:
+    """What a request hands to a collective."""
     kind = type(request).__name__.lower()
     if isinstance(request, AllReduce | ReduceScatter):
         return Payload(kind, request.array.nbytes, f"{request.op} {request.array.dtype}")

@@ -22,12 +22,12 @@ from hvdcomp.compressors.packing import pad
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.compressors.sparse_payload import elements_kept
-from hvdcomp.compressors.sparsification import ByRatio
+from hvdcomp.compressors.sparsification import WithRatio
 from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
-class BlocksTogether(ByRatio):
+class BlocksTogether(WithRatio):
     """Base of methods by which all ranks send the same blocks of consecutive elements.
 
     A first allreduce carries what the blocks are judged by; a second one the elements of the best.
@@ -78,14 +78,8 @@ class BlocksTogether(ByRatio):
 
         return Outcome(spread(mean), xp.astype(spread(values), dtype))
 
-    def most_elements(self, budget: float, size: int) -> int:
-        raise NotImplementedError("the shape matters, not the size alone")
-
-    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        return Compressor.payload_floats(self, shape, level)
-
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        Compressor.level_for(self, compression_factor, shape)  # refuses a factor below 1
+        super().level_for(compression_factor, shape)  # refuses a factor below 1
         size = number_of_elements(shape)
         number, length = self.blocks_of(shape)
         count = max(1, math.floor((size / compression_factor - number * self.numbers_of_block()) / length))

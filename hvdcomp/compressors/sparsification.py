@@ -22,8 +22,8 @@ from hvdcomp.specs.levels import Level
 
 
 @dataclass(frozen=True)
-class ByRatio(Compressor):
-    """Base of the methods that send a share of the elements.
+class WithRatio(Compressor):
+    """Base of the methods that send a share of the elements, which is their level.
 
     Attributes:
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
@@ -36,6 +36,20 @@ class ByRatio(Compressor):
     level_name: ClassVar[str | None] = "ratio"
     harms_adam: ClassVar[bool] = True
 
+    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        Compressor.level_for(self, compression_factor, shape)
+        size = number_of_elements(shape)
+        return max(1, math.floor(size / compression_factor)) / size
+
+
+@dataclass(frozen=True)
+class ByRatio(WithRatio):
+    """Base of those that send just these elements, whatever the tensor's shape.
+
+    Attributes:
+        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
+    """
+
     def most_elements(self, budget: float, size: int) -> int:
         """Of a tensor of `size` elements, the most whose payload is within `budget` bytes; 1 if that of none is."""
         raise NotImplementedError
@@ -47,11 +61,6 @@ class ByRatio(Compressor):
         super().level_for(compression_factor, shape)
         size = number_of_elements(shape)
         return self.most_elements(4 * size / compression_factor, size) / size
-
-    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        super().level_for(compression_factor, shape)
-        size = number_of_elements(shape)
-        return max(1, math.floor(size / compression_factor)) / size
 
 
 @dataclass(frozen=True)
