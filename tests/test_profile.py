@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from hvdcomp.bench.watched import BACKWARD, EXCHANGE, FORWARD, OPTIMIZER, Watch, Watched
 from hvdcomp.commands.advise import command as advise
 from hvdcomp.commands.profile import command, to_begin_with
-from hvdcomp.perfmodel import EncodeTime, load
+from hvdcomp.perfmodel import Adviser, EncodeTime, Setting, load
 from hvdcomp.train.options import SetupError
 from tests.launch import available, run_ranks
 
@@ -199,14 +199,13 @@ def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_p
     encode = {spec: EncodeTime(seconds) for spec, seconds in times.items()}
     compute = replace(facts.compute, encode=encode)
     slow = replace(calibration, noise=0.0, models={"training": replace(facts, compute=compute)})
-    with_adam = to_begin_with(slow, 2, "Adam")
+    adviser = Adviser(slow)
+    advice = adviser.advise(Setting(2))
+    with_adam = to_begin_with(adviser, advice, "Adam")
     assert "loss with Adam was at most 2% above dense in hvdcomp's own trainings, int8 is the fastest" in with_adam[0]
     assert "from_spec('int8')" in with_adam[1]
-    assert "none was measured here" in to_begin_with(slow, 2, "SGD")[0], "topk and int4 cost more than that with SGD"
-
-    few = _profile(tmp_path, "torchrun", _DDP, "12")
-    assert few.returncode != 0
-    assert "ended after 11 steps of its optimizer, and 10 + 5 were to be watched: give it more" in few.stdout
+    with_sgd = to_begin_with(adviser, advice, "SGD")
+    assert "none was measured here" in with_sgd[0], "topk and int4 cost more than that with SGD"
 
 
 @pytest.mark.thorough
@@ -228,6 +227,42 @@ def test_bad_input_is_refused_at_once(tmp_path: Path) -> None:
     ):
         done = CliRunner().invoke(command, words)
         assert (done.exit_code, said in done.output) == (2, True), done.output
+
+
+@pytest.fixture
+def own_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program gets others, and its folder comes first."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+_ALONE = """
+import sys
+import torch
+
+weight = torch.nn.Parameter(torch.ones(2))
+if sys.argv[1] == "sharded":
+    weight.device_mesh = "as a DTensor has"
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(12):
+    weight.sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.usefixtures("own_arguments")
+def test_a_training_that_cannot_be_profiled_ends_with_the_reason_and_is_watched_no_longer(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_ALONE)
+    backward = torch.autograd.backward
+    for argument, said in (
+        ("plain", "ended after 11 steps of its optimizer, and 10 + 5 were to be watched: give it more"),
+        ("sharded", "the parameters are sharded"),
+    ):
+        words = [*_QUICK, "--output", str(tmp_path / "p.json"), str(script), argument]
+        done = CliRunner().invoke(command, words)
+        assert (done.exit_code, said in done.output) == (1, True), done.output
+        assert torch.autograd.backward is backward
 
 
 def test_one_rank_has_no_network(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import gc
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,13 @@ import torch
 
 from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import Reading
-from hvdcomp.bench.levels import find_levels
+from hvdcomp.bench.levels import Levels, find_levels
 from hvdcomp.bench.marks import HOST
 from hvdcomp.bench.probe_model import probe_model
-from hvdcomp.bench.probe_network import IN_LEVELS, Kind, probe_network
+from hvdcomp.bench.probe_network import IN_LEVELS, Kind, NetworkProbe, probe_network
 from hvdcomp.bench.workload import build
 from hvdcomp.compressors import Compressor, NoCompression, TensorInfo
-from hvdcomp.perfmodel.calibration import Calibration
+from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.perfmodel.noise import NOISY
@@ -70,14 +70,10 @@ def calibrate(
         SpecError: for a compressor in two levels, where there are none.
         ConfigurationError: as of `find_levels`.
     """
-    levels = find_levels(carrier.communicator())
-    for one in compressors:
-        levels.check(one)
+    levels = levels_for(compressors, carrier)
     tensors = [build(model, batch_size, seed, rank=0, device=device).tensors() for model in models]
-    largest = largest_collectives(tensors, compressors, carrier.ranks.size, levels.ranks_per_node)
-    show_network: Show = lambda what: show(f"network: {what}")  # noqa: E731
-    network = probe_network(largest, carrier, levels, device, NETWORK_SHARE * seconds, show_network)
-    readings = {f"network, {what}": one for what, one in network.readings.items()}
+    network = network_for(tensors, compressors, carrier, levels, device, NETWORK_SHARE * seconds, show)
+    readings: dict[str, Reading] = {}
     facts = {}
     for model in models:
         probe = probe_model(
@@ -96,15 +92,66 @@ def calibrate(
         facts[model] = probe.facts
         readings |= {f"{model}, {what}": one for what, one in probe.readings.items()}
         gc.collect()  # optimizers and their hooks hold each other
-    noisy = {what: one for what, one in readings.items() if one.noisy}
+    return put_together(name, "hvdcomp calibrate", network, facts, readings, carrier, device)
+
+
+def levels_for(compressors: Sequence[Compressor], carrier: Carrier) -> Levels:
+    """The levels of all ranks, in which these compressors can be used. To be called on every rank.
+
+    Raises:
+        SpecError: for a compressor in two levels, where there are none.
+        ConfigurationError: as of `find_levels`.
+    """
+    levels = find_levels(carrier.communicator())
+    for one in compressors:
+        levels.check(one)
+    return levels
+
+
+def network_for(
+    models: Sequence[Sequence[TensorInfo]],
+    compressors: Sequence[Compressor],
+    carrier: Carrier,
+    levels: Levels,
+    device: torch.device,
+    seconds: float,
+    show: Show,
+) -> NetworkProbe:
+    """Measures the network, up to the largest collectives of these models with any of these compressors.
+
+    Args:
+        models: the tensors of each.
+        carrier, levels, device, seconds, show: as of `probe_network`.
+    """
+    largest = largest_collectives(models, compressors, carrier.ranks.size, levels.ranks_per_node)
+    return probe_network(largest, carrier, levels, device, seconds, lambda what: show(f"network: {what}"))
+
+
+def put_together(
+    name: str,
+    source: str,
+    network: NetworkProbe,
+    models: Mapping[str, ModelFacts],
+    readings: Mapping[str, Reading],
+    carrier: Carrier,
+    device: torch.device,
+) -> Calibrated:
+    """The calibration of what was measured.
+
+    Args:
+        source: the command that has measured.
+        readings: of the models, by what they are.
+    """
+    every = {f"network, {what}": one for what, one in network.readings.items()} | dict(readings)
+    noisy = {what: one for what, one in every.items() if one.noisy}
     calibration = Calibration(
         name=name,
         network=network.network,
-        models=facts,
+        models=models,
         machine=machine_facts(carrier, device),
-        noise=float(np.median([one.spread for one in readings.values()])),
+        noise=float(np.median([one.spread for one in every.values()])),
         noise_note=noise_note(noisy),
-        network_source=f"hvdcomp calibrate, {carrier.ranks.size} ranks of {carrier.network}",
+        network_source=f"{source}, {carrier.ranks.size} ranks of {carrier.network}",
     )
     return Calibrated(calibration, noisy)
 

@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hvdcomp.bench.calibrate import Calibrated, Show, largest_collectives, machine_facts, noise_note
+from hvdcomp.bench.calibrate import Calibrated, Show, levels_for, network_for, put_together
 from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import Reading, halves
-from hvdcomp.bench.levels import find_levels
 from hvdcomp.bench.marks import wait_for
 from hvdcomp.bench.no_payload import NoPayload
 from hvdcomp.bench.probe_encode import encode_time, gradients, latency_s
 from hvdcomp.bench.probe_model import time_beside
-from hvdcomp.bench.probe_network import probe_network
 from hvdcomp.bench.probe_steps import everywhere, mean, ready_of, slowest
 from hvdcomp.bench.watched import BACKWARD, FORWARD, OPTIMIZER, Watched
 from hvdcomp.bench.workload import Workload
@@ -30,7 +28,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.advice import Adviser
-from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
+from hvdcomp.perfmodel.calibration import ModelFacts
 from hvdcomp.perfmodel.compute import Compute
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting
@@ -83,14 +81,10 @@ def profile(
         SpecError: for a compressor in two levels, where there are none.
         ConfigurationError: as of `find_levels`.
     """
-    levels = find_levels(carrier.communicator())
-    for one in compressors:
-        levels.check(one)
-    ranks, workload = carrier.ranks, watched.workload
+    levels = levels_for(compressors, carrier)
+    ranks, workload, device = carrier.ranks, watched.workload, watched.workload.device
     tensors = workload.tensors()
-    largest = largest_collectives([tensors], compressors, ranks.size, levels.ranks_per_node)
-    show_network: Show = lambda what: show(f"network: {what}")  # noqa: E731
-    probe = probe_network(largest, carrier, levels, workload.device, _NETWORK_SHARE * seconds, show_network)
+    probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show)
     parts = everywhere(watched.parts, ranks)  # (ranks, steps, parts)
     step = halves(slowest(parts))
     # Ranks wait for the slowest in every step, whatever they send: that is no part of the exchange.
@@ -110,7 +104,6 @@ def profile(
     beside = time_beside(probe.network, compute, dense, carrier.bucket_bytes, ranks.size, step.seconds)
     encode = {UNCOMPRESSED: replace(beside, source=SOURCE)}
     readings = {"step of the training": step, "computing of a step": computing}
-    readings |= {f"network, {what}": one for what, one in probe.readings.items()}
     each = (1 - _NETWORK_SHARE) * seconds / max(1, len(compressors) + _TRIED)
     for one in compressors:
         spec = str(one)
@@ -131,26 +124,16 @@ def profile(
         sources={"hides": "taken as 1: no method was trained with"},
         estimated=("hides",),
     )
-    noisy = {what: one for what, one in readings.items() if one.noisy}
-    calibration = Calibration(
-        name=name,
-        network=probe.network,
-        models={MODEL: facts},
-        machine=machine_facts(carrier, workload.device),
-        noise=float(np.median([one.spread for one in readings.values()])),
-        noise_note=noise_note(noisy),
-        network_source=f"{SOURCE}, {ranks.size} ranks of {carrier.network}",
-    )
-    advice = Adviser(calibration, MODEL).advise(Setting(ranks.size))
-    by_time = sorted(advice.methods.values(), key=lambda method: method.step_s)
+    made = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)
+    adviser = Adviser(made.calibration)
+    by_time = sorted(adviser.advise(Setting(ranks.size)).methods.values(), key=lambda method: method.step_s)
     compressed = [method.spec for method in by_time if not method.exchange.overlapped][:_TRIED]
-    tried = {UNCOMPRESSED: _dense(workload, carrier, levels.ranks, each, show)}
+    show("exchanges of dense gradients")
+    tried = {UNCOMPRESSED: _dense(workload, carrier, levels.ranks, each)}
     for spec in ranks.broadcast(compressed, "tried"):
         show(f"exchanges of {spec}")
-        compressor = Adviser(calibration, MODEL, [spec]).compressors[spec]
-        tried[spec] = _exchanges(Engine(levels.ranks, tensors, compressor), workload, carrier, each)
-    waits = max(0.0, step.seconds - computing.seconds)
-    return Profiled(Calibrated(calibration, noisy), step, waits, tried)
+        tried[spec] = _exchanges(Engine(levels.ranks, tensors, adviser.compressors[spec]), workload, carrier, each)
+    return Profiled(made, step, max(0.0, step.seconds - computing.seconds), tried)
 
 
 def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: float) -> Reading:
@@ -169,9 +152,8 @@ def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: fl
     return _timed(exchange, renew, workload.device, carrier, seconds)
 
 
-def _dense(workload: Workload, carrier: Carrier, ranks: Communicator, seconds: float, show: Show) -> Reading:
+def _dense(workload: Workload, carrier: Carrier, ranks: Communicator, seconds: float) -> Reading:
     """The same for the gradients as they are, in one piece."""
-    show("exchanges of dense gradients")
     flat = torch.cat([gradient.flatten().float() for gradient in gradients(workload).values()])
 
     def exchange() -> None:

@@ -18,7 +18,7 @@ from hvdcomp.compressors import BUCKET_BYTES, evidence_in_words, first_to_try
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
-from hvdcomp.perfmodel import Calibration, CalibrationError, Setting, load, presets
+from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
 from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
@@ -150,11 +150,9 @@ def command(
         click.echo(f"Wrote {file}", err=as_json)
 
 
-def show_advice(calibration: Calibration, world_size: int) -> None:
-    """Prints what the command says of the first model of a calibration."""
-    adviser = Adviser(calibration, next(iter(calibration.models)))
-    setting = Setting(world_size)
-    _print(_report(adviser, setting, adviser.advise(setting), None, []))
+def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
+    """Prints what the command says of a setting."""
+    _print(_report(adviser, setting, advice, None, []))
 
 
 def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:

@@ -17,9 +17,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from hvdcomp.commands.advise import lines_to_type, show_advice
 from hvdcomp.commands.calibrate import COMPRESSORS, check_writable
 from hvdcomp.communicators import allow_process_sets
-from hvdcomp.compressors import FIRST
+from hvdcomp.compressors import FIRST, excess_of
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.perfmodel.advice import FREE
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import beforehand, environment
 from hvdcomp.train.backends import reach
@@ -29,7 +30,7 @@ from hvdcomp.train.ranks import RunRefused
 if TYPE_CHECKING:
     from hvdcomp.bench.profile import Profiled
     from hvdcomp.bench.watched import Watched
-    from hvdcomp.perfmodel import Calibration
+    from hvdcomp.perfmodel import Advice, Adviser
     from hvdcomp.train.ranks import Ranks
 
 _WARM_UP = 10
@@ -119,6 +120,9 @@ def command(
     except SystemExit as end:
         if watch.done or end.code not in (None, 0):
             raise
+    except SetupError as error:  # of what is watched: on every rank, in the same step
+        watch.stop()
+        raise click.ClickException(str(error)) from None
     if not watch.done:
         watch.stop()
         raise click.ClickException(
@@ -142,7 +146,7 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
     """Called in a step of the training, on every rank."""
     from hvdcomp.bench.carriers import carrier_on
     from hvdcomp.bench.profile import profile
-    from hvdcomp.perfmodel import save
+    from hvdcomp.perfmodel import Adviser, Setting, save
 
     ranks = reach(_backend(), "torch")
     try:
@@ -162,8 +166,10 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
     if ranks.rank == 0:
         save(made.calibrated.calibration, output)
         print_profile(watched, made, make_console())
-        show_advice(made.calibrated.calibration, ranks.size)
-        for line in to_begin_with(made.calibrated.calibration, ranks.size, watched.optimizer):
+        adviser, setting = Adviser(made.calibrated.calibration), Setting(ranks.size)
+        advice = adviser.advise(setting)
+        show_advice(adviser, setting, advice)
+        for line in to_begin_with(adviser, advice, watched.optimizer):
             click.echo(line)
         click.echo(f"Wrote {output}. For other ranks or rates: hvdcomp advise --calibration {output} --world-size 16")
     if not go_on:
@@ -171,19 +177,13 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
         raise SystemExit(0)
 
 
-def to_begin_with(calibration: Calibration, ranks: int, optimizer: str | None) -> list[str]:
+def to_begin_with(adviser: Adviser, advice: Advice, optimizer: str | None) -> list[str]:
     """Which method to take, of those that have been seen to do a training no harm, in sentences.
 
     Args:
-        ranks: number of them.
+        advice: the adviser's, for several ranks.
         optimizer: as in `Watched`.
     """
-    from hvdcomp.compressors import excess_of
-    from hvdcomp.perfmodel import Setting
-    from hvdcomp.perfmodel.advice import FREE, Adviser
-
-    adviser = Adviser(calibration)
-    advice = adviser.advise(Setting(ranks))
     assert advice.free is not None
     free = advice.methods[advice.free]
     excess = {spec: excess_of(adviser.compressors[spec], optimizer) for spec in advice.methods}
@@ -201,7 +201,7 @@ def to_begin_with(calibration: Calibration, ranks: int, optimizer: str | None) -
         return [f"{those} none is faster than {free.spec} by more than the model's error: begin with {free.spec}."]
     lead = f"{free.step_s / best.step_s:.1f} times as fast as {free.spec}"
     line = f"{those} {best.spec} is the fastest, {lead}. Begin with:"
-    return [line, *lines_to_type(best.spec, calibration.machine.get("backend")).values()]
+    return [line, *lines_to_type(best.spec, adviser.calibration.machine.get("backend")).values()]
 
 
 def _backend() -> str:
