@@ -288,11 +288,14 @@ class Outcome:
     waits: Mapping[str, float | None]
 
     @classmethod
-    def of(cls, run: MethodRun) -> Outcome:
-        assert run.record is not None
+    def of(cls, run: MethodRun) -> Outcome | None:
+        """None if it is not finished."""
+        record = run.record
+        if record is None:
+            return None
         names = [one.name for one in fields(cls) if one.name not in ("run", "waits")]
-        waits = {link: run.record[f"waits_{link}"] for link in LINKS}
-        return cls(run, **{name: run.record[name] for name in names}, waits=waits)
+        waits = {link: record[f"waits_{link}"] for link in LINKS}
+        return cls(run, **{name: record[name] for name in names}, waits=waits)
 
     def seconds(self, link: str, compute_ms: float) -> float:
         """To the target on a link, with so much computing in each step."""
@@ -374,7 +377,7 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     beside = WORKLOADS[name].beside
     everything = planned([name], seeds, (), runs)
     others = [] if beside is None else planned([beside], seeds, UNCOMPRESSED, runs)
-    found = [Outcome.of(run) for run in [*others, *everything] if run.record is not None]
+    found = [one for run in [*others, *everything] if (one := Outcome.of(run)) is not None]
     own = [one for one in found if one.run.workload == name]
     if not own:
         return None

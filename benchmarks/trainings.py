@@ -30,6 +30,7 @@ from typing import Any
 import click
 
 from hvdcomp.files import csv_of, replace_files, replace_text
+from hvdcomp.reproduce.counterparts import commit_of
 from hvdcomp.train.spread import estimate
 
 ROOT = Path(__file__).parents[1]
@@ -268,15 +269,7 @@ class Trainer:
 
 def commit() -> str:
     """The commit of the sources, with a plus sign if they differ from it. Records of trainings are no sources."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", f":!{MEASURED.relative_to(ROOT)}")
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return commit_of(ROOT, "hvdcomp", "benchmarks", f":!{MEASURED.relative_to(ROOT)}") or "unknown"
 
 
 def _outcome(run: Run, about: Mapping[str, Any]) -> str:

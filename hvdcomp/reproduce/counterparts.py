@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import subprocess
 import time
 from collections.abc import Sequence
@@ -54,15 +53,23 @@ def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: flo
 
 @cache
 def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it; the version of a package without them."""
-    root = Path(__file__).parents[2]
+    """The commit of the sources; the version of a package without them."""
+    return commit_of(Path(__file__).parents[2], "hvdcomp") or f"hvdcomp {importlib.metadata.version('hvdcomp')}"
+
+
+def commit_of(root: Path, *paths: str) -> str | None:
+    """The commit of a checkout, with a plus sign if these paths differ from it; None if it is no checkout.
+
+    Args:
+        paths: as git takes them, below the root.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if not os.path.exists(root / ".git"):
-            raise OSError
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", "hvdcomp") else "")
+        if not (root / ".git").exists():  # where it is below another checkout
+            return None
+        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", *paths) else "")
     except (OSError, subprocess.CalledProcessError):
-        return f"hvdcomp {importlib.metadata.version('hvdcomp')}"
+        return None
