@@ -490,6 +490,9 @@ def _command(by_workload: Mapping[str, Sequence[Pair]]) -> str:
     kinds = sorted({pair.policy.row.kind for pairs in by_workload.values() for pair in pairs})
     if kinds != sorted(POLICIES):
         words += [word for kind in kinds for word in ("--only", kind)]
+    compressors = sorted({pair.policy.row.compressor for pairs in by_workload.values() for pair in pairs})
+    if compressors != sorted(LEVEL_NAMES):
+        words += [word for compressor in compressors for word in ("--compressor", compressor)]
     return " ".join(words)
 
 
