@@ -9,7 +9,6 @@ gradient arrives.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.bindings.elastic import track as track
@@ -65,11 +64,9 @@ from hvdcomp.policies.lgreco import LGreCo as LGreCo
 from hvdcomp.policies.schedules import Legacy as Legacy
 from hvdcomp.policies.schedules import Schedule as Schedule
 from hvdcomp.policies.schedules import WarmUp as WarmUp
+from hvdcomp.version import VERSION
 
-try:
-    __version__ = version("hvdcomp")
-except PackageNotFoundError:  # a checkout that nobody has installed
-    __version__ = "0+checkout"
+__version__ = VERSION
 
 # What is imported above under its own name is for type checkers. A class that registration found is offered without a
 # line here.

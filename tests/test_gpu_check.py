@@ -97,10 +97,28 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     assert said["topk:ratio=0.01 on ResNet-50"] == "met"
     gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13.0"}
     facts = {"accelerator": "A GPU", "gpu": gpu, "versions": {"torch": "2.13.0"}}
+    trained = {"method": "int8", "ms": 33.3, "quartiles_ms": [31.0, 35.0]}
+    found["training"] = {"failures": [], "rows": [trained], "notes": ["1 ranks over nccl"]}
     page = report.as_markdown({"facts": facts, "parts": found})
+    assert "| training | passed; 1 ranks over nccl |" in page
+    assert "| int8 | 33 | 31 to 35 |" in page
     assert "| efsignsgd on ResNet-50 | at most 2.5 device copies | 2.6 | missed |" in page
     assert "| efsignsgd | two_values_encode |" in page
     assert {one["kernel"] for one in found["roofline"]["rows"]} >= {"copy", "two_values_encode", "two_values_decode"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("part", "rows"), [("ranks", 30), ("training", 8)])
+def test_trainings_run_under_torchrun(part: str, rows: int) -> None:
+    """Here over Gloo, in the host's memory."""
+    found: list[Any] = []
+
+    def keep(row: Any = None, failure: str = "", note: str = "") -> None:
+        assert not failure, failure
+        found.append(row)
+
+    parts.PARTS[part]("cpu", keep)
+    assert len([row for row in found if row]) > rows
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -116,6 +116,46 @@ for spec, name, *first in (
 """
 
 
+_KEPT = """
+from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.compressors.protocol import Context
+from hvdcomp.kernels.cuda import device
+
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda *arguments: again.append((grid, arguments))
+
+class Launched:  # in place of Triton's: what it is called for is compiled, and handed out
+    def __init__(self, function):
+        self.params = for_all_numbers(function).params
+    def __getitem__(self, grid):
+        return lambda *numbers, **constants: first.append((grid, numbers, constants)) or Kernel()
+
+for_all_numbers, device.for_all_numbers = device.for_all_numbers, Launched
+first, again = [], []
+numbers = torch.zeros(77)
+with cuda.serving_host():
+    bucket = Bucket([TensorInfo("one", (77,))], [parse_compressor("int8")], NoMemory(), torch.device("cpu"))
+    bucket.begin(Context("", 0, 0, 0, 1))
+    for ranks, row in ((3, 16), (3, 32), (3, 2**31), (3, 2**31 + 5), (4, 5)):
+        bucket.call("multiples_decode", 128, numbers, ranks, row)
+(grid, given, constants), (other, far, _) = first  # where a row is longer than 32 bits can say, it is compiled anew
+assert (grid, other) == ((1,), (1,)) and far[:3] == given[:3]
+assert [arguments[5:7] for _, arguments in again] == [(3, 32), (3, 2**31 + 5), (4, 5)], again
+names = [one.name for one in for_all_numbers(device.quant.codes_decode.fn).params]
+for grid, arguments in again:
+    assert grid == (1, 1, 1)
+    named = dict(zip(names, arguments, strict=True))
+    assert {name: named[name] for name in constants if name in named} | {"enable_fp_fusion": False} == constants
+"""
+
+
+def test_a_launch_like_an_earlier_one_is_not_looked_up_again() -> None:
+    """Its numbers are the new ones, and its constants stand where the kernel has them."""
+    _run(_WITHOUT_DEVICE + _KEPT)
+
+
 def test_a_launch_is_recorded_with_the_types_that_triton_compiles_it_for() -> None:
     """And however far apart payloads are, they are the same."""
     _run(_WITHOUT_DEVICE + _TYPES)

@@ -19,7 +19,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from hvdcomp.policies import Policy, refuse_removed
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
+from hvdcomp.version import VERSION
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON cannot hold, by the text that stands for them."""
@@ -159,7 +159,7 @@ class DecisionLog:
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        self._begin(Start(file=self.path, line=0, hvdcomp=version("hvdcomp"), **fields))
+        self._begin(Start(file=self.path, line=0, hvdcomp=VERSION, **fields))
 
     def decision(self, **fields: Any) -> None:
         """Adds a decision line with the fields of `Decided`, after `start`; the place is filled in.

@@ -206,9 +206,13 @@ def finite_or_zero(x: Array) -> Array:
 def eigenvectors(x: Array) -> Array:
     """Orthonormal eigenvectors of a finite symmetric matrix, as rows, those of the largest eigenvalues first.
 
-    Waits for an accelerator.
+    Waits for an accelerator. LAPACK's iteration may not converge, in single precision even for a gradient of a sound
+    training; then the unit vectors take their place, which are a basis too.
     """
-    return np.linalg.eigh(x)[1].T[::-1]
+    try:
+        return np.linalg.eigh(x)[1].T[::-1]
+    except np.linalg.LinAlgError:
+        return np.eye(x.shape[0], dtype=x.dtype)
 
 
 def interval_index(bounds: Array, points: Array) -> Array:

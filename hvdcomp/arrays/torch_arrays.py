@@ -166,7 +166,10 @@ def finite_or_zero(x: Array) -> Array:
 
 
 def eigenvectors(x: Array) -> Array:
-    return torch.linalg.eigh(x).eigenvectors.t().flip(0)
+    try:
+        return torch.linalg.eigh(x).eigenvectors.t().flip(0)
+    except torch.linalg.LinAlgError:
+        return torch.eye(x.shape[0], dtype=x.dtype, device=x.device)
 
 
 def interval_index(bounds: Array, points: Array) -> Array:

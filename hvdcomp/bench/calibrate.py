@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.perfmodel.noise import NOISY
 from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
+from hvdcomp.version import VERSION
 
 NETWORK_SHARE = 0.3  # of the time of a calibration
 Show = Callable[[str], None]
@@ -177,7 +177,8 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
         "threads of PyTorch": str(torch.get_num_threads()),
         "backend": carrier.ranks.backend,
         **carrier.facts(),
-        **{package: importlib.metadata.version(package) for package in ("hvdcomp", "torch")},
+        "hvdcomp": VERSION,
+        "torch": torch.__version__,
     }
 
 

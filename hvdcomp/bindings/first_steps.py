@@ -5,7 +5,6 @@ It is the only time that a hook waits for all ranks.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import numpy
@@ -17,6 +16,7 @@ from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
+from hvdcomp.version import VERSION
 
 
 class FirstSteps:
@@ -92,7 +92,7 @@ class FirstSteps:
             "step": engine.step_number,
             "momentum of the optimizer": self._doubled_momentum(),
             "warm-up of the optimizer": training.warm_up(),
-            "hvdcomp": version("hvdcomp"),
+            "hvdcomp": VERSION,
             "numpy": numpy.__version__,
             KERNELS: "compiled" if kernels.available() else "none",
             f"{KERNELS} for CUDA": cuda.described(),

@@ -15,9 +15,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import Distribution, distributions, version
+from importlib.metadata import Distribution, distributions
 from typing import Any
 from urllib.parse import quote
+
+from hvdcomp.version import VERSION
 
 _FIELDS = "${Package}\\t${Version}\\t${Architecture}\\t${source:Package}\\t${db:Status-Status}\\n"
 
@@ -28,7 +30,7 @@ def bill() -> dict[str, Any]:
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {"component": {"type": "container", "name": "hvdcomp", "version": version("hvdcomp")}},
+        "metadata": {"component": {"type": "container", "name": "hvdcomp", "version": VERSION}},
         "components": [*_python_packages(), *_debian_packages()],
     }
 

@@ -7,7 +7,6 @@ import base64
 import io
 import json
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hvdcomp.report.headline import headline
 from hvdcomp.report.runs import SERIES_FILE, Run
 from hvdcomp.report.series import series_cells
 from hvdcomp.report.table import Section, cells, policy_line
+from hvdcomp.version import VERSION
 
 
 def write_report(folder: Path, sections: list[Section]) -> Path:
@@ -32,7 +32,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
     series = [row for section in sections for row in section.series]
-    document = {"hvdcomp": version("hvdcomp"), "rows": rows, "series": series}
+    document = {"hvdcomp": VERSION, "rows": rows, "series": series}
     files: dict[str, bytes] = {}
     shown = [_render(files, section, number) for number, section in enumerate(sections, start=1)]
     loader = jinja2.PackageLoader("hvdcomp.report", ".")

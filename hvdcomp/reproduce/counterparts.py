@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from hvdcomp.reproduce import counted, predicted
 from hvdcomp.reproduce.outcome import Outcome
 from hvdcomp.reproduce.published import Artefact
+from hvdcomp.version import VERSION
 
 
 def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
@@ -54,7 +54,7 @@ def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: flo
 @cache
 def commit() -> str:
     """The commit of the sources; the version of a package without them."""
-    return commit_of(Path(__file__).parents[2], "hvdcomp") or f"hvdcomp {importlib.metadata.version('hvdcomp')}"
+    return commit_of(Path(__file__).parents[2], "hvdcomp") or f"hvdcomp {VERSION}"
 
 
 def commit_of(root: Path, *paths: str) -> str | None:

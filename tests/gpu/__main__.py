@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import PARTS, sanitized_steps
+from tests.gpu.parts import PARTS, SHARED, sanitized_steps
 from tests.gpu.report import as_markdown
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 570
-"""For all parts together."""
+SECONDS = 570.0
+MOST_PROCESSES = 8
 
 
 def no_gpu() -> str:
@@ -42,8 +42,11 @@ def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description="Check kernels on this machine's GPU.")
     parser.add_argument("--part", choices=[*PARTS, "sanitized"], help="this part alone")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together ({SECONDS:.0f})")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "encode", help="folder of gpu.json and gpu.md")
-    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)  # a part in a process of its own writes there
+    # A part in a process of its own writes there, of so many processes this one.
+    parser.add_argument("--json", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if said := no_gpu():
         print(f"gpu-check needs a GPU: {said}.", file=sys.stderr)
@@ -52,10 +55,10 @@ def main() -> int:
         sanitized_steps("cuda")
         return 0
     if chosen.json is not None:
-        return _run_here(chosen.part, chosen.json)
+        return _run_here(chosen.part, chosen.json, *chosen.share)
     started = time.monotonic()
     names = [chosen.part] if chosen.part else list(PARTS)
-    found = {name: _run_apart(name, SECONDS - (time.monotonic() - started)) for name in names}
+    found = {name: _run_apart(name, chosen.seconds - (time.monotonic() - started)) for name in names}
     failed = [name for name, part in found.items() if part["failures"]]
     if not chosen.part:
         from hvdcomp.bench.encode.facts import facts
@@ -69,7 +72,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run_here(name: str, path: Path) -> int:
+def _run_here(name: str, path: Path, number: int, processes: int) -> int:
     found: dict[str, Any] = {"failures": ["it did not end"], "rows": [], "notes": []}
 
     def keep(row: Any = None, failure: str = "", note: str = "") -> None:
@@ -83,31 +86,46 @@ def _run_here(name: str, path: Path) -> int:
             found["notes"].append(note)
         path.write_text(json.dumps(found))
 
-    PARTS[name]("cuda", keep)
+    PARTS[name]("cuda", keep, *([slice(number, None, processes)] if name in SHARED else []))
     del found["failures"][-1]
     path.write_text(json.dumps(found))
     return 0
 
 
 def _run_apart(name: str, seconds: float) -> dict[str, Any]:
+    """What the processes of a part found, together."""
     print(f"==> {name}", flush=True)
+    processes = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)))) if name in SHARED else 1
+    end = time.monotonic() + max(1.0, seconds)
+    found: dict[str, Any] = {"failures": [], "rows": [], "notes": []}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "part.json"
-        command = [sys.executable, "-m", "tests.gpu", "--part", name, "--json", str(path)]
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        ended = ""
-        try:
-            status = subprocess.run(command, cwd=ROOT, env=environment, timeout=max(1.0, seconds)).returncode
-            ended = f"its process ended with status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            ended = "the time was over"
-        found: dict[str, Any] = {"failures": [], "rows": [], "notes": []}
-        if path.exists():
-            found = json.loads(path.read_text())
-        if ended:
-            found["failures"].append(ended)
-            print(f"  {name}: {ended}", flush=True)
-        return found
+        paths = [Path(folder) / f"{number}.json" for number in range(processes)]
+        started = [_start(name, path, number, processes) for number, path in enumerate(paths)]
+        for path, process in zip(paths, started, strict=True):
+            ended = _ended(process, end)
+            for key, values in (json.loads(path.read_text()) if path.exists() else {}).items():
+                found[key] += values
+            if ended:
+                found["failures"].append(ended)
+                print(f"  {name}: {ended}", flush=True)
+    return found
+
+
+def _start(name: str, path: Path, number: int, processes: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.gpu", "--part", name, "--json", str(path)]
+    command += ["--share", str(number), str(processes)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+
+
+def _ended(process: subprocess.Popen[bytes], end: float) -> str:
+    """Waits for a process, and says how it ended; empty if as it should."""
+    try:
+        status = process.wait(max(0.1, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "the time was over"
+    return f"its process ended with status {status}" if status else ""
 
 
 if __name__ == "__main__":

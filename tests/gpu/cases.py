@@ -93,7 +93,12 @@ def check(spec: str, kind: str, place: str, shapes: Shapes = ODD, steps: int = S
     options = {"min_numel": 0, "min_ndim": 0}
     given = [[gradients(kind, shapes, rank, step) for rank in range(2)] for step in range(steps)]
     device = Ranks(spec, shapes, place, **options)
-    yield from compare(device, lambda: Ranks(spec, shapes, HOST, **options), given, spec)
+    # Where a single element of a tensor is positive, onebit leaves 0 of it, or the last bit of a mean: the sign of the
+    # next step, and so both means, hang on the order in which that mean was added up.
+    follows = spec == "onebit"
+    # And it divides before it adds up, by another number than the kernel: of a denormal element few bits are left.
+    loose = 500.0 if follows and kind == "denormal" else 1.0
+    yield from compare(device, lambda: Ranks(spec, shapes, HOST, **options), given, spec, follows, loose)
 
 
 def compare(
@@ -101,6 +106,8 @@ def compare(
     make_plain: Callable[[], Ranks],
     given: list[list[dict[str, np.ndarray]]],
     spec: str,
+    follows: bool = False,
+    loose: float = 1.0,
     **options: Any,
 ) -> Iterator[str]:
     """Says where ranks on a device differ from ranks in NumPy that are given the same.
@@ -111,9 +118,11 @@ def compare(
 
     Args:
         given: gradients of each step and rank.
+        follows: whether every step begins from the same, as with PowerSGD.
+        loose: as of `difference`.
         options: of the steps on the device.
     """
-    follows = spec.startswith("powersgd")
+    follows = follows or spec.startswith("powersgd")
     before, found, plans = [], [], []
     for one in given:
         if follows:
@@ -123,7 +132,7 @@ def compare(
     if all(group.bucket.device is None for engine in device.engines for group in engine.buckets.now):
         yield "no bucket was on the device"
     kept = device.memories()
-    loose = 20.0 if follows else 1.0
+    loose = 20.0 if spec.startswith("powersgd") else loose
     with one_by_one(), _first_of_equals():
         plain = make_plain()
         for step, one in enumerate(given):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdcomp.bench.encode.comparison import rows
@@ -25,12 +28,16 @@ METHODS = (
     "none", "fp16", "topk:ratio=0.01", "mstopk:ratio=0.01", "redsync:ratio=0.01", "dgc:ratio=0.01",
     "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "fp8", "powersgd:rank=4",
 )  # fmt: skip
+ALL = slice(None)
+"""Of the methods, the share that a process checks."""
 SMALL: Shapes = {"matrix": (33, 65), "odd": (5, 7, 3), "vector": (1_030,), "one": (1,)}
 
 
-def kernels(place: str, keep: Keep, shapes: Shapes = cases.ODD, specs: Sequence[str] = cases.FORMS) -> None:
+def kernels(
+    place: str, keep: Keep, share: slice = ALL, shapes: Shapes = cases.ODD, specs: Sequence[str] = cases.FORMS
+) -> None:
     """Every form with numbers of every kind."""
-    for spec in specs:
+    for spec in specs[share]:
         found = [(kind, said) for kind in cases.NUMBERS for said in cases.check(spec, kind, place, shapes)]
         failures = [f"{spec}, {kind}: {said}" for kind, said in found]
         keep(row={"method": spec, "failures": len(failures)})
@@ -38,9 +45,9 @@ def kernels(place: str, keep: Keep, shapes: Shapes = cases.ODD, specs: Sequence[
             keep(failure=one)
 
 
-def whole_steps(place: str, keep: Keep, shapes: Shapes = steps.TRAINING) -> None:
+def whole_steps(place: str, keep: Keep, share: slice = ALL, shapes: Shapes = steps.TRAINING) -> None:
     """Steps in sizes as in a training, which wait for the device nowhere."""
-    for name, said in steps.all_checks(place, shapes):
+    for name, said in steps.all_checks(place, shapes)[share]:
         try:
             failures = list(said)
         except Exception as error:  # PyTorch's, of a step that waits; and the next method is to be checked too
@@ -84,7 +91,7 @@ def bench(
     keep: Keep,
     models: Sequence[str] = MODELS,
     methods: Sequence[str] = (*METHODS, *PEERS),
-    seconds: float = 0.3,
+    seconds: float = 0.15,
 ) -> None:
     """`bench encode` in one process."""
     for model in models:
@@ -106,7 +113,9 @@ def bandwidth(
     turns: int = 10,
 ) -> None:
     """The bytes a second of each kernel, on the matrices of BERT-base, which no cache holds."""
-    matrices = [one for one in tensors_of("bert-base") if len(one.shape) > 1] if tensors is None else tensors
+    # All go into one bucket: low rank is for matrices of more rows than a few.
+    matrices = [one for one in tensors_of("bert-base") if min(one.shape) >= 32 and len(one.shape) > 1]
+    matrices = matrices if tensors is None else list(tensors)
     elements = sum(one.size for one in matrices)
     copied = 8 * elements / roofline.copy_ms(elements, place) * 1000
     keep(row={"method": "copy", "kernel": "copy", "bytes_a_second": copied, "share": 1.0})
@@ -119,11 +128,42 @@ def bandwidth(
             )  # fmt: skip
 
 
-PARTS: dict[str, Callable[[str, Keep], Any]] = {
+def ranks(place: str, keep: Keep) -> None:
+    """Trainings with every method on two ranks."""
+    _under_torchrun(place, keep, 2, "--check")
+
+
+def training(place: str, keep: Keep) -> None:
+    """The time of a training's step on one rank, with each method and with PyTorch's hooks."""
+    _under_torchrun(place, keep, 1)
+
+
+def _under_torchrun(place: str, keep: Keep, size: int, *options: str) -> None:
+    """Runs `ddp.py`, and keeps its rows, and the failures in them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        command += ["-m", "tests.gpu.ddp", *options, "--device", place, str(path)]
+        status = subprocess.run(command).returncode
+        found = json.loads(path.read_text()) if path.exists() else {"backend": "", "rows": []}
+    keep(note=f"{size} rank{'s' * (size > 1)} over {found['backend']}")
+    for row in found["rows"]:
+        for one in row.pop("failures")[:3]:
+            keep(failure=f"{row['method']}: {one}")
+        keep(row=row)
+    if status:
+        keep(failure=f"torchrun ended with status {status}")
+
+
+PARTS: dict[str, Callable[..., Any]] = {
     "kernels": kernels,
     "steps": whole_steps,
+    "ranks": ranks,
     "bench": bench,
+    "training": training,
     "roofline": bandwidth,
     "sanitizer": sanitizer,
 }
 """By name, in the order in which they run."""
+SHARED = ("kernels", "steps")
+"""Parts whose methods several processes share: nothing is timed there, and compiling takes longer than running."""

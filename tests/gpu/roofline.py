@@ -62,6 +62,7 @@ BYTES: dict[str, Callable[[Moved], float]] = {
     "terngrad_measure": lambda one: one.made,
     "codes_encode": lambda one: 4 + one.payload + 4 * one.keeps,
     "codes_decode": lambda one: one.payload + 4,
+    "plane_decode": lambda one: one.payload + 4,
     "natural_encode": lambda one: one.made + one.payload,
     "natural_decode": lambda one: one.payload + 4,
     "global_measure": lambda one: one.made,

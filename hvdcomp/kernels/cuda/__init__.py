@@ -50,7 +50,7 @@ MOST_ELEMENTS = 2**31 - 2**16
 beyond the last one."""
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
-_OLDEST = 3, 7  # of Triton
+_OLDEST = 3, 6  # of Triton
 _HIGHEST_RANK = 32  # whose products a program can hold
 _ALIGNMENT = 32  # elements: what a device reads at once
 _serves_host = False
@@ -79,7 +79,7 @@ def _missing_here() -> tuple[str, str]:
 
 @functools.cache
 def _missing() -> tuple[str, str]:
-    install = "Install PyTorch 2.13 or later for CUDA: its packages bring Triton."
+    install = "Install PyTorch 2.11 or later for CUDA: its packages bring Triton."
     try:
         import torch
 

@@ -115,7 +115,7 @@ def decoded(code, half, MANTISSA: tl.constexpr):
 @triton.jit
 def bytes_of(count, WIDTH: tl.constexpr):
     """Of packed codes, without a product that may overflow."""
-    return count // 8 * WIDTH + (count % 8 * WIDTH + 7) // 8
+    return count if WIDTH == 8 else count // 8 * WIDTH + (count % 8 * WIDTH + 7) // 8
 
 
 @triton.jit
@@ -155,16 +155,17 @@ def packed_code(payload, place, size, bits, i, inside):
 
 
 @triton.jit
-def tile_of(block, size, FIELDS: tl.constexpr, BYTES: tl.constexpr):
-    """The codes of packed bytes: of byte numbers from `block` on, the codes (fields, bytes) in them, whether there are
-    such, and how far each is shifted."""
-    width: tl.constexpr = 8 // FIELDS
+def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
+    """Of packed bytes from number `block` on: where in the tensor their group of codes begins, how many codes and how
+    many bytes it has, and which of these each byte is."""
     byte = block + tl.arange(0, BYTES)
-    begin = byte // (64 * width) * GROUP
+    begin = byte // (64 * WIDTH) * GROUP
     length = tl.minimum(size - begin, GROUP)
-    bytes_ = bytes_of(length, width)
-    first = byte - begin // 8 * width
-    field = tl.arange(0, FIELDS)
-    place = first[None, :] + field[:, None] * bytes_[None, :]
-    there = (first < bytes_)[None, :] & (place < length[None, :])
-    return begin[None, :] + place, there, field[:, None] * width
+    return begin, length, bytes_of(length, WIDTH), byte - begin // 8 * WIDTH
+
+
+@triton.jit
+def field_of(begin, length, bytes_, first, end, FIELD: tl.constexpr):
+    """Of `packed_bytes`, the code in a field of each, and whether there is one before `end`."""
+    place = first + FIELD * bytes_
+    return begin + place, (first < bytes_) & (place < length) & (begin + place < end)

@@ -179,7 +179,8 @@ class DeviceKernels:
         self._asked += 1
         self.flag = flag.data_ptr()
         self._is_aside = aside
-        _LAUNCHERS[name](self, *arguments)
+        with _on(self.device):
+            _LAUNCHERS[name](self, *arguments)
         return flag
 
     def pieces(self, kernel: Any, *arguments: Any, x: bool = False, **constants: Any) -> None:
@@ -216,12 +217,43 @@ class DeviceKernels:
         """
         numbers = numbers_of(arguments)
         beside = self._aside if self._is_aside else None
-        with _interpreter if self.interpreting else nullcontext(), _on(self.device):
-            as_given = kernel if self.interpreting else for_all_numbers(kernel.fn)
-            with nullcontext() if beside is None else torch.cuda.stream(beside.after_main()):
-                as_given[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+        with nullcontext() if beside is None else torch.cuda.stream(beside.after_main()):
+            if self.interpreting:
+                with _interpreter:
+                    kernel[(programs,)](*numbers, **constants)
+            else:
+                _launch(kernel.fn, programs, numbers, constants)
         if beside is not None:
             beside.launched(*arguments)
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""The kernels that were launched, and their constants in the order of their parameters: by function, device, constants
+and types."""
+
+
+def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any], constants: dict[str, Any]) -> None:
+    """Launches a kernel on the current device.
+
+    Triton looks at each argument of each launch to find the kernel that was compiled for such, which takes it longer
+    than the launch. Here their types alone decide, so what was found is kept.
+    """
+    types = tuple([_type_of(number) for number in numbers])
+    key = function, triton.runtime.driver.active.get_current_device(), types, *constants.items()
+    if key in _compiled:
+        kernel, values = _compiled[key]
+        kernel[(programs, 1, 1)](*numbers, *values)
+        return
+    launched = for_all_numbers(function)
+    kernel = launched[(programs,)](*numbers, **constants, enable_fp_fusion=False)
+    if kernel is not None:  # a hook of Triton's may take the launch for itself
+        names = [one.name for one in launched.params if one.is_constexpr]
+        _compiled[key] = kernel, tuple(constants[name] for name in names)
+
+
+def _type_of(number: Any) -> Any:
+    """What tells apart the types that Triton has for numbers: integers of 32 bits and longer ones, and others."""
+    return -(2**31) <= number < 2**31 if type(number) is int else type(number)
 
 
 def numbers_of(arguments: Sequence[Any]) -> list[Any]:

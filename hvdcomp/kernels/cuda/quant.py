@@ -6,7 +6,16 @@ Of each tensor, codes of `count` bits lie at place 0 of a payload (`codes.py`), 
 
 import numpy as np
 
-from hvdcomp.kernels.cuda.codes import bytes_of, code_of, codes_of, decoded, packed_code, scale_of, tile_of
+from hvdcomp.kernels.cuda.codes import (
+    bytes_of,
+    code_of,
+    codes_of,
+    decoded,
+    field_of,
+    packed_bytes,
+    packed_code,
+    scale_of,
+)
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     COUNT,
@@ -121,27 +130,34 @@ def terngrad_scale(table, segments, payload, squares, maxima, clip, CLIPS: tl.co
 def _pack_plane(
     table, segments, segment, start, end, shift, place, payload, length,
     WIDTH: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
-    SOURCED: tl.constexpr, BLOCK: tl.constexpr,
+    SOURCED: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs a plane of a piece's codes, if their bits have one of this width; returns where the next plane begins."""
+    """Packs a plane of a piece's codes, if their bits have one of this width; returns where the next plane begins.
+    LEAVES: whether it takes off x what the codes stand for, for which there must be no other plane."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     if bits & WIDTH != 0:
         size = size_of(table, segments, segment)
         key = entry(table, segments, segment, KEY)
         scales = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
-        half, _ = codes_of(bits, MANTISSA)
+        half, unit = codes_of(bits, MANTISSA)
+        kept = floats(table, segments, segment, X)
         bytes_: tl.constexpr = BLOCK * WIDTH // 8
         ended = bytes_of(end, WIDTH)
         for block in range(start // 8 * WIDTH, ended, bytes_):
-            i, there, at = tile_of(block, size, 8 // WIDTH, bytes_)
-            there &= i < end
-            scale = scale_of(scales, i, there, length, BITS)
-            x = made(table, segments, segment, i, there, KEEPS, SOURCED)
-            code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
-            code = tl.where(there, (code >> shift) & ((1 << WIDTH) - 1), 0)
+            begin, count, of_group, first = packed_bytes(block, size, WIDTH, bytes_)
+            packed = tl.zeros((bytes_,), tl.int32)
+            for field in tl.static_range(0, 8 // WIDTH):
+                i, there = field_of(begin, count, of_group, first, end, field)
+                scale = scale_of(scales, i, there, length, BITS)
+                x = made(table, segments, segment, i, there, KEEPS, SOURCED)
+                code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
+                packed |= tl.where(there, (code >> shift) & ((1 << WIDTH) - 1), 0) << (field * WIDTH)
+                if LEAVES:
+                    if SOURCED:
+                        x = tl.load(kept + i, mask=there, other=0.0)
+                    tl.store(kept + i, left_of(x, decoded(code, half, MANTISSA) * (scale * unit)), mask=there)
             byte = block + tl.arange(0, bytes_)
-            packed = tl.sum(code << at, 0).to(tl.uint8)
-            tl.store(pointer(payload, tl.uint8) + place + byte, packed, mask=byte < ended)
+            tl.store(pointer(payload, tl.uint8) + place + byte, packed.to(tl.uint8), mask=byte < ended)
         shift += WIDTH
         place += bytes_of(size, WIDTH)
     return shift, place
@@ -150,31 +166,37 @@ def _pack_plane(
 @triton.jit
 def codes_encode(
     table, segments, tasks, flag, payload, length,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr, SOURCED: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
+    SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs codes of x, which is made, by scales, which are known; and takes what they stand for off x."""
+    """Packs codes of x, which is made, by scales, which are known; and takes what they stand for off x. PLANE: the
+    width of the only plane of all codes; 0 where some have several."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     shift = tl.zeros((), tl.int32)
     place = entry(table, segments, segment, PLACE0)
-    shift, place = _pack_plane(
-        table, segments, segment, start, end, shift, place, payload, length,
-        8, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, BLOCK,
-    )  # fmt: skip
-    if MANTISSA == 0:
+    if PLANE > 0:
+        _pack_plane(
+            table, segments, segment, start, end, shift, place, payload, length,
+            PLANE, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, KEEPS, BLOCK,
+        )  # fmt: skip
+    else:
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            4, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, BLOCK,
+            8, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
         )  # fmt: skip
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            2, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, BLOCK,
+            4, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
         )  # fmt: skip
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            1, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, BLOCK,
+            2, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
         )  # fmt: skip
-    if KEEPS:
+        shift, place = _pack_plane(
+            table, segments, segment, start, end, shift, place, payload, length,
+            1, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
+        )  # fmt: skip
+    if KEEPS and PLANE == 0:
         tl.debug_barrier()  # others of this program may still read x
         key = entry(table, segments, segment, KEY)
         scales = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
@@ -193,15 +215,16 @@ def codes_encode(
 @triton.jit
 def codes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
-    BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of what the ranks' codes stand for, in rank order."""
+    """The mean of what the ranks' codes stand for, in rank order; codes of any bits."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     place = entry(table, segments, segment, PLACE0)
     scales_at = entry(table, segments, segment, PLACE1)
-    half, unit = codes_of(bits, MANTISSA)
+    result = floats(table, segments, segment, RESULT)
+    half, unit = codes_of(bits, 0)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -209,16 +232,53 @@ def codes_decode(
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
             payload = payload_of(payloads, rank, row)
-            if MANTISSA > 0:
-                code = tl.load(pointer(payload + place, tl.uint8) + i, mask=inside, other=0).to(tl.int32)
-            else:
-                code = packed_code(payload, place, size, bits, i, inside)
+            code = packed_code(payload, place, size, bits, i, inside)
             scale = scale_of(pointer(payload + scales_at, tl.float32), i, inside, length, BITS)
-            total += decoded(code, half, MANTISSA) * (scale * unit)
+            total += decoded(code, half, 0) * (scale * unit)
         total *= share
         largest = tl.maximum(largest, magnitude(total))
-        tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
+        tl.store(result + i, total, mask=inside)
     report(flag, largest)
+
+
+@triton.jit
+def plane_decode(
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
+    PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of codes that lie in a plane of this width alone: byte by byte, with less to compute."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    size = size_of(table, segments, segment)
+    place = entry(table, segments, segment, PLACE0)
+    scales_at = entry(table, segments, segment, PLACE1)
+    result = floats(table, segments, segment, RESULT)
+    half, unit = codes_of(entry(table, segments, segment, COUNT).to(tl.int32), MANTISSA)
+    bytes_: tl.constexpr = BLOCK * PLANE // 8
+    largest = tl.zeros((bytes_,), tl.int32)
+    for block in range(start // 8 * PLANE, bytes_of(end, PLANE), bytes_):
+        begin, count, of_group, first = packed_bytes(block, size, PLANE, bytes_)
+        byte = block + tl.arange(0, bytes_)
+        for field in tl.static_range(0, 8 // PLANE):
+            i, there = field_of(begin, count, of_group, first, end, field)
+            total = no_sum(bytes_)
+            for rank in range(0, ranks):
+                payload = payload_of(payloads, rank, row)
+                packed = tl.load(pointer(payload + place, tl.uint8) + byte, mask=there, other=0).to(tl.int32)
+                code = (packed >> (field * PLANE)) & ((1 << PLANE) - 1)
+                scale = scale_of(pointer(payload + scales_at, tl.float32), i, there, length, BITS)
+                total += decoded(code, half, MANTISSA) * (scale * unit)
+            total *= share
+            largest = tl.maximum(largest, magnitude(total))
+            tl.store(result + i, total, mask=there)
+    report(flag, largest)
+
+
+def _plane(on, mantissa):
+    """The width of the only plane of all tensors' codes; 0 where some have several."""
+    if mantissa:
+        return 8
+    bits = np.unique(on.segments["count"])
+    return int(bits[0]) if bits.size == 1 and bits[0] in (1, 2, 4, 8) else 0
 
 
 def _bits(on, length):
@@ -229,7 +289,7 @@ def _bits(on, length):
 
 
 def _encode_codes(on, payload, length, mantissa=0, nearest=False):
-    constants = {"BITS": _bits(on, length), "MANTISSA": mantissa, "NEAREST": nearest}
+    constants = {"PLANE": _plane(on, mantissa), "BITS": _bits(on, length), "MANTISSA": mantissa, "NEAREST": nearest}
     on.pieces(codes_encode, payload, length, KEEPS=on.keeps, SOURCED=on.sourced, **constants)
 
 
@@ -266,10 +326,13 @@ def _encode_terngrad(on, clip, payload):
 
 
 def _decode_codes(on, length, mantissa, first, ranks, row):
-    on.pieces(
-        codes_decode, first, ranks, row, 1 / ranks, length, BITS=_bits(on, length), MANTISSA=mantissa,
-        BLOCK=on.block // 2,
-    )  # fmt: skip
+    plane, bits = _plane(on, mantissa), _bits(on, length)
+    arguments = first, ranks, row, 1 / ranks, length
+    if plane:  # with fewer bytes at a time more programs have registers
+        block = on.block // 2 if plane == 8 else on.block
+        on.pieces(plane_decode, *arguments, PLANE=plane, BITS=bits, MANTISSA=mantissa, BLOCK=block)
+    else:
+        on.pieces(codes_decode, *arguments, BITS=bits, BLOCK=on.block // 2)
 
 
 KERNELS = {

@@ -1,6 +1,6 @@
 """Natural compression, whose elements become powers of two, and Global-QSGD, whose ranks share a scale."""
 
-from hvdcomp.kernels.cuda.codes import packed_code, reciprocal_of, tile_of
+from hvdcomp.kernels.cuda.codes import bytes_of, field_of, packed_bytes, reciprocal_of
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     COUNT,
@@ -47,25 +47,28 @@ def natural_encode(
     key = entry(table, segments, segment, KEY)
     exponents = pointer(payload + entry(table, segments, segment, PLACE0), tl.uint8)
     signs = pointer(payload + entry(table, segments, segment, PLACE1), tl.uint8)
-    largest = tl.zeros((8, BLOCK // 8), tl.int32)
-    for block in range(start // 8, (end + 7) // 8, BLOCK // 8):
-        i, there, at = tile_of(block, size, 8, BLOCK // 8)
-        there &= i < end
-        x = make_x(table, segments, segment, i, there, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
-        largest = tl.maximum(largest, magnitude(x))
-        negative = (x < 0).to(tl.int32)
-        exponent = tl.minimum((magnitude(x).to(tl.uint32) + (word(i, key) >> 9)) >> 23, 254).to(tl.int32)
-        exponent |= (magnitude(x) >= INFINITE).to(tl.int32)  # 255
-        tl.store(exponents + i, exponent.to(tl.uint8), mask=there)
-        byte = block + tl.arange(0, BLOCK // 8)
-        packed = tl.sum(tl.where(there, negative << at, 0), 0).to(tl.uint8)
-        tl.store(signs + byte, packed, mask=byte < (end + 7) // 8)
-        if KEEPS:
-            kept = floats(table, segments, segment, X) + i
-            if SOURCED:
-                x = tl.load(kept, mask=there, other=0.0)
-            tl.store(kept, left_of(x, _power(exponent, negative)), mask=there)
-    report(flag, tl.max(largest, 0))
+    bytes_: tl.constexpr = BLOCK // 8
+    largest = tl.zeros((bytes_,), tl.int32)
+    for block in range(start // 8, bytes_of(end, 1), bytes_):
+        begin, count, of_group, first = packed_bytes(block, size, 1, bytes_)
+        packed = tl.zeros((bytes_,), tl.int32)
+        for field in tl.static_range(0, 8):
+            i, there = field_of(begin, count, of_group, first, end, field)
+            x = make_x(table, segments, segment, i, there, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+            largest = tl.maximum(largest, magnitude(x))
+            negative = (x < 0).to(tl.int32)
+            exponent = tl.minimum((magnitude(x).to(tl.uint32) + (word(i, key) >> 9)) >> 23, 254).to(tl.int32)
+            exponent |= (magnitude(x) >= INFINITE).to(tl.int32)  # 255
+            tl.store(exponents + i, exponent.to(tl.uint8), mask=there)
+            packed |= tl.where(there, negative, 0) << field
+            if KEEPS:
+                kept = floats(table, segments, segment, X) + i
+                if SOURCED:
+                    x = tl.load(kept, mask=there, other=0.0)
+                tl.store(kept, left_of(x, _power(exponent, negative)), mask=there)
+        byte = block + tl.arange(0, bytes_)
+        tl.store(signs + byte, packed.to(tl.uint8), mask=byte < bytes_of(end, 1))
+    report(flag, largest)
 
 
 @triton.jit
@@ -77,18 +80,23 @@ def natural_decode(
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, PLACE0)
     signs_at = entry(table, segments, segment, PLACE1)
-    largest = tl.zeros((BLOCK,), tl.int32)
-    for block in range(start, end, BLOCK):
-        i = block + tl.arange(0, BLOCK)
-        inside = i < end
-        total = no_sum(BLOCK)
-        for rank in range(0, ranks):
-            payload = payload_of(payloads, rank, row)
-            exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=inside, other=0).to(tl.int32)
-            total += _power(exponent, packed_code(payload, signs_at, size, 1, i, inside))
-        total *= share
-        largest = tl.maximum(largest, magnitude(total))
-        tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
+    result = floats(table, segments, segment, RESULT)
+    bytes_: tl.constexpr = BLOCK // 8
+    largest = tl.zeros((bytes_,), tl.int32)
+    for block in range(start // 8, bytes_of(end, 1), bytes_):
+        begin, count, of_group, first = packed_bytes(block, size, 1, bytes_)
+        byte = block + tl.arange(0, bytes_)
+        for field in tl.static_range(0, 8):
+            i, there = field_of(begin, count, of_group, first, end, field)
+            total = no_sum(bytes_)
+            for rank in range(0, ranks):
+                payload = payload_of(payloads, rank, row)
+                exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=there, other=0).to(tl.int32)
+                packed = tl.load(pointer(payload + signs_at, tl.uint8) + byte, mask=there, other=0).to(tl.int32)
+                total += _power(exponent, (packed >> field) & 1)
+            total *= share
+            largest = tl.maximum(largest, magnitude(total))
+            tl.store(result + i, total, mask=there)
     report(flag, largest)
 
 
