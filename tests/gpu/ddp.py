@@ -46,8 +46,6 @@ TIMED = (
 OVERFLOW = 3  # the step in which the loss of the last rank is infinite
 STEPS = 6
 
-Say = Callable[[str], None]
-
 
 def small_model() -> torch.nn.Module:
     """Of 0.8 million parameters, in several of DDP's buckets; the same on all ranks."""
@@ -59,7 +57,7 @@ def small_model() -> torch.nn.Module:
 
 
 def train(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: bool = False) -> tuple[list[float], Any]:
-    """Trains with a method; empty for DistributedDataParallel without a hook.
+    """Trains with a method.
 
     Args:
         dtype: of the parameters.
@@ -71,9 +69,8 @@ def train(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
     model = DistributedDataParallel(small_model().to(place, dtype), bucket_cap_mb=1.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(place, init_scale=1024.0, enabled=scaled)
-    if spec:
-        options = {"grad_scaler": scaler} if scaled else {}
-        hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec(spec, **options), optimizer)
+    options: dict[str, Any] = {"grad_scaler": scaler} if scaled else {}
+    hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec(spec, **options), optimizer)
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     losses = []
     for step in range(STEPS):
@@ -109,37 +106,26 @@ def check(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
         yield f"the last loss is {losses[-1]:.4f}, and on the host {expected[-1]:.4f}"
 
 
-def checks() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each check: the method, and options of `check`."""
-    for kind in COMPRESSORS.values():
-        yield kind.examples[0], {}
+def checks() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each check: the method, what is particular, and options of `check`."""
+    for spec in (*(kind.examples[0] for kind in COMPRESSORS.values()), "int4:exchange=scatter", "two_level(int4)"):
+        yield spec, "", {}
     for spec in ("none", "fp16", "bf16", "int4", "topk:ratio=0.1", "efsignsgd", "powersgd:rank=4"):
-        yield spec, {"dtype": torch.bfloat16}
-        yield spec, {"scaled": True}
-    yield "int4:exchange=scatter", {}
-    yield "two_level(int4)", {}
+        yield spec, " of bfloat16 parameters", {"dtype": torch.bfloat16}
+        yield spec, " with a scaler", {"scaled": True}
 
 
 def check_all(place: str, keep: Callable[[Any], None]) -> None:
     """Keeps a row of each check, with what failed on any rank."""
-    for spec, options in checks():
+    apart = dist.new_group(backend="gloo")  # in which no training exchanges anything
+    for spec, where, options in checks():
         try:
             said = list(check(spec, place, **options))
         except Exception as error:  # and the next method is to be checked too
             said = [f"{type(error).__name__}: {error}"]
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, said, group=_HOST.group)
-        what = " ".join([spec, *(str(one) for one in options.values() if one is not True), *options])
-        keep({"method": what, "failures": [f"rank {n}: {one}" for n, found in enumerate(everyone) for one in found]})
-
-
-class _Host:
-    """The group in which ranks tell what they found, which no training uses."""
-
-    group: Any = None
-
-
-_HOST = _Host()
+        dist.all_gather_object(everyone, said, group=apart)
+        keep({"method": spec + where, "failures": [f"rank {n}: {one}" for n, found in enumerate(everyone) for one in found]})
 
 
 class Training:
@@ -222,7 +208,6 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo", timeout=timedelta(seconds=60))
-    _HOST.group = dist.new_group(backend="gloo")
     rows: list[Any] = []
 
     def keep(row: Any) -> None:
