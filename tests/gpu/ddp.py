@@ -125,7 +125,8 @@ def check_all(place: str, keep: Callable[[Any], None]) -> None:
             said = [f"{type(error).__name__}: {error}"]
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, said, group=apart)
-        keep({"method": spec + where, "failures": [f"rank {n}: {one}" for n, found in enumerate(everyone) for one in found]})
+        failures = [f"rank {rank}: {one}" for rank, found in enumerate(everyone) for one in found]
+        keep({"method": spec + where, "failures": failures})
 
 
 class Training:
