@@ -16,7 +16,7 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import checked
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
-from hvdcomp.compressors.choice import Plan
+from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -86,8 +86,8 @@ class Compression(FollowsRanks):
         decision_log_bytes: int = FILE_BYTES,
         decision_log_files: int = FILES,
         seed: int = 0,
-        min_numel: int = 1024,
-        min_ndim: int = 2,
+        min_numel: int = MIN_NUMEL,
+        min_ndim: int = MIN_NDIM,
         overlap: bool | str = "auto",
         bucket_bytes: int | None = None,
         process_set: Any = None,

@@ -25,6 +25,8 @@ PLACES = np.arange(5, dtype=np.int32)
 CASES: dict[str, Callable[[Any, Any, Any, Any, Any, Any], Any]] = {
     "operators": lambda xp, v, m, c, u, p: (m * 2 - 1) / c + (m > c),
     "reversed operators": lambda xp, v, m, c, u, p: 1 - np.float64(2.0) * v,
+    "whole quotients and rests": lambda xp, v, m, c, u, p: (p // 3) % 2 + 7 % (p + 1) + 9 // (p + 1),
+    "powers": lambda xp, v, m, c, u, p: 2.0 ** -(m**2),
     "bits": lambda xp, v, m, c, u, p: ~(u | 1) & (u ^ 1),
     "indices": lambda xp, v, m, c, u, p: m[1:, -1],
     "an index": lambda xp, v, m, c, u, p: m[2],

@@ -86,8 +86,9 @@ class ShapeArray:
     def _compared(self, other: Any) -> Any:
         return ShapeArray(self._combined(other).shape, "bool")
 
-    __add__ = __sub__ = __mul__ = __truediv__ = __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = _combined
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rand__ = __ror__ = __rxor__ = _combined
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _combined
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _combined
+    __and__ = __or__ = __xor__ = __lshift__ = __rshift__ = __rand__ = __ror__ = __rxor__ = _combined
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
     __hash__ = None  # type: ignore[assignment]
 

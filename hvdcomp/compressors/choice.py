@@ -11,6 +11,9 @@ from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
 
+MIN_NUMEL, MIN_NDIM = 1024, 2
+"""By default, a tensor with fewer elements or dimensions is sent dense."""
+
 Plan = Mapping[str, Compressor]
 """The compressor of each tensor, by name. Nobody changes a plan once it is made."""
 
@@ -34,8 +37,8 @@ class Chooser:
     described: InitVar[Iterable[TensorInfo]]
     compressor: Compressor
     memory: Memory | None = None
-    min_numel: int = 1024
-    min_ndim: int = 2
+    min_numel: int = MIN_NUMEL
+    min_ndim: int = MIN_NDIM
     tensors: dict[str, TensorInfo] = field(init=False)
 
     def __post_init__(self, described: Iterable[TensorInfo]) -> None:

@@ -17,7 +17,7 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.choice import Plan
+from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
@@ -68,8 +68,8 @@ class Engine:
         compressor: Compressor,
         memory: Memory | None = None,
         seed: int = 0,
-        min_numel: int = 1024,
-        min_ndim: int = 2,
+        min_numel: int = MIN_NUMEL,
+        min_ndim: int = MIN_NDIM,
         bytes_beside: Callable[[int], int] = lambda tensors: 0,
         ledger: Ledger | None = None,
         overlap_bytes: int | None = None,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from hvdcomp.horovod_build import BuildError
-from hvdcomp.horovod_build.environment import scripts_first, tool_output
+from hvdcomp.horovod_build.environment import run_logged, scripts_first, tool_output
 
 _TIMEOUT = 180.0  # seconds; a check takes 3 to 15
 
@@ -28,16 +28,7 @@ def load_extension(framework: str) -> None:
     # LD_BIND_NOW: a function that is called by no test would otherwise be missed in the middle of a training.
     variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3", "LD_BIND_NOW": "1"}
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=variables,
-            timeout=_TIMEOUT,
-        )
+        done = run_logged(command, variables, _TIMEOUT)
     except subprocess.TimeoutExpired:
         raise BuildError(f"import horovod.{framework} did not end within {_TIMEOUT:.0f} s.") from None
     if done.returncode == 0:

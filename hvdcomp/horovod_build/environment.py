@@ -88,19 +88,28 @@ def scripts_first() -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([bin_folder, *rest])}
 
 
+def run_logged(
+    command: list[str], env: dict[str, str] | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a tool that asks nothing; `stdout` of the result has both its streams.
+
+    Args:
+        env: its environment; None for `scripts_first`.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was ended.
+    """
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env=scripts_first() if env is None else env, timeout=timeout, check=False,
+    )  # fmt: skip
+
+
 def tool_output(command: list[str], timeout: float = 20.0) -> str | None:
     """What a tool prints, both streams; None if it is missing, fails or takes over `timeout` seconds."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-            env=scripts_first(),
-        )
+        done = run_logged(command, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

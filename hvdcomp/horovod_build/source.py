@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
 from hvdcomp.horovod_build import BuildError
-from hvdcomp.horovod_build.environment import scripts_first
+from hvdcomp.horovod_build.environment import run_logged
 from hvdcomp.horovod_build.plan import HOROVOD_SHA256, HOROVOD_VERSION
 
 ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"
@@ -40,15 +39,7 @@ def fetch_source(cache: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
         command += ["--no-deps", "--no-binary=:all:", "--no-build-isolation", "--require-hashes"]
         command += ["--requirement", str(requirements), "--dest", folder]
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=scripts_first(),
-        )
+        done = run_logged(command)
         if done.returncode != 0:
             last_lines = "\n".join(done.stdout.strip().splitlines()[-5:])
             raise BuildError(

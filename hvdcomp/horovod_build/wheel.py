@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hvdcomp.horovod_build import BuildError
 from hvdcomp.horovod_build.edits import apply_edits
-from hvdcomp.horovod_build.environment import scripts_first
+from hvdcomp.horovod_build.environment import run_logged, scripts_first
 from hvdcomp.horovod_build.guard import guarded
 from hvdcomp.horovod_build.log import Progress, first_error, hint, parse_progress
 from hvdcomp.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
@@ -167,13 +167,13 @@ def install_wheel(wheel: Path) -> float:
     started = time.monotonic()
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    done = run_logged(command)
     if done.returncode != 0:
-        raise BuildError(f"pip could not install {wheel}:\n{done.stderr.strip() or done.stdout.strip()}")
+        raise BuildError(f"pip could not install {wheel}:\n{done.stdout.strip()}")
     return time.monotonic() - started
 
 
 def uninstall() -> None:
     """Removes the installed Horovod."""
     command = [sys.executable, "-m", "pip", "uninstall", "--no-input", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*command, "--yes", "horovod"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    run_logged([*command, "--yes", "horovod"])

@@ -17,7 +17,7 @@ import numpy as np
 from hvdcomp.arrays import shapes
 from hvdcomp.arrays.types import dtype_bytes, number_of_elements
 from hvdcomp.compressors import Compressor, TensorInfo
-from hvdcomp.compressors.choice import Chooser, Plan
+from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Chooser, Plan
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.protocol import Context, Group
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
@@ -127,8 +127,8 @@ def exchange_of(
     tensors: Sequence[TensorInfo],
     ranks: int,
     ranks_per_node: int | None = None,
-    min_numel: int = 1024,
-    min_ndim: int = 2,
+    min_numel: int = MIN_NUMEL,
+    min_ndim: int = MIN_NDIM,
 ) -> Exchange:
     """The exchange of one step of a model, without residuals that are still to be sent.
 
