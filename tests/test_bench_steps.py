@@ -214,8 +214,9 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert summary(rows) in text
     assert "faster one of dense and fp16: m 2.00 at 1gbit." in text
     assert "two are" in text.splitlines()
-    assert "| 2 | 1gbit | m | none | 120.0 |" in text
-    assert "m, 2 hosts, 1gbit: m, passes (42%)" in text
+    assert "| topk:ratio=0.01 | 2 | " in text  # its errors, over both
+    assert "| 2 | 1gbit | m | topk:ratio=0.01 | 3.00 | 2.00 |" in text
+    assert "| m, 2 hosts, 1gbit | 1 | m, passes (42%) |" in text
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
 
 
@@ -423,7 +424,8 @@ def test_tables_and_pictures_are_made_again_without_a_cluster(tmp_path: Path, mo
     (tmp_path / "steps-measured.json").write_text(json.dumps({**details, "runs": [run]}))
     done = CliRunner().invoke(command, [*words, "--resume"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "| 2 | 1gbit | mlp | none | 120.0 |" in (tmp_path / "steps-measured.md").read_text()
+    assert "2,1,1gbit,mlp,none," in (tmp_path / "steps-measured.csv").read_text()
+    assert "| none | 1 | " in (tmp_path / "steps-measured.md").read_text()
     assert (tmp_path / "steps-measured-speed.png").exists()
 
 

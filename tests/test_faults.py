@@ -87,7 +87,7 @@ def test_rows_that_are_run_anew_take_the_place_of_old_ones(tmp_path: Path, monke
     assert [(row.transport, row.happened) for row in report.read(tmp_path)] == [("gloo", "well"), ("mpi", "badly | so")]
     page = (tmp_path / "faults.md").read_text()
     assert "1 of 2 rows are as documented" in page
-    assert "| another | mpi | It ends. | **FAILED**: badly \\| so |  | 1 |" in page
+    assert "| another | yes | **FAILED**: badly \\| so | - | 1 |" in page
     resumed = CliRunner().invoke(command.main, ["--resume", "--row", "another", "--output", str(tmp_path)])
     assert "[1/1] another, over mpi" in resumed.output
     assert [(row.transport, row.happened) for row in report.read(tmp_path)] == [("gloo", "well"), ("mpi", "well")]

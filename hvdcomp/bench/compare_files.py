@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,9 @@ def _gains_summary(found: Sequence[Gain]) -> str:
     )
 
 
+NOT_FAR = 0.05
+"""How much longer than with the best static choice a step with `auto` may take, for the page to say no more of it."""
+
 HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
 
 
@@ -111,12 +114,14 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`. {summary(rows)} Quartiles are those of the measured steps. 2x4 are 2 "
-        "hosts with 4 ranks on each; 2 are 2 hosts with one. The column compute is the error of the time without any "
-        "communication, between calibrating and measuring; the last one is the largest part of the prediction, in ms.",
+        f"Made by `{details['command']}`. {summary(rows)} All {len(rows)} rows are in the CSV file beside this page, "
+        "with quartiles and with the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts "
+        "with one.",
         "",
         *([details["left_out"], ""] if details.get("left_out") else []),
-        *_markdown_table(HEADINGS, [cells(row) for row in rows]),
+        "By method, over all settings:",
+        "",
+        *_markdown_table(("method", "settings", "median of the errors", "largest error"), list(_errors(rows))),
         "",
         "The fastest compressor of each setting, as measured, and how many times as fast it is:",
         "",
@@ -143,6 +148,14 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _errors(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Of each method, how far predictions were from what was measured."""
+    for method in dict.fromkeys(row.method for row in rows):
+        errors = [row.error for row in rows if row.method == method]
+        median = statistics.median(abs(error) for error in errors)
+        yield method, str(len(errors)), f"{median:.1%}", f"{max(errors, key=abs):+.0%}"
+
+
 def auto_summary(found: Sequence[Choice]) -> str:
     """How `auto` did, in a sentence."""
     slowest, slower = (max(found, key=lambda one: getattr(one, name)) for name in ("over_best", "over_dense"))
@@ -166,8 +179,12 @@ def _auto(found: Sequence[Choice]) -> list[str]:
             f"{one.over_dense:.3f}" + (f" ± {one.over_dense_error:.3f}" if one.over_dense_error else ""),
         )
         for one in found
+        if one.over_best > 1 + NOT_FAR
     ]  # fmt: skip
-    return [auto_summary(found), "", *_markdown_table(headings, table), ""]
+    if not table:
+        return [auto_summary(found), ""]
+    said = f"{auto_summary(found)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
+    return [said, "", *_markdown_table(headings, table), ""]
 
 
 def _given(one: Choice) -> str:
@@ -177,15 +194,16 @@ def _given(one: Choice) -> str:
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
     """What was too noisy to trust, by the calibrations' own account."""
-    lines = [
-        f"- {place_of(run).in_words()}: "
-        + "; ".join(f"{what} ({one['spread']:.0%})" for what, one in run["noisy"].items())
-        for run in runs
-        if run["noisy"]
-    ]
-    if not lines:
+    table = []
+    for run in runs:
+        if run["noisy"]:
+            spreads = {what: one["spread"] for what, one in run["noisy"].items()}
+            worst = max(spreads, key=lambda what: spreads[what])
+            table.append((place_of(run).in_words(), str(len(spreads)), f"{worst} ({spreads[worst]:.0%})"))
+    if not table:
         return []
-    return [f"Calibrated numbers whose repeated medians differ by more than {NOISY:.0%}:", "", *lines, ""]
+    said = f"Calibrated numbers whose repeated medians differ by more than {NOISY:.0%}, of which the JSON file has all:"
+    return [said, "", *_markdown_table(("setting", "numbers", "the noisiest"), table), ""]
 
 
 def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,6 +14,7 @@ from hvdcomp.files import csv_of, replace_files
 from tests.faults.table import Fault, Row
 
 NAME = "faults"
+TRANSPORTS = ("gloo", "mpi", "ddp")
 
 
 def facts() -> dict[str, Any]:
@@ -71,21 +72,33 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         "",
         f"It was run with {versions} on {found['cores']} cores. {passed} of {len(rows)} rows are as documented. "
         "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
-        "torchrun (`ddp`). The time is that from the fault to the end of the last process of the training, and the "
-        "limit is that for this time. Where ranks wait for ever, they were told to end at the limit. Every row also "
+        f"torchrun (`ddp`); what happened in each is in `{NAME}.csv`. Above each table stands what is documented, and "
+        "in it the seconds from the fault to the end of the last process of the training, `yes` where there is no such "
+        "time, and the limit for it. Where ranks wait for ever, they were told to end at the limit. Every row also "
         "sees that no process is left, and, where ranks train with hvdcomp, that all had the same weights after each "
         "step.",
     ]
     for group in dict.fromkeys(row.group for row in rows):
-        lines += ["", f"## {group.capitalize()}", ""]
-        lines += ["| fault | over | documented | happened | seconds | limit |", "|---|---|---|---|---|---|"]
-        for row in rows:
-            if row.group == group:
-                happened = row.happened if row.passed else f"**FAILED**: {row.happened}"
-                seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
-                cells = (row.fault, row.transport, row.documented, happened, seconds, f"{row.within:.0f}")
+        lines += ["", f"## {group.capitalize()}"]
+        of_group = [row for row in rows if row.group == group]
+        for documented in dict.fromkeys(row.documented for row in of_group):
+            lines += ["", " ".join(documented.split()), ""]
+            lines += [f"| fault | {' | '.join(TRANSPORTS)} | limit |", "|---|" + "--:|" * (len(TRANSPORTS) + 1)]
+            alike = [row for row in of_group if row.documented == documented]
+            for fault in dict.fromkeys(row.fault for row in alike):
+                over = {row.transport: row for row in alike if row.fault == fault}
+                limit = max(row.within for row in over.values())
+                cells = (fault, *(_outcome(over.get(transport)) for transport in TRANSPORTS), f"{limit:.0f}")
                 lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines) + "\n"
+
+
+def _outcome(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    if not row.passed:
+        return f"**FAILED**: {row.happened}"
+    return "yes" if row.seconds is None else f"{row.seconds:.1f}"
 
 
 def _cell(text: str) -> str:
