@@ -163,6 +163,22 @@ def test_the_page_has_every_name_and_reversed_results_first(tmp_path: Path) -> N
     assert "Cannot be shown here, because it is a sketch" in text
 
 
+def test_the_page_tells_what_decides_and_where_the_rest_is() -> None:
+    rows = [
+        Row(what="main", published=1, ours=1, holds=True, main=True),
+        Row(what="lost", published=1, ours=2, holds=False),
+        Row(what="unsure", published=1, ours=2, half=3, open=True),
+        Row(what="beside", ours=2, note="the control: fixed"),
+        Row(what="held", published=1, ours=1, holds=True),
+        Row(what="number", ours=1),
+    ]
+    about = {"command": "hvdcomp reproduce utility-fig2", "commit": "abc"}
+    text = page({"utility-fig2": Outcome(name="utility-fig2", rows=rows, about=about)})
+    assert all(f"| {what} |" in text for what in ("**main**", "lost", "unsure", "beside"))
+    assert not any(f"| {what} |" in text for what in ("held", "number"))
+    assert "2 more rows in [utility-fig2.json](reproduction/utility-fig2.json)." in text
+
+
 def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
     docs = Path(__file__).parents[1] / "docs"
     found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}

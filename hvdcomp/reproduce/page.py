@@ -9,6 +9,8 @@ from hvdcomp.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED
 from hvdcomp.reproduce.published import PAPERS, Artefact, artefacts
 
 NOT_RUN = "not run yet"
+CONTROL = "the control"
+"""In the note of a row that is one."""
 BAR = "\\|"  # within a cell of a table
 _HEADINGS = {
     REVERSED: "Reversed: ours says the contrary",
@@ -29,7 +31,8 @@ A row **holds** if ours says what the paper says: a number to the share that is 
 trainings ours are means over seeds with the 95 % interval of Student's t, and a row is **open** if the interval leaves
 it open. A result is *as published* if every row holds that the paper says something of, *reversed* if none does, or if
 what the paper draws from it (in **bold**, where a row says that) does not, and else *in part*. A row without a
-published number is a control or a claim in words.
+published number is a control or a claim in words. Shown are the rows in bold, those that do not hold or are open, and
+controls; what holds otherwise is in the file beside a result, and in what `hvdcomp reproduce NAME` prints.
 
 Our trainings are short: 640 steps, and 210 of the LSTM, where Accordion's have 29,400. What compression holds back is
 not made up by then, so that low and high compression lie further apart than in the papers. A reversed result of a
@@ -75,9 +78,13 @@ def _section(artefact: Artefact, found: Outcome | None) -> str:
         lines += [f"Cannot be shown here, because {found.reason}.", ""]
     if found.ours:
         lines += [found.ours, ""]
-    lines += table(found.rows)
+    told = [row for row in found.rows if row.main or row.open or row.holds is False or CONTROL in row.note]
+    told = told or [row for row in found.rows if row.holds][:1]
+    lines += table(told)
     about = found.about
-    lines += ["", f"`{about['command']}`, at commit `{about['commit']}`.", ""]
+    rest = len(found.rows) - len(told)
+    more = f" {rest} more row{'s' * (rest > 1)} in [{found.name}.json](reproduction/{found.name}.json)." if rest else ""
+    lines += ["", f"`{about['command']}`, at commit `{about['commit']}`.{more}", ""]
     return "\n".join(lines)
 
 
