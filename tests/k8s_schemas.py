@@ -1,6 +1,5 @@
-"""What Kubernetes' API server would accept, without one: the definitions of operators as JSON Schema, which forbids what
-they do not name, and the Kubernetes client's own models.
-"""
+"""What the API server of Kubernetes would accept, without one: definitions of operators as JSON Schema, which forbids
+what they do not name, and the Kubernetes client's own models."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The trainings of torch.distributed for other operators than the mpi-operator: k8s/jobset and k8s/trainer. What the API
-server accepts, whether names and numbers fit, and torchrun's commands run as in the pods of these files."""
+"""The trainings of torch.distributed for other operators than the mpi-operator: k8s/jobset and k8s/trainer. What the
+API server accepts, whether names and numbers fit, and torchrun's commands run as in the pods of these files."""
 
 from __future__ import annotations
 
