@@ -48,9 +48,11 @@ def build(folder: Path) -> list[Object]:
         path = (folder / resource).resolve()
         objects += build(path) if path.is_dir() else yaml.safe_load_all(path.read_text())
     for generated in wanted.get("configMapGenerator", ()):
-        assert wanted["generatorOptions"] == {"disableNameSuffixHash": True}
+        options = wanted["generatorOptions"]
+        assert options["disableNameSuffixHash"] is True
+        metadata = {"name": generated["name"]} | {key: options[key] for key in options if key == "labels"}
         data = {name: (folder / name).read_text() for name in generated["files"]}
-        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generated["name"]}, "data": data})
+        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     for patch in wanted.get("patches", ()):
         operations = yaml.safe_load(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text())
         (target,) = (one for one in objects if one["kind"] == patch["target"]["kind"])

@@ -21,7 +21,7 @@ from hvdcomp.launch.job import Job, read_settings
 from hvdcomp.launch.k8s.manifest import WORKERS, literal, render
 from hvdcomp.launch.k8s.settings import KubernetesSettings
 from hvdcomp.launch.rank import from_variable
-from tests import kustomize
+from tests import k8s_schemas, kustomize
 
 ROOT = Path(__file__).parent.parent
 OVERLAYS = ("cpu-demo", "v100", "elastic")
@@ -112,28 +112,9 @@ def expanded(text: str, variables: dict[str, str]) -> str:
     return re.sub(r"\$\$|\$\(([^)]*)\)", replace, text)
 
 
-def _closed(schema: Any) -> Any:
-    """The schema with unknown fields forbidden, which the API server would drop with a warning."""
-    if isinstance(schema, list):
-        return [_closed(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = {key: _closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        schema.setdefault("additionalProperties", False)
-    if schema.get("x-kubernetes-int-or-string"):
-        schema = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-    return schema
-
-
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    definition = (ROOT / "tests" / "data" / "mpijob_crd_v2beta1.yaml").read_text()
-    crd = yaml.load(definition, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # 9,000 lines
-    (version,) = crd["spec"]["versions"]
-    schema = version["schema"]["openAPIV3Schema"]
-    schema["properties"]["metadata"] = {"x-kubernetes-preserve-unknown-fields": True}
-    return jsonschema.Draft202012Validator(_closed(schema))
+    return jsonschema.Draft202012Validator(k8s_schemas.mpijob())
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -154,21 +135,8 @@ def test_the_definition_would_notice_a_wrong_field(validator: Any, place: str) -
 
 @pytest.mark.parametrize("name", JOBS)
 def test_its_pods_are_pods_to_the_kubernetes_client(name: str) -> None:
-    client = pytest.importorskip("kubernetes").client
-    api = client.ApiClient()
     for pod in pods(JOBS[name]).values():
-
-        class Answer:
-            data = json.dumps(pod)
-
-        read = _read_pod(client, api, Answer)
-        assert api.sanitize_for_serialization(read) == pod
-
-
-def _read_pod(client: Any, api: Any, answer: Any) -> Any:
-    if hasattr(client.V1PodSpec, "from_dict"):  # since version 36 models read themselves
-        return client.V1PodSpec.from_dict(json.loads(answer.data))
-    return api.deserialize(answer, "V1PodSpec")
+        k8s_schemas.check_with_client("V1PodSpec", pod)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -200,23 +168,10 @@ def test_the_operator_accepts_it(name: str) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_its_pods_satisfy_the_restricted_pod_security_standard(name: str) -> None:
     for role, pod in pods(JOBS[name]).items():
-        container = only_container(pod)
-        assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["runAsUser"] == 1000
-        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
-        assert pod["automountServiceAccountToken"] is False
-        assert all("hostPath" not in volume for volume in pod.get("volumes", ()))
-        assert all(port["containerPort"] >= 1024 for port in container.get("ports", ()))
-        resources = container["resources"]
-        assert {"cpu", "memory"} <= set(resources["requests"])
-        assert resources["limits"]["memory"] == resources["requests"]["memory"]
+        k8s_schemas.check_restricted(pod)
         if role == "Worker":
-            mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-            (shared,) = (volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"])
-            assert shared["emptyDir"]["medium"] == "Memory"
-            assert container["readinessProbe"]["tcpSocket"]["port"] == 2222
+            k8s_schemas.check_shared_memory(pod)
+            assert only_container(pod)["readinessProbe"]["tcpSocket"]["port"] == 2222
 
 
 @pytest.mark.parametrize("name", ELASTIC)
