@@ -9,6 +9,7 @@ gradient arrives.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.bindings.elastic import track as track
@@ -64,9 +65,11 @@ from hvdcomp.policies.lgreco import LGreCo as LGreCo
 from hvdcomp.policies.schedules import Legacy as Legacy
 from hvdcomp.policies.schedules import Schedule as Schedule
 from hvdcomp.policies.schedules import WarmUp as WarmUp
-from hvdcomp.version import VERSION
 
-__version__ = VERSION
+try:
+    __version__ = version("hvdcomp")
+except PackageNotFoundError:  # a checkout on the path that nobody has installed
+    __version__ = "0+checkout"
 
 # What is imported above under its own name is for type checkers. A class that registration found is offered without a
 # line here.

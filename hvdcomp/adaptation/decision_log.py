@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hvdcomp
 from hvdcomp.adaptation.log_lines import Parts, Shorthand
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import RecordFile, parse_json, put_aside, put_aside_before
@@ -29,7 +30,6 @@ from hvdcomp.policies import Policy, refuse_removed
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
-from hvdcomp.version import VERSION
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON cannot hold, by the text that stands for them."""
@@ -159,7 +159,7 @@ class DecisionLog:
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        self._begin(Start(file=self.path, line=0, hvdcomp=VERSION, **fields))
+        self._begin(Start(file=self.path, line=0, hvdcomp=hvdcomp.__version__, **fields))
 
     def decision(self, **fields: Any) -> None:
         """Adds a decision line with the fields of `Decided`, after `start`; the place is filled in.

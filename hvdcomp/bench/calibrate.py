@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+import hvdcomp
 from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import Reading
 from hvdcomp.bench.levels import Levels, find_levels
@@ -24,7 +25,6 @@ from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.perfmodel.noise import NOISY
 from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
-from hvdcomp.version import VERSION
 
 NETWORK_SHARE = 0.3  # of the time of a calibration
 Show = Callable[[str], None]
@@ -177,7 +177,7 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
         "threads of PyTorch": str(torch.get_num_threads()),
         "backend": carrier.ranks.backend,
         **carrier.facts(),
-        "hvdcomp": VERSION,
+        "hvdcomp": hvdcomp.__version__,
         "torch": torch.__version__,
     }
 

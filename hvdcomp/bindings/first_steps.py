@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 
+import hvdcomp
 from hvdcomp import kernels
 from hvdcomp.bindings.adam import warn_of_harm
 from hvdcomp.bindings.training import Training
@@ -16,7 +17,6 @@ from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
-from hvdcomp.version import VERSION
 
 
 class FirstSteps:
@@ -92,7 +92,7 @@ class FirstSteps:
             "step": engine.step_number,
             "momentum of the optimizer": self._doubled_momentum(),
             "warm-up of the optimizer": training.warm_up(),
-            "hvdcomp": VERSION,
+            "hvdcomp": hvdcomp.__version__,
             "numpy": numpy.__version__,
             KERNELS: "compiled" if kernels.available() else "none",
             f"{KERNELS} for CUDA": cuda.described(),
