@@ -9,7 +9,6 @@ gradient arrives.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.bindings.elastic import track as track
@@ -52,6 +51,7 @@ from hvdcomp.compressors.two_level import TwoLevel as TwoLevel
 from hvdcomp.errors import ConfigurationError as ConfigurationError
 from hvdcomp.errors import RankMismatchError as RankMismatchError
 from hvdcomp.errors import SpecError as SpecError
+from hvdcomp.files import VERSION
 from hvdcomp.policies import POLICIES
 from hvdcomp.policies.accordion import Accordion as Accordion
 from hvdcomp.policies.adaqs import AdaQS as AdaQS
@@ -66,10 +66,7 @@ from hvdcomp.policies.schedules import Legacy as Legacy
 from hvdcomp.policies.schedules import Schedule as Schedule
 from hvdcomp.policies.schedules import WarmUp as WarmUp
 
-try:
-    __version__ = version("hvdcomp")
-except PackageNotFoundError:  # a checkout on the path that nobody has installed
-    __version__ = "0+checkout"
+__version__ = VERSION
 
 # What is imported above under its own name is for type checkers. A class that registration found is offered without a
 # line here.

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ _PART = ".part"
 DEEPEST_JSON = 100
 """How deep lists and objects may be nested in a file of JSON: far deeper than hvdcomp nests them, and not so deep that
 what looks through them would run out of stack."""
+
+try:
+    VERSION = version("hvdcomp")
+except PackageNotFoundError:  # a checkout on the path that nobody has installed
+    VERSION = "0+checkout"
+"""Of hvdcomp, as the files say that it writes."""
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:

@@ -18,7 +18,7 @@ def version(name):
 importlib.metadata.version = version
 import hvdcomp
 from hvdcomp.adaptation.decision_log import DecisionLog
-from hvdcomp.bindings import first_steps
+from hvdcomp.bindings import first_steps  # noqa: F401
 
 print(hvdcomp.__version__)
 """

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hvdcomp
 from hvdcomp.adaptation.log_lines import Parts, Shorthand
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.files import RecordFile, parse_json, put_aside, put_aside_before
+from hvdcomp.files import VERSION, RecordFile, parse_json, put_aside, put_aside_before
 from hvdcomp.policies import Policy, refuse_removed
 from hvdcomp.policies.request import Statistics
 from hvdcomp.specs.described import is_whole
@@ -159,7 +158,7 @@ class DecisionLog:
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        self._begin(Start(file=self.path, line=0, hvdcomp=hvdcomp.__version__, **fields))
+        self._begin(Start(file=self.path, line=0, hvdcomp=VERSION, **fields))
 
     def decision(self, **fields: Any) -> None:
         """Adds a decision line with the fields of `Decided`, after `start`; the place is filled in.

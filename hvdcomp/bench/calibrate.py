@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import hvdcomp
 from hvdcomp.bench.carrier import Carrier
 from hvdcomp.bench.fit import Reading
 from hvdcomp.bench.levels import Levels, find_levels
@@ -20,6 +19,7 @@ from hvdcomp.bench.probe_model import probe_model
 from hvdcomp.bench.probe_network import IN_LEVELS, Kind, NetworkProbe, probe_network
 from hvdcomp.bench.workload import build
 from hvdcomp.compressors import Compressor, NoCompression, TensorInfo
+from hvdcomp.files import VERSION
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.network import ALGORITHMS
@@ -177,7 +177,7 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
         "threads of PyTorch": str(torch.get_num_threads()),
         "backend": carrier.ranks.backend,
         **carrier.facts(),
-        "hvdcomp": hvdcomp.__version__,
+        "hvdcomp": VERSION,
         "torch": torch.__version__,
     }
 

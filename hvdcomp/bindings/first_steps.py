@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy
 
-import hvdcomp
 from hvdcomp import kernels
 from hvdcomp.bindings.adam import warn_of_harm
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.files import VERSION
 from hvdcomp.kernels import cuda
 
 
@@ -92,7 +92,7 @@ class FirstSteps:
             "step": engine.step_number,
             "momentum of the optimizer": self._doubled_momentum(),
             "warm-up of the optimizer": training.warm_up(),
-            "hvdcomp": hvdcomp.__version__,
+            "hvdcomp": VERSION,
             "numpy": numpy.__version__,
             KERNELS: "compiled" if kernels.available() else "none",
             f"{KERNELS} for CUDA": cuda.described(),

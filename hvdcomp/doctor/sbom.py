@@ -19,7 +19,7 @@ from importlib.metadata import Distribution, distributions
 from typing import Any
 from urllib.parse import quote
 
-import hvdcomp
+from hvdcomp.files import VERSION
 
 _FIELDS = "${Package}\\t${Version}\\t${Architecture}\\t${source:Package}\\t${db:Status-Status}\\n"
 
@@ -30,7 +30,7 @@ def bill() -> dict[str, Any]:
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {"component": {"type": "container", "name": "hvdcomp", "version": hvdcomp.__version__}},
+        "metadata": {"component": {"type": "container", "name": "hvdcomp", "version": VERSION}},
         "components": [*_python_packages(), *_debian_packages()],
     }
 

@@ -13,8 +13,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-import hvdcomp
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import VERSION, csv_of, replace_files
 from hvdcomp.report.curves import HALF_WIDTH, draw_section
 from hvdcomp.report.decision_curves import draw_decisions
 from hvdcomp.report.headline import headline
@@ -32,7 +31,7 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
     series = [row for section in sections for row in section.series]
-    document = {"hvdcomp": hvdcomp.__version__, "rows": rows, "series": series}
+    document = {"hvdcomp": VERSION, "rows": rows, "series": series}
     files: dict[str, bytes] = {}
     shown = [_render(files, section, number) for number, section in enumerate(sections, start=1)]
     loader = jinja2.PackageLoader("hvdcomp.report", ".")

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hvdcomp
+from hvdcomp.files import VERSION
 from hvdcomp.reproduce import counted, predicted
 from hvdcomp.reproduce.outcome import Outcome
 from hvdcomp.reproduce.published import Artefact
@@ -54,7 +54,7 @@ def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: flo
 @cache
 def commit() -> str:
     """The commit of the sources; the version of a package without them."""
-    return commit_of(Path(__file__).parents[2], "hvdcomp") or f"hvdcomp {hvdcomp.__version__}"
+    return commit_of(Path(__file__).parents[2], "hvdcomp") or f"hvdcomp {VERSION}"
 
 
 def commit_of(root: Path, *paths: str) -> str | None:
