@@ -156,7 +156,7 @@ def test_without_anything_aside_there_is_one_stream(streams: Streams) -> None:
 
 def test_the_manual_says_how_many_kernels_a_step_launches() -> None:
     """In the third step, with error feedback, of a bucket whose tensors all go with the method."""
-    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    text = (Path(__file__).parent.parent / "hvdcomp" / "kernels" / "README.md").read_text()
     rows = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \| (\d+) \|$", text, re.MULTILINE)
     said = {spec: int(count) for specs, count in rows for spec in re.findall("`([^`]+)`", specs)}
     assert said.keys() == set(SPECS)
