@@ -23,7 +23,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OF_FOLDERS]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 METRIC = re.compile(r"hvdcomp/(\w+_(sent|in_node|bytes|factor|seconds|ratio|rank|bits)|level(/\w+)?)")  # no file
 DEFINED = re.compile(
-    r"^\s*(?:def|class) (\w+)|^\s*(?:self\.)?(\w+)(?:: [^=\n]+)? = |^ {4}(\w+): |HVD_KERNEL\(\w+, (\w+)|#define (\w+)",
+    r"^\s*(?:def|class) (\w+)|^\s*(?:self\.)?(\w[\w, ]*)(?:: [^=\n]+)? = |^ {4}(\w+): |HVD_KERNEL\(\w+, (\w+)|#define (\w+)",
     re.MULTILINE,
 )
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -68,7 +68,7 @@ def defined() -> dict[str, set[str]]:
     sources = [*(ROOT / "hvdcomp").rglob("*.py"), *(ROOT / "hvdcomp").rglob("*.[ch]"), *(ROOT / "tests").rglob("*.py")]
     sources.append(ROOT / "hvdcomp" / "kernels" / "src" / "kernels.def")
     return {
-        str(path.relative_to(ROOT)): {name for found in DEFINED.findall(path.read_text()) for name in found if name}
+        str(path.relative_to(ROOT)): set(re.findall(r"\w+", str(DEFINED.findall(path.read_text()))))
         for path in sources
     }
 
