@@ -23,7 +23,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *OF_FOLDERS]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 METRIC = re.compile(r"hvdcomp/(\w+_(sent|in_node|bytes|factor|seconds|ratio|rank|bits)|level(/\w+)?)")  # no file
 DEFINED = re.compile(
-    r"^\s*(?:def|class) (\w+)|^\s*(?:self\.)?(\w[\w, ]*)(?:: [^=\n]+)? = |^ {4}(\w+): |HVD_KERNEL\(\w+, (\w+)|#define (\w+)",
+    r"^\s*(?:def|class) (\w+)|^\s*(?:self\.)?(\w[\w, ]*)(?:: [^=\n]+)? = |^ {4}(\w+): |"
+    r"HVD_KERNEL\(\w+, (\w+)|#define (\w+)",
     re.MULTILINE,
 )
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
