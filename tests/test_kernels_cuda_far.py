@@ -113,7 +113,7 @@ def test_the_largest_tensor_is_taken_to_its_end(long: Any) -> None:
     x, result, wire = long(size, np.float32), long(size, np.float32), long(size, np.uint16)
     x[-8:] = torch.arange(1.0, 9.0)
     bucket.segments["gradient"], bucket.segments["result"] = x.data_ptr(), result.data_ptr()
-    bucket.call("bfloat16_encode", wire)
+    bucket.call("bfloat16_encode", wire, True)
     bucket.call("bfloat16_decode", wire, 1, 0)
     assert result[-8:].tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
 

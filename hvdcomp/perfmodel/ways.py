@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -29,9 +30,14 @@ def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
         >>> [str(one) for one in in_each_way(QSGD(bits=4))]
         ['qsgd:bits=4', 'qsgd:bits=4,exchange=scatter']
     """
-    if not isinstance(compressor, Gathering):
+    if not _travels_whole(compressor):
         return (compressor,)
     return tuple(dataclasses.replace(compressor, exchange=way) for way in WAYS)
+
+
+def _travels_whole(compressor: Compressor) -> TypeGuard[Gathering]:
+    """Whether ranks decode each other's payloads, and no allreduce adds them up."""
+    return isinstance(compressor, Gathering) and compressor.wire_dtype("float32") is None
 
 
 def in_two_levels(compressor: Compressor) -> Compressor | None:
@@ -85,7 +91,7 @@ def encode_time_of(
         share = dtype_bytes(wire) / dtype_bytes("float32")
         source = "estimated from that of dense gradients, by the bytes"
         return dataclasses.replace(known[UNCOMPRESSED].part(share), source=source, estimated=True)
-    if own is not None or not isinstance(compressor, Gathering):
+    if own is not None or not _travels_whole(compressor):
         return own
     for way in (*WAYS, "auto"):
         other = str(dataclasses.replace(compressor, exchange=way))
