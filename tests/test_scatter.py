@@ -327,6 +327,22 @@ def test_all_ranks_learn_that_the_owner_of_a_chunk_cannot_keep_what_its_mean_lac
     assert all(other == first for other in others)
 
 
+def test_sums_of_halves_in_single_precision_do_not_lose_more_with_more_ranks() -> None:
+    common = np.random.default_rng(0).normal(size=(32, 64)).astype(np.float32)
+
+    def error(spec: str, ranks: int) -> float:
+        xs = [common + own for own in gradients(ranks, common.shape)]
+        exact = np.mean(xs, 0, dtype=np.float64)
+        mean = run_lockstep(parse_compressor(spec), xs).outcomes[0].mean
+        return float(np.linalg.norm(mean - exact) / np.linalg.norm(exact))
+
+    added = {ranks: error("fp16", ranks) for ranks in (2, 64)}
+    scattered = {ranks: error("fp16:exchange=scatter", ranks) for ranks in (2, 64)}
+    assert scattered[64] < 1.1 * scattered[2] < 3e-4
+    assert added[64] > 2.5 * added[2]
+    assert added[64] > 4 * scattered[64]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])  # as a bucket, and by itself
 def test_halves_that_are_scattered_are_added_in_single_precision(backend: str, dtype: str) -> None:
