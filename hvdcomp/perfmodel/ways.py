@@ -23,12 +23,16 @@ WAYS = ("gather", "scatter")
 
 
 def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
-    """The method gathered and scattered; the compressor itself where there is no choice.
+    """The method gathered and scattered; the compressor itself where there is no choice, or an allreduce is asked for.
 
     Example:
-        >>> from hvdcomp import QSGD
+        >>> from hvdcomp import FP16, QSGD
         >>> [str(one) for one in in_each_way(QSGD(bits=4))]
         ['qsgd:bits=4', 'qsgd:bits=4,exchange=scatter']
+        >>> [str(one) for one in in_each_way(FP16())]
+        ['fp16']
+        >>> [str(one) for one in in_each_way(FP16(exchange="auto"))]
+        ['fp16:exchange=gather', 'fp16:exchange=scatter']
     """
     if not _travels_whole(compressor):
         return (compressor,)
