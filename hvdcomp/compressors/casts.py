@@ -73,7 +73,7 @@ class _Cast(Gathering):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """Casts to IEEE half precision, sums in half precision, casts back; as Horovod's own fp16 compression.
+    """Casts to IEEE half precision, and sums in it, as Horovod's own fp16 compression, or in float32.
 
     Values beyond 65504 become infinite and are then dealt with as any other overflow: the step counts on no rank.
     Gathered or scattered, it is the numbers that travel which overflow, and not their sum, which is of float32.
