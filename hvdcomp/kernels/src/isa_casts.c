@@ -61,7 +61,8 @@ static void to_halves_at_random(const float *restrict x, int64_t start, int64_t 
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
         const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu, sign = hvd_bits(x[i]) >> 16 & 0x8000u;
         const uint32_t held = magnitude < 0x477fe000u ? magnitude : 0x477fe000u; /* 65504 */
-        const uint32_t power = held & HVD_INFINITE, least = 0x38800000u, above = (power > least ? power : least) - least;
+        const uint32_t power = held & HVD_INFINITE, least = 0x38800000u; /* 2**-14 */
+        const uint32_t above = (power > least ? power : least) - least;
         const float distances = hvd_of_bits(held) * hvd_of_bits((283u << 23) - least - above);
         const uint32_t code = ((uint32_t)(int32_t)distances + (hvd_word(weyl, key) >> 13)) >> 19;
         const uint32_t not_finite = magnitude > HVD_INFINITE ? 0x7e00u : 0x7c00u;
