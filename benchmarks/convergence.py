@@ -183,7 +183,7 @@ METHODS = (
     *_methods("powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1"),
     *_methods("powersgd:rank=4,alternating=True", "powersgd:rank=1,alternating=True"),
     *_methods("atomo:rank=4", "atomo:rank=2", changes=_BEFORE_NOISE),
-    *_methods("bf16:exchange=scatter", "int8:exchange=scatter", "int4:exchange=scatter"),
+    *_methods("fp16:exchange=scatter", "bf16:exchange=scatter", "int8:exchange=scatter", "int4:exchange=scatter"),
     *_methods("terngrad:exchange=scatter", "natural:exchange=scatter", "fp8:exchange=scatter"),
     *_methods("onebit:exchange=scatter", "efsignsgd:exchange=scatter"),
     *_methods("two_level(topk:ratio=0.01)", "two_level(topk:ratio=0.001)", "two_level(powersgd:rank=4)"),

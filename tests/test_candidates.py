@@ -131,14 +131,18 @@ def test_what_dense_gradients_take_beside_counts_where_they_are_carried(file: Pa
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_the_calibration_decides_on_an_exchange_that_is_left_open(ranks: int, file: Path) -> None:
-    known = calibration()
-    known["models"]["mine"]["encode"]["natural"] = {"encode_s": 0.001, "decode_per_rank_s": 1e-5}
-    known["models"]["mine"]["encode"]["natural:exchange=scatter"] = {"encode_s": 0.0012, "decode_per_rank_s": 1e-5}
+@pytest.mark.parametrize(
+    ("method", "gathered"), [("natural", "natural"), ("bf16", "bf16"), ("fp16", "fp16:exchange=gather")]
+)
+def test_the_calibration_decides_on_an_exchange_that_is_left_open(
+    method: str, gathered: str, ranks: int, file: Path
+) -> None:
+    known, ways = calibration(), {"gathered": gathered, "scattered": f"{method}:exchange=scatter"}
+    known["models"]["mine"]["encode"][ways["gathered"]] = {"encode_s": 0.001, "decode_per_rank_s": 1e-5}
+    known["models"]["mine"]["encode"][ways["scattered"]] = {"encode_s": 0.0012, "decode_per_rank_s": 1e-5}
     file.write_text(json.dumps(known))
     adviser = Adviser(load(file))
-    found = candidates(file, "natural:exchange=auto", ranks).candidates
-    ways = {"gathered": "natural", "scattered": "natural:exchange=scatter"}
+    found = candidates(file, f"{method}:exchange=auto", ranks).candidates
     mixed = {f"{way} and {rest}" for way in ways for rest in ("dense", "fp16")}
     assert set(found) == {"dense", "fp16", *ways, *mixed}
     for way, spec in ways.items():

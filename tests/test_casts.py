@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
 from hvdcomp import BF16, FP16, Compressor, NoCompression, NoMemory, SpecError
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.compressors.protocol import Context
+from hvdcomp.compressors.randomness import random_words, rank_key
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -99,6 +105,7 @@ def test_wire_types() -> None:
         "float16", "float32", "float32", "float64",
     ]  # fmt: skip
     assert FP16().wire_dtype("float32") == "float16"
+    assert FP16(exchange="scatter").wire_dtype("float32") is None
     assert BF16().wire_dtype("float32") is None
 
 
@@ -108,3 +115,101 @@ def test_small_numbers_keep_their_sign_and_subnormals_underflow_as_ieee_says(bac
     runs = run_engines(1, infos({"w": (8,)}), FP16(), lambda r, s: {"w": make(backend, values)})
     expected = np.array(values, np.float16).astype(np.float32)
     assert bits(runs[0].results[0]["w"]) == expected.tobytes()  # that of -0.0 too
+
+
+# Rounding at random ---------------------------------------------------------------------------------------------------
+
+AT_RANDOM = [FP16("stochastic", exchange="gather"), BF16("stochastic")]
+DIGITS = {"fp16": (10, -14, 19), "bf16": (7, -126, 16)}
+"""Of a fraction; the exponent below which numbers are equally far apart; random bits of a rounding."""
+
+
+def context(step: int = 0, rank: int = 0) -> Context:
+    return Context("w", step, 0, rank, 2)
+
+
+def sent(method: Any, x: Any, step: int = 0, rank: int = 0) -> np.ndarray:
+    """What receivers read of a vector."""
+    xp = arrays_for(x)
+    return as_numpy(method.decode(xp, method.encode(xp, x, context(step, rank)), tuple(x.shape)))
+
+
+def stated_at_random(method: Compressor, x: np.ndarray, step: int, rank: int) -> np.ndarray:
+    """Between two neighbours, the one further from zero if the random bits are among the highest share of all.
+
+    Args:
+        x: normal numbers of float32.
+    """
+    digits, least, bits_of_rounding = DIGITS[method.name]
+    words = random_words(numpy_arrays, rank_key(context(step, rank), method.name), x.size, like=x).view(np.uint32)
+    distance = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, least) - digits)
+    below = np.floor(np.abs(x) / distance)
+    share = np.floor((np.abs(x) / distance - below) * 2.0**bits_of_rounding)
+    above = share + (words >> np.uint32(32 - bits_of_rounding)) >= 2.0**bits_of_rounding
+    return np.copysign((below + above) * distance, x).astype(np.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", AT_RANDOM, ids=str)
+def test_rounding_at_random_is_what_was_stated(method: Any, backend: str) -> None:
+    random = np.random.default_rng(0)
+    x = (random.normal(size=20_000) * 2.0 ** random.integers(-30, 13, 20_000)).astype(np.float32)
+    seen = [sent(method, make(backend, x), step, rank) for step, rank in ((0, 0), (1, 0), (0, 1))]
+    for one, (step, rank) in zip(seen, ((0, 0), (1, 0), (0, 1)), strict=True):
+        np.testing.assert_array_equal(one, stated_at_random(method, x, step, rank))
+    assert len({bits(one) for one in seen}) == 3  # otherwise in each step, and on each rank
+    if method.name == "fp16":
+        np.testing.assert_array_equal(seen[0].astype(np.float16), seen[0])
+
+
+@pytest.mark.parametrize("method", AT_RANDOM, ids=str)
+def test_the_mean_over_many_draws_is_the_number_itself(method: Any) -> None:
+    """Of numbers whose halves have all digits, of denormal halves, and of what rounding to nearest makes zero."""
+    x = np.array([1.0003, -3.14159, 1e-3, 6.2e-5, -1.1e-6, 2.0e-8, -3e-9, 60001.0, 0.1, 1 / 3], np.float32)
+    draws = 40_000
+    many = np.concatenate([sent(method, np.tile(x, 400), step).reshape(400, -1) for step in range(draws // 400)])
+    many = many.astype(np.float64)
+    error, deviation = many.mean(0) - x, many.std(0)
+    assert (deviation > 0).all()
+    assert (np.abs(error) < 4.5 * deviation / np.sqrt(draws)).all()
+    assert all(len(np.unique(column)) == 2 for column in many.T)  # its neighbours
+    nearest = sent(dataclasses.replace(method, rounding="nearest"), x)
+    assert (np.abs(nearest - x) > 4.5 * deviation / np.sqrt(draws)).sum() > 5  # which is not so to nearest
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("method", AT_RANDOM, ids=str)
+def test_numbers_of_16_bits_are_sent_exactly_however_they_are_rounded(method: Any, backend: str) -> None:
+    """All of them, with signs of zeros, denormals and infinities."""
+    patterns = np.arange(2**16, dtype=np.uint16).view(np.int16)
+    x = method.decode(numpy_arrays, (patterns,), patterns.shape)
+    x = x[~np.isnan(x)]
+    nearest = dataclasses.replace(method, rounding="nearest")
+    for one in (method, nearest):
+        for step in range(3):
+            assert bits(sent(one, make(backend, x), step)) == x.tobytes()
+        assert np.isnan(sent(one, make(backend, np.array([np.nan, -np.nan])))).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "largest", "beyond"), [(AT_RANDOM[0], 65504, 65520), (AT_RANDOM[1], 3.3895314e38, 3.4e38)], ids=str
+)
+def test_the_same_numbers_become_infinite_at_random_as_to_nearest(method: Any, largest: float, beyond: float) -> None:
+    x = np.full(1000, beyond, np.float32)
+    below = np.nextafter(x, 0) if method.name == "fp16" else np.full(1000, 3.394e38, np.float32)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(sent(method, -x), -np.inf)
+        np.testing.assert_array_equal(sent(method, below), np.float32(largest))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize("method", AT_RANDOM, ids=str)
+def test_to_nearest_is_as_it_was(method: Any, backend: str, dtype: str) -> None:
+    """The bits of a plain cast, whose payloads no random number has a part in."""
+    nearest = dataclasses.replace(method, rounding="nearest")
+    x = make(backend, np.random.default_rng(0).normal(size=999), dtype)
+    first, second = ((nearest.encode(arrays_for(x), x, context(step)))[0] for step in (0, 1))
+    plain = as_numpy(x).astype(np.float16) if method.name == "fp16" else to_bfloat16(as_numpy(x).astype(np.float32))
+    np.testing.assert_array_equal(nearest.decode(arrays_for(x), (first,), (999,)), plain.astype(np.float32))
+    assert bits(first) == bits(second)
+    assert type(method)() == dataclasses.replace(type(method)(), rounding="nearest")  # the default

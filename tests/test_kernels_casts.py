@@ -16,7 +16,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
 ]
 
-METHODS = [NoCompression(), FP16(), BF16()]
+METHODS = [
+    NoCompression(), FP16(), FP16(exchange="gather"), FP16("stochastic", exchange="gather"), BF16(), BF16("stochastic"),
+]  # fmt: skip
 SIZES = st.lists(st.integers(1, 70) | st.sampled_from([512, 513, 4097, 66_000]), min_size=1, max_size=4)
 
 
@@ -66,8 +68,13 @@ def test_what_is_not_finite_is_found(method: Compressor, place: int, value: floa
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(
-    ("method", "largest", "beyond"), [(FP16(), 65519.99, 65520.0), (BF16(), 3.3895e38, 3.4e38)], ids=str
-)
+    ("method", "largest", "beyond"),
+    [
+        (FP16(), 65519.99, 65520.0), (FP16("stochastic", exchange="gather"), 65519.99, 65520.0),
+        (BF16(), 3.396e38, 3.4e38), (BF16("stochastic"), 3.396e38, 3.4e38),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_what_becomes_infinite_in_16_bits_is_found(method: Compressor, largest: float, beyond: float) -> None:
     for length in (1, 40):
         for value, found in ((largest, False), (-largest, False), (beyond, True), (-beyond, True)):

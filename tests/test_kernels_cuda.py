@@ -68,7 +68,7 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     kernels.reset()
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=4", "int8", "int4", "fp8:rounding=stochastic"])
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "int8", "int4", "fp8:rounding=stochastic", "bf16", "fp16"])
 def test_scattered_tensors_go_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And give what they give in NumPy."""
     spec += f"{',' if ':' in spec else ':'}exchange=scatter"

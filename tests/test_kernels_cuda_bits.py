@@ -55,6 +55,7 @@ EXACT = (
     *QUICK, "none", "topk:ratio=0.01", "topk:ratio=0.3", "randomk:ratio=0.1,unbiased=True,values=fp16",
     "signsgd:zeros=elements", "qsgd:bits=1,bucket=100", "qsgd:bits=7", "qsgd:bits=8,bucket=5000", "terngrad:clip=0",
     "globalqsgd:bits=5", "int8:rounding=stochastic,block=5000", "int4", "int4:block=7", "int4:rounding=stochastic",
+    "fp16:rounding=stochastic,exchange=gather", "bf16:rounding=stochastic",
     "fp8", "fp8:block=100", "fp8:format=e5m2", "fp8:format=e5m2,rounding=stochastic",
 )  # fmt: skip
 

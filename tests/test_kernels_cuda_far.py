@@ -29,7 +29,8 @@ pytestmark = [needs_triton, pytest.mark.usefixtures("in_interpreter")]
 RANKS = 3
 ROW = 2**30 + 2**12  # bytes: below 2**31 itself, but not two of them
 DECODED = {
-    "bf16": "bfloat16_decode", "efsignsgd": "two_values_decode", "onebit": "two_values_decode",
+    "bf16": "bfloat16_decode", "fp16:exchange=gather": "half_decode",
+    "efsignsgd": "two_values_decode", "onebit": "two_values_decode",
     "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "fp8": "float8_decode", "natural": "natural_decode",
     "topk:ratio=0.3": "sparse_decode",
 }  # fmt: skip
@@ -113,7 +114,7 @@ def test_the_largest_tensor_is_taken_to_its_end(long: Any) -> None:
     x, result, wire = long(size, np.float32), long(size, np.float32), long(size, np.uint16)
     x[-8:] = torch.arange(1.0, 9.0)
     bucket.segments["gradient"], bucket.segments["result"] = x.data_ptr(), result.data_ptr()
-    bucket.call("bfloat16_encode", wire)
+    bucket.call("bfloat16_encode", wire, True)
     bucket.call("bfloat16_decode", wire, 1, 0)
     assert result[-8:].tolist() == [1, 2, 3, 4, 5, 0, 0, 0]
 

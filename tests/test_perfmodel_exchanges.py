@@ -85,7 +85,7 @@ def test_the_rounds_are_those_of_the_engine(spec: str, dtype: str) -> None:
 SCATTERED = [
     *(f"{spec}{',' if ':' in spec else ':'}exchange=scatter"
       for spec in ("qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd",
-                   "int8", "int4:block=24", "fp8:format=e5m2,block=100")),
+                   "int8", "int4:block=24", "fp8:format=e5m2,block=100", "fp16", "bf16:rounding=stochastic")),
     "qsgd:bits=4,bucket=32,exchange=auto",
     '{"embed*": "topk:ratio=0.1", "numel<800": "none", "*": "natural:exchange=scatter"}',
 ]  # fmt: skip

@@ -37,7 +37,7 @@ from hvdcomp.policies.schedules import WarmUp
 ROUTER = ByName({"a|b)": TopK(0.01), '"(': NoCompression(), "*": Natural()})  # with all that separates specs
 RATIOS = st.floats(1e-9, 1, exclude_min=True)
 COMPRESSOR = (
-    st.sampled_from([NoCompression(), FP16(), BF16()])
+    st.sampled_from([NoCompression(), FP16(), FP16("stochastic", exchange="scatter"), BF16(), BF16("stochastic")])
     | st.builds(TopK, RATIOS)
     | st.builds(RandomK, RATIOS, st.booleans())
     | st.builds(PowerSGD, st.integers(1, 10**6), st.floats(1e-3, 1e6) | st.just(float("inf")))
@@ -62,6 +62,7 @@ def test_a_compressor_is_made_again_by_its_string(compressor: Compressor) -> Non
         (" topk: ratio = 1e-2 ", TopK(0.01)),
         ("randomk:ratio=0.01,unbiased=true", RandomK(0.01, unbiased=True)),
         ("randomk:unbiased=No,ratio=0.01", RandomK(0.01)),
+        ("fp16:exchange=scatter", FP16(exchange="scatter")),
         ("powersgd:rank=4", PowerSGD(4)),
         ("powersgd:rank=4,min_rate=2", PowerSGD(4, min_rate=2.0)),
     ],

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
-from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.gathering import EXCHANGE, Gathering, Rounding
 from hvdcomp.compressors.packing import outcome_like
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome
+from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
+from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import EVERYTHING
+from hvdcomp.specs.described import Rule
+
+_EXCHANGE = Rule(lambda value: value == "allreduce" or EXCHANGE.allows(value), f'"allreduce", {EXCHANGE.what}')
 
 
 @dataclass(frozen=True)
@@ -43,33 +48,91 @@ class NoCompression(Compressor):
 
 
 @dataclass(frozen=True)
-class FP16(Compressor):
-    """Casts to IEEE half precision, sums in half precision, casts back; as Horovod's own fp16 compression.
+class _Cast(Gathering):
+    """Base of casts to 16 bits, which travel as bit patterns and are added in float32.
 
-    Values beyond 65504 become infinite and are then dealt with as any other overflow.
+    Attributes:
+        rounding: "nearest" (ties to even), the same in every run; or "stochastic", at random to one of the two
+            neighbours, so that the expectation is the element itself. Both make the same magnitudes infinite.
     """
 
-    name: ClassVar[str] = "fp16"
-    examples: ClassVar[tuple[str, ...]] = ("fp16",)
+    rounding: Rounding = "nearest"
+
     sends: ClassVar[str] = "all elements, 16 bits each"
 
+    def lay_out(self, bucket: Bucket) -> _BitPatterns:
+        return _BitPatterns(bucket, self.name)
+
+    def _encode_bucket(self, bucket: Bucket, kernel: str) -> None:
+        layout: _BitPatterns = bucket.layout
+        nearest = self.rounding == "nearest"
+        if not nearest:
+            bucket.segments["key"] = step_keys(layout.keys, bucket.context.step, bucket.context.rank)
+        bucket.found_inf = bucket.call(kernel, layout.patterns, nearest)
+
+
+@dataclass(frozen=True)
+class FP16(_Cast):
+    """Casts to IEEE half precision, and sums in it, as Horovod's own fp16 compression, or in float32.
+
+    Values beyond 65504 become infinite and are then dealt with as any other overflow: the step counts on no rank.
+    Gathered or scattered, it is the numbers that travel which overflow, and not their sum, which is of float32.
+    Scattered, a rank sends and receives as much as in an allreduce of half precision, with any number of ranks.
+
+    Attributes:
+        exchange: "allreduce", in half precision; "gather", "scatter" or "auto" as of other methods, with sums in
+            float32.
+        rounding: "nearest"; or "stochastic" unless sums are of half precision, which rounds them to nearest.
+    """
+
+    exchange: Annotated[str, _EXCHANGE] = field(default="allreduce", kw_only=True)
+
+    name: ClassVar[str] = "fp16"
+    examples: ClassVar[tuple[str, ...]] = ("fp16", "fp16:rounding=stochastic,exchange=gather")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounding != "nearest" and self.exchange == "allreduce":
+            raise SpecError(
+                f"fp16: rounding={self.rounding} with exchange=allreduce is not allowed: its sums are rounded to "
+                "nearest; set exchange=scatter, or leave out rounding"
+            )
+
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        half = xp.astype(x, self.wire_dtype(xp.dtype_name(x)))
+        if self.exchange != "allreduce":
+            return (yield from super().aggregate(xp, x, state, context))
+        half = xp.astype(x, "float16")
         mean = yield AllReduce(half)
         return outcome_like(xp, x, mean, half)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        if self.exchange != "allreduce":
+            return (yield from super().aggregate_bucket(bucket))
         wire = _wire(bucket, "float16")
-        bucket.found_inf = bucket.call("half_encode", wire.with_room)
+        bucket.found_inf = bucket.call("half_encode", wire.with_room, True)
         mean = yield AllReduce(wire.vector, with_room=wire.with_room)
-        return bucket.call("half_decode", mean)
+        return bucket.call("half_decode", mean, 1, 0)
 
-    def wire_dtype(self, dtype: str) -> str:
-        return "float16"
+    def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array]:
+        vector = xp.flatten(x)
+        nearest = xp.bitcast(xp.astype(vector, "float16"), "int16")
+        return (nearest if self.rounding == "nearest" else _half_at_random(xp, vector, nearest, self.name, context),)
+
+    def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
+        return xp.astype(xp.bitcast(parts[0], "float16"), "float32")
+
+    def encode_bucket(self, bucket: Bucket) -> None:
+        self._encode_bucket(bucket, "half_encode")
+
+    def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
+        return bucket.call("half_decode", first, ranks, stride)
+
+    def wire_dtype(self, dtype: str) -> str | None:
+        return "float16" if self.exchange == "allreduce" else None
 
 
 @dataclass(frozen=True)
-class BF16(Gathering):
+class BF16(_Cast):
     """Casts to bfloat16, gathers or scatters the bit patterns, and adds them in float32: no sum is rounded to 16 bits.
 
     Gathered, a rank receives 2 (N - 1) bytes an element from N ranks, as many as of dense gradients with four ranks.
@@ -77,23 +140,68 @@ class BF16(Gathering):
     """
 
     name: ClassVar[str] = "bf16"
-    examples: ClassVar[tuple[str, ...]] = ("bf16",)
-    sends: ClassVar[str] = "all elements, 16 bits each"
+    examples: ClassVar[tuple[str, ...]] = ("bf16", "bf16:rounding=stochastic")
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array]:
-        return (xp.to_bfloat16_bits(xp.flatten(x)),)
+        vector = xp.flatten(x)
+        nearest = xp.to_bfloat16_bits(vector)
+        if self.rounding == "nearest":
+            return (nearest,)
+        return (_bfloat16_at_random(xp, vector, nearest, self.name, context),)
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
         return xp.from_bfloat16_bits(parts[0])
 
-    def lay_out(self, bucket: Bucket) -> _BitPatterns:
-        return _BitPatterns(bucket)
-
     def encode_bucket(self, bucket: Bucket) -> None:
-        bucket.found_inf = bucket.call("bfloat16_encode", bucket.layout.patterns)
+        self._encode_bucket(bucket, "bfloat16_encode")
 
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
         return bucket.call("bfloat16_decode", first, ranks, stride)
+
+
+def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
+    """Bit patterns, int16, of numbers that 16 random bits carry up to the neighbour further from zero, or do not.
+
+    Args:
+        nearest: the bit patterns of numbers rounded to nearest. What is infinite there, or NaN, stays so.
+    """
+    bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
+    magnitudes = bits & 0x7FFFFFFF
+    codes = magnitudes.clip(0, _LARGEST_BFLOAT16)
+    codes += (_random_words(xp, vector, purpose, context) >> 16) & 0xFFFF
+    return _with_signs(xp, codes >> 16, bits, nearest, magnitudes < _INFINITE_BFLOAT16)
+
+
+def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
+    """The same of half precision; what a number has below 2**-43 is left out.
+
+    From one power of two to the next, and below 2**-14, halves are equally far apart. A magnitude is so many of these
+    distances, in 2**19ths, exact from 2**-20 on: 19 random bits carry it up to the next whole number, or do not.
+    """
+    bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
+    magnitudes = bits & 0x7FFFFFFF
+    held = magnitudes.clip(0, _LARGEST_HALF)
+    above = (held & 0x7F800000).clip(_LEAST_HALF, 0x7F800000) - _LEAST_HALF
+    factors = xp.bitcast((283 << 23) - _LEAST_HALF - above, "float32")
+    codes = xp.astype(xp.bitcast(held, "float32") * factors, "int32")
+    codes += (_random_words(xp, vector, purpose, context) >> 13) & 0x7FFFF
+    return _with_signs(xp, (codes >> 19) + (above >> 13), bits, nearest, magnitudes < _INFINITE_HALF)
+
+
+# Bits of float32 numbers: the largest that 16 bits hold, and the smallest that rounding to nearest makes infinite.
+_LARGEST_BFLOAT16, _INFINITE_BFLOAT16 = 0x7F7F0000, 0x7F7F8000
+_LARGEST_HALF, _INFINITE_HALF = 0x477FE000, 0x477FF000  # 65504 and 65520
+_LEAST_HALF = 0x38800000  # 2**-14, from which on halves have all of their digits
+
+
+def _random_words(xp: ModuleType, vector: Array, purpose: str, context: Context) -> Array:
+    like = xp.astype(vector, "float32")
+    return random_words(xp, rank_key(context, purpose), vector.shape[0], like=like)
+
+
+def _with_signs(xp: ModuleType, codes: Array, bits: Array, nearest: Array, finite: Array) -> Array:
+    """Codes of magnitudes with the signs of float32 numbers; where they are not finite, those rounded to nearest."""
+    return xp.where(finite, xp.astype(codes | ((bits >> 16) & -0x8000), "int16"), nearest)
 
 
 class _BitPatterns:
@@ -102,12 +210,14 @@ class _BitPatterns:
     Attributes:
         payload: their bytes.
         patterns: the same storage, as numbers.
+        keys: of the tensors' random numbers.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, purpose: str) -> None:
         self.payload = bucket.payload(2 * _places_of_elements(bucket))
         room = self.payload.with_room
         self.patterns = bucket.xp.from_bytes(room, like=bucket.zeros(room.shape[0] // 2, "int16"))
+        self.keys = bucket.keys(purpose)
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:

@@ -26,10 +26,13 @@ LEAST_RANKS = 4
 """From which `exchange="auto"` scatters. That takes a round more, and sends half of what gathering sends. With two
 ranks it would send as much, with three two thirds."""
 
-
-_EXCHANGE = Rule(
+EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
 )
+
+Rounding = Annotated[
+    str, Rule(lambda value: value in ("nearest", "stochastic"), '"nearest" or "stochastic" (unbiased)')
+]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Gathering(Compressor):
             finds faster.
     """
 
-    exchange: Annotated[str, _EXCHANGE] = field(default="gather", kw_only=True)
+    exchange: Annotated[str, EXCHANGE] = field(default="gather", kw_only=True)
 
     unit: ClassVar[int] = 8
     """Chunks begin at multiples of this number of elements."""
@@ -97,7 +100,7 @@ class Gathering(Compressor):
     @property
     def sent_is_own(self) -> bool:  # type: ignore[override]
         """Not where ranks compress the mean of a chunk, of which C(x) then depends too."""
-        return self.exchange == "gather"
+        return self.exchange not in ("scatter", "auto")
 
     def preview(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context

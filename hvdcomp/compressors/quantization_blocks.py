@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Count
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.gathering import Gathering, Rounding
 from hvdcomp.compressors.multiples import (
     SMALLEST_SCALE,
     Multiples,
@@ -33,7 +33,6 @@ _TO_WHOLE = 1.5 * 2.0**23
 """Added to a float32 below 2**22 in magnitude, it leaves no bits for a fraction: the sum's lowest bits are the nearest
 whole number, the even one of two."""
 
-_ROUNDING = Rule(lambda value: value in ("nearest", "stochastic"), '"nearest" or "stochastic" (unbiased)')
 _FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
 
 
@@ -51,7 +50,7 @@ class BlockQuantizer(Gathering):
     """
 
     block: Count = 128
-    rounding: Annotated[str, _ROUNDING] = "nearest"
+    rounding: Rounding = "nearest"
 
     bits: ClassVar[int] = 8
 

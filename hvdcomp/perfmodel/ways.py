@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -22,16 +23,25 @@ WAYS = ("gather", "scatter")
 
 
 def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
-    """The method gathered and scattered; the compressor itself where there is no choice.
+    """The method gathered and scattered; the compressor itself where there is no choice, or an allreduce is asked for.
 
     Example:
-        >>> from hvdcomp import QSGD
+        >>> from hvdcomp import FP16, QSGD
         >>> [str(one) for one in in_each_way(QSGD(bits=4))]
         ['qsgd:bits=4', 'qsgd:bits=4,exchange=scatter']
+        >>> [str(one) for one in in_each_way(FP16())]
+        ['fp16']
+        >>> [str(one) for one in in_each_way(FP16(exchange="auto"))]
+        ['fp16:exchange=gather', 'fp16:exchange=scatter']
     """
-    if not isinstance(compressor, Gathering):
+    if not _travels_whole(compressor):
         return (compressor,)
     return tuple(dataclasses.replace(compressor, exchange=way) for way in WAYS)
+
+
+def _travels_whole(compressor: Compressor) -> TypeGuard[Gathering]:
+    """Whether ranks decode each other's payloads, and no allreduce adds them up."""
+    return isinstance(compressor, Gathering) and compressor.wire_dtype("float32") is None
 
 
 def in_two_levels(compressor: Compressor) -> Compressor | None:
@@ -85,7 +95,7 @@ def encode_time_of(
         share = dtype_bytes(wire) / dtype_bytes("float32")
         source = "estimated from that of dense gradients, by the bytes"
         return dataclasses.replace(known[UNCOMPRESSED].part(share), source=source, estimated=True)
-    if own is not None or not isinstance(compressor, Gathering):
+    if own is not None or not _travels_whole(compressor):
         return own
     for way in (*WAYS, "auto"):
         other = str(dataclasses.replace(compressor, exchange=way))

@@ -67,7 +67,8 @@ def case_the_readme_trains() -> None:
 @thorough
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"*4*": "topk:ratio=0.05", "numel<2000": "qsgd:bits=8", "*": "powersgd:rank=1"}'
-    for spec in [*EXAMPLES, "qsgd:bits=4,exchange=scatter", "efsignsgd:exchange=scatter", routed]:
+    scattered = [f"{spec}exchange=scatter" for spec in ("qsgd:bits=4,", "efsignsgd:", "fp16:rounding=stochastic,")]
+    for spec in [*EXAMPLES, *scattered, routed]:
         model = large_model()
         start = weights(model)
         distributed, optimizer, how = distribute(model, spec, 0 if spec.startswith("dgc") else 0.9)

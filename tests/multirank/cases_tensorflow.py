@@ -68,7 +68,8 @@ def case_weights_are_identical_without_a_tf_function() -> None:
 @thorough
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"second*": "topk:ratio=0.05", "numel<1100": "qsgd:bits=8", "*": "powersgd:rank=1"}'
-    for spec in [*EXAMPLES, "qsgd:bits=4,exchange=scatter", "efsignsgd:exchange=scatter", routed]:
+    scattered = [f"{spec}exchange=scatter" for spec in ("qsgd:bits=4,", "efsignsgd:", "fp16:rounding=stochastic,")]
+    for spec in [*EXAMPLES, *scattered, routed]:
         momentum = 0.0 if spec.startswith("dgc") else 0.9  # which has its own
         training = TapeTraining(spec, optimizer=sgd(0.005, momentum=momentum))
         start = training.weights

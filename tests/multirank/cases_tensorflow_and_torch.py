@@ -129,7 +129,8 @@ def case_the_same_gradients_give_the_same_weights_in_both_frameworks() -> None:
         for _ in range(6)
     ]
     specs = ("fp16", "bf16", "topk:ratio=0.05", "dgc:ratio=0.05", "randomk:ratio=0.05", "powersgd:rank=2", "efsignsgd",
-             "qsgd:bits=4", "sidco:ratio=0.05")  # fmt: skip
+             "qsgd:bits=4", "sidco:ratio=0.05", "fp16:rounding=stochastic,exchange=scatter",
+             "bf16:rounding=stochastic")  # fmt: skip
     for spec in specs:
         ours, of_tensorflow = _stepped_in_tensorflow(spec, steps)
         theirs, of_torch = _stepped_in_torch(spec, steps)

@@ -127,7 +127,8 @@ def described() -> str:
 
 def takes(compressor: Any, size: int) -> bool:
     """Whether kernels take a tensor of a number of elements and its compressor."""
-    scatters = getattr(compressor, "exchange", "gather") != "gather"  # in chunks, which are cut on the host alone
+    # Chunks are cut on the host alone.
+    scatters = getattr(compressor, "exchange", "gather") in ("scatter", "auto")
     return (
         compressor.name in METHODS
         and compressor.has_bucket_form

@@ -3,6 +3,7 @@
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     INFINITE,
+    KEY,
     PLACE0,
     RESULT,
     X,
@@ -16,6 +17,7 @@ from hvdcomp.kernels.cuda.x import (
     piece,
     pointer,
     report,
+    word,
 )
 
 
@@ -31,6 +33,24 @@ def _to_wire(x, HALF: tl.constexpr):
 
 
 @triton.jit
+def _to_wire_at_random(x, i, key, HALF: tl.constexpr):
+    """The same, rounded at random to one of the two neighbours; nothing becomes infinite that is not so to nearest."""
+    exact = magnitude(x).to(tl.uint32)
+    sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
+    if HALF:
+        held = tl.minimum(exact, 0x477FE000)  # 65504
+        above = tl.maximum(held & INFINITE, 0x38800000) - 0x38800000
+        factor = ((283 << 23) - 0x38800000 - above).to(tl.float32, bitcast=True)
+        distances = (held.to(tl.float32, bitcast=True) * factor).to(tl.int32).to(tl.uint32)
+        code = ((distances + (word(i, key) >> 13)) >> 19) + (above >> 13)
+        finite = exact < 0x477FF000  # 65520
+    else:
+        code = (tl.minimum(exact, 0x7F7F0000) + (word(i, key) >> 16)) >> 16
+        finite = exact < 0x7F7F8000
+    return tl.where(finite, (sign | code).to(tl.int32), _to_wire(x, HALF))
+
+
+@triton.jit
 def _from_wire(bits, HALF: tl.constexpr):
     if HALF:
         return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -42,7 +62,7 @@ def _from_wire(bits, HALF: tl.constexpr):
 def cast_encode(
     table, segments, tasks, flag, factor, decay, momentum, wire,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
-    HALF: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, NEAREST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Makes x and its numbers of 16 bits, and leaves at x what they do not say."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -51,7 +71,10 @@ def cast_encode(
         i = block + tl.arange(0, BLOCK)
         inside = i < end
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
-        bits = _to_wire(x, HALF)
+        if NEAREST:  # noqa: SIM108
+            bits = _to_wire(x, HALF)
+        else:
+            bits = _to_wire_at_random(x, i, entry(table, segments, segment, KEY), HALF)
         sent = _from_wire(bits, HALF)
         largest = tl.maximum(largest, tl.maximum(magnitude(x), magnitude(sent)))
         place = entry(table, segments, segment, PLACE0)
@@ -86,10 +109,18 @@ def cast_decode(
     report(flag, largest)
 
 
+def _encode(on, wire, nearest, half):
+    on.pieces(cast_encode, wire, x=True, HALF=half, NEAREST=bool(nearest))
+
+
+def _decode(on, first, ranks, row, half):
+    on.pieces(cast_decode, first, ranks, row, 1 / ranks, HALF=half)
+
+
 KERNELS = {
-    "half_encode": lambda on, wire: on.pieces(cast_encode, wire, x=True, HALF=True),
-    "half_decode": lambda on, mean: on.pieces(cast_decode, mean, 1, 0, 1.0, HALF=True),
-    "bfloat16_encode": lambda on, wire: on.pieces(cast_encode, wire, x=True, HALF=False),
-    "bfloat16_decode": lambda on, first, ranks, row: on.pieces(cast_decode, first, ranks, row, 1 / ranks, HALF=False),
+    "half_encode": lambda on, wire, nearest: _encode(on, wire, nearest, half=True),
+    "half_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, half=True),
+    "bfloat16_encode": lambda on, wire, nearest: _encode(on, wire, nearest, half=False),
+    "bfloat16_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, half=False),
 }
 """How each is launched, by its name."""

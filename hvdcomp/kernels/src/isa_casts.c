@@ -7,7 +7,7 @@ struct job {
     uint16_t *wire;
     const uint8_t *payloads;
     int64_t ranks, row; /* bytes of a rank's payload */
-    int large;
+    int large, nearest;
 };
 
 /* Each number of a group with what it becomes. */
@@ -54,8 +54,39 @@ static void from_bfloat16s(const uint16_t *restrict in, int64_t length, float *r
     }
 }
 
+/* The magnitude, of so many distances between neighbours in 2**19ths, is carried up to the next whole one by 19 random
+ * bits, or is not. Nothing finite becomes infinite that rounding to nearest leaves finite. */
+static void to_halves_at_random(const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out) {
+    uint32_t weyl = hvd_weyl(start, key);
+    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
+        const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu, sign = hvd_bits(x[i]) >> 16 & 0x8000u;
+        const uint32_t held = magnitude < 0x477fe000u ? magnitude : 0x477fe000u; /* 65504 */
+        const uint32_t power = held & HVD_INFINITE, least = 0x38800000u; /* 2**-14 */
+        const uint32_t above = (power > least ? power : least) - least;
+        const float distances = hvd_of_bits(held) * hvd_of_bits((283u << 23) - least - above);
+        const uint32_t code = ((uint32_t)(int32_t)distances + (hvd_word(weyl, key) >> 13)) >> 19;
+        const uint32_t not_finite = magnitude > HVD_INFINITE ? 0x7e00u : 0x7c00u;
+        out[i] = (uint16_t)(sign | (magnitude < 0x477ff000u ? code + (above >> 13) : not_finite)); /* 65520 */
+    }
+}
+
+/* The same with 16 random bits, which are as many as bfloat16 leaves out. */
+static void to_bfloat16s_at_random(
+    const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out
+) {
+    uint32_t weyl = hvd_weyl(start, key);
+    for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
+        const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu, sign = hvd_bits(x[i]) >> 16 & 0x8000u;
+        const uint32_t held = magnitude < 0x7f7f0000u ? magnitude : 0x7f7f0000u;
+        const uint32_t code = (held + (hvd_word(weyl, key) >> 16)) >> 16;
+        const uint32_t not_finite = magnitude > HVD_INFINITE ? magnitude >> 16 | 0x40u : 0x7f80u;
+        out[i] = (uint16_t)(sign | (magnitude < 0x7f7f8000u ? code : not_finite));
+    }
+}
+
 static inline __attribute__((always_inline)) void encode_piece(
     const struct job *job, int64_t number, void (*to)(const float *, int64_t, uint16_t *),
+    void (*at_random)(const float *, int64_t, int64_t, uint64_t, uint16_t *),
     void (*from)(const uint16_t *, int64_t, float *), uint16_t infinite
 ) {
     hvd_task *task = job->bucket->tasks + number;
@@ -67,7 +98,11 @@ static inline __attribute__((always_inline)) void encode_piece(
     for (int64_t start = task->start; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         uint16_t *out = job->wire + s->place[0] + start;
-        to(hvd_x(job->bucket, s, start, length, &largest), length, out);
+        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        if (job->nearest)
+            to(x, length, out);
+        else
+            at_random(x, start, length, s->key, out);
         for (int64_t i = 0; i < length; i++) {
             const uint16_t magnitude = out[i] & 0x7fffu;
             highest = magnitude > highest ? magnitude : highest;
@@ -101,34 +136,38 @@ static inline __attribute__((always_inline)) void decode_piece(
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-static void encode_halves(void *job, int64_t task) { encode_piece(job, task, to_halves, from_halves, 0x7c00); }
+static void encode_halves(void *job, int64_t task) {
+    encode_piece(job, task, to_halves, to_halves_at_random, from_halves, 0x7c00);
+}
 
 static void decode_halves(void *job, int64_t task) { decode_piece(job, task, from_halves); }
 
-static void encode_bfloat16s(void *job, int64_t task) { encode_piece(job, task, to_bfloat16s, from_bfloat16s, 0x7f80); }
+static void encode_bfloat16s(void *job, int64_t task) {
+    encode_piece(job, task, to_bfloat16s, to_bfloat16s_at_random, from_bfloat16s, 0x7f80);
+}
 
 static void decode_bfloat16s(void *job, int64_t task) { decode_piece(job, task, from_bfloat16s); }
 
-int32_t HVD_NAME(half_encode)(hvd_bucket *bucket, uint16_t *wire) {
-    struct job job = {.bucket = bucket, .wire = wire};
+int32_t HVD_NAME(half_encode)(hvd_bucket *bucket, uint16_t *wire, int32_t nearest) {
+    struct job job = {.bucket = bucket, .wire = wire, .nearest = nearest};
     hvd_parallel(bucket->threads, bucket->task_count, encode_halves, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-int32_t HVD_NAME(half_decode)(hvd_bucket *bucket, const uint16_t *mean) {
-    struct job job = {bucket, NULL, (const uint8_t *)mean, 1, 0, hvd_is_large(bucket)};
+int32_t HVD_NAME(half_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
+    struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket), 1};
     hvd_parallel(bucket->threads, bucket->task_count, decode_halves, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-int32_t HVD_NAME(bfloat16_encode)(hvd_bucket *bucket, uint16_t *wire) {
-    struct job job = {.bucket = bucket, .wire = wire};
+int32_t HVD_NAME(bfloat16_encode)(hvd_bucket *bucket, uint16_t *wire, int32_t nearest) {
+    struct job job = {.bucket = bucket, .wire = wire, .nearest = nearest};
     hvd_parallel(bucket->threads, bucket->task_count, encode_bfloat16s, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
 int32_t HVD_NAME(bfloat16_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row) {
-    struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket)};
+    struct job job = {bucket, NULL, payloads, ranks, row, hvd_is_large(bucket), 1};
     hvd_parallel(bucket->threads, bucket->task_count, decode_bfloat16s, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
