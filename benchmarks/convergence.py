@@ -161,6 +161,7 @@ METHODS = (
     *_methods("mstopk:ratio=0.01", "mstopk:ratio=0.001", "redsync:ratio=0.01", "redsync:ratio=0.001"),
     *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
     *_methods("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16", "arctopk:ratio=0.02"),
+    *_methods("chunkedtopk:chunk=512,k=8"),  # the published 1 in 64, in chunks that small tensors fill
     # Momentum is DGC's own: the optimizer has none.
     *_methods(
         "dgc:ratio=0.01",
@@ -558,7 +559,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int], compute_ms: Mapping
 
 
 _FAMILIES = {
-    "sparse": ("topk", "randomk", "mstopk", "redsync", "sidco", "dgc", "stc", "topkc", "arctopk"),
+    "sparse": ("topk", "randomk", "mstopk", "redsync", "sidco", "dgc", "stc", "topkc", "arctopk", "chunkedtopk"),
     "signs": ("signsgd", "onebit", "efsignsgd"),
     "low rank": ("powersgd", "atomo"),
     "quantized": ("qsgd", "terngrad", "natural", "globalqsgd", "int8", "int4", "fp8"),

@@ -118,8 +118,9 @@ def from_bfloat16_bits(bits: Array) -> Array:
 
 
 def top(x: Array, k: int) -> Array:
-    """The places (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest."""
-    return np.argpartition(x, x.shape[0] - k)[x.shape[0] - k :]
+    """The places (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest. Of a matrix
+    (r, k), those in each row."""
+    return np.argpartition(x, x.shape[-1] - k)[..., x.shape[-1] - k :]
 
 
 def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:

@@ -147,7 +147,7 @@ def from_bfloat16_bits(bits: ShapeArray) -> ShapeArray:
 
 
 def top(x: ShapeArray, k: int) -> ShapeArray:
-    return ShapeArray((k,), "int64")
+    return ShapeArray((*x.shape[:-1], k), "int64")
 
 
 def first_places(x: ShapeArray, low: Any, high: Any, limit: int) -> ShapeArray:

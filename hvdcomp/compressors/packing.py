@@ -50,7 +50,7 @@ def _planes_of(bits: int) -> list[int]:
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
-def _groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
+def groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
     """A vector as a matrix (groups, length), and what is left as another (1, rest), if there is any of either."""
     whole = vector.shape[0] // length
     parts = []
@@ -64,7 +64,7 @@ def _groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
 def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
     together = 8 // width
     packed = []
-    for group in _groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
+    for group in groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
         length = group.shape[1] // together
         merged = group[:, :length]
         for place in range(1, together):
@@ -75,7 +75,7 @@ def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
 
 def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Array:
     codes = []
-    for group in _groups(xp, packed, GROUP * width // 8):
+    for group in groups(xp, packed, GROUP * width // 8):
         codes.append(xp.flatten(xp.concatenate([group >> place for place in range(0, 8, width)], axis=1)))
     return (codes[0] if len(codes) == 1 else xp.concatenate(codes))[:count] & ((1 << width) - 1)
 

@@ -1,0 +1,179 @@
+"""Chunked top-k: the largest elements of each chunk of neighbours, with places and values in a few bits."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Annotated, ClassVar
+
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.compressors import sparse_payload
+from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.packing import groups, pack, unpack
+from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
+from hvdcomp.compressors.signs import representable
+from hvdcomp.specs.described import Rule, between
+from hvdcomp.specs.levels import Level
+
+_MEANINGS = "'2bit' (one of four means), 'fp16' (half precision) or 'float32'"
+_Values = Annotated[str, Rule(lambda values: values in ("2bit", "fp16", "float32"), _MEANINGS)]
+_BOUNDS = (-2.25, -0.75, 0.75)  # between the four bins, in standard deviations from the mean
+
+
+@dataclass(frozen=True)
+class ChunkedTopK(Compressor):
+    """The k elements of largest magnitude of each chunk of neighbouring elements, as SparseLoCo sends them (Sarfi et
+    al. 2025, arXiv:2508.15706).
+
+    A place in a chunk takes as few bits as tell its elements apart, 12 in a chunk of 4096. With two bits a value,
+    that is 4096 * 32 / (64 * (12 + 2)) = 146.3 times fewer bits than float32, as published; beside them travel four
+    float32 means for each tensor, which the published number leaves out. The last chunk of a tensor may have fewer
+    elements, and sends the same share of them: ceil(k length / chunk).
+
+    Two bits say in which of four bins a value is, and it is read as the mean of the bin's values:
+
+        bin(v) = round((v - mean) / s + 2), held to 0 ... 3;  s = 6 sigma / 4
+
+    with the mean and the standard deviation sigma of all values that are sent of the tensor. In words, bins end at
+    -2.25, -0.75 and 0.75 sigma from the mean. Sigma is divided by the number of values, not by one less: so error
+    feedback gets a contraction, |x - C(x)| < |x| but for x = 0, even where two values are all that is sent.
+
+    The paper compresses what 30 local steps changed, and keeps 0.95 of what was not sent
+    (`memory=error_feedback:decay=0.95`).
+
+    Attributes:
+        chunk: number of elements in a chunk.
+        k: number of elements that are sent of a chunk, at most `chunk`.
+        values: how values travel: "2bit", as one of four means; "fp16" or "float32". The rounding error stays in the
+            memory.
+
+    Raises:
+        SpecError: if k is more than `chunk`.
+
+    Example:
+        >>> ChunkedTopK().payload_bytes((4096, 4096))  # 64 * 14 bits of each of 4096 chunks, and four means
+        458768
+    """
+
+    chunk: Annotated[int, between(2, 1 << 16)] = 4096
+    k: Count = 64
+    values: _Values = "2bit"
+
+    name: ClassVar[str] = "chunkedtopk"
+    examples: ClassVar[tuple[str, ...]] = ("chunkedtopk", "chunkedtopk:chunk=128,k=4,values=float32")
+    level_name: ClassVar[str | None] = "k"
+    sends: ClassVar[str] = "of each chunk k places and k values in a few bits, four means with values=2bit"
+    biased: ClassVar[bool] = True
+    harms_adam: ClassVar[bool] = True
+    reference: ClassVar[str] = "Sarfi et al. 2025, arXiv:2508.15706"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require(self.k <= self.chunk, "k", f"at most chunk, the number of elements to choose from, {self.chunk}")
+
+    @property
+    def nested(self) -> bool:  # type: ignore[override]
+        """Not where values become means, of which another choice has others."""
+        return self.values != "2bit"
+
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        vector = xp.flatten(x)
+        size, wide = vector.shape[0], wide_dtype(xp.dtype_name(x))
+        places = self._choose(xp, vector)
+        indices = self._indices(xp, places, size)
+        values = self._encode(xp, xp.take(vector, indices), x)
+        ranks = yield AllGather((self._pack_places(xp, places, size), *values))
+        decoded = (
+            (self._decode(xp, values, size), self._indices(xp, self._unpack_places(xp, packed, size), size))
+            for packed, *values in ranks
+        )
+        mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
+        sent = SparseVector(indices, xp.astype(self._decode(xp, values, size), wide))
+        return Outcome(xp.reshape(mean, x.shape), sent)
+
+    def count(self, size: int) -> int:
+        """How many elements are sent of a tensor of `size` elements."""
+        return size // self.chunk * self.k + self._of_chunk(size % self.chunk)
+
+    def _of_chunk(self, length: int) -> int:
+        return -(-self.k * length // self.chunk)
+
+    def _choose(self, xp: ModuleType, vector: Array) -> Array:
+        """The places in their chunks, int32 (count,), of the elements to send, one chunk after the other."""
+        magnitudes, of = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
+        if not xp.waits(vector):  # all frameworks' choices among equal elements are NumPy's
+            magnitudes, of = xp.to_numpy(magnitudes), numpy_arrays
+        chosen = [of.top(rows, self._of_chunk(rows.shape[1])) for rows in groups(of, magnitudes, self.chunk)]
+        places = of.astype(of.concatenate([of.flatten(one) for one in chosen]), "int32")
+        return places if of is xp else xp.from_numpy(places, like=vector)
+
+    def _indices(self, xp: ModuleType, places: Array, size: int) -> Array:
+        """The indices in the tensor, (count,), int32 where they fit."""
+        places = xp.astype(places, "int32" if size < 2**31 else "int64")
+        starts = xp.arange(-(-size // self.chunk), like=places) * self.chunk
+        starts = xp.reshape(starts, (-1, 1)) + xp.zeros((1, self.k), like=places)
+        return places + xp.flatten(starts)[: places.shape[0]]
+
+    def _bits(self, size: int) -> int:
+        """Bits of a place."""
+        return max(1, (min(self.chunk, size) - 1).bit_length())
+
+    def _pack_places(self, xp: ModuleType, places: Array, size: int) -> Array:
+        bits = self._bits(size)
+        low = pack(xp, xp.astype(places & 0xFF, "uint8"), min(bits, 8))
+        return low if bits <= 8 else xp.concatenate([low, pack(xp, xp.astype(places >> 8, "uint8"), bits - 8)])
+
+    def _unpack_places(self, xp: ModuleType, packed: Array, size: int) -> Array:
+        bits, count = self._bits(size), self.count(size)
+        if bits <= 8:
+            return xp.astype(unpack(xp, packed, bits, count), "int32")
+        high = xp.astype(unpack(xp, packed[count:], bits - 8, count), "int32")
+        return xp.astype(packed[:count], "int32") | (high << 8)
+
+    def _encode(self, xp: ModuleType, values: Array, like: Array) -> tuple[Array, ...]:
+        """What travels of the values (count,)."""
+        if self.values == "2bit":
+            return _to_bins(xp, values, like)
+        if self.values == "fp16":
+            return (sparse_payload.round_values(xp, values, "fp16"),)
+        return (xp.astype(values, "float32"),)
+
+    def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
+        """The values that these parts stand for."""
+        if self.values != "2bit":
+            return parts[0]
+        packed, means = parts
+        return xp.take(means, xp.astype(unpack(xp, packed, 2, self.count(size)), "int32"))
+
+    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
+        count = self.at_level(level).count(number_of_elements(shape))  # type: ignore[attr-defined]
+        return 4 + count / 16 if self.values == "2bit" else count
+
+    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)  # refuses a factor below 1
+        budget = 4 * number_of_elements(shape) / compression_factor
+        most = bisect_right(range(1, self.chunk + 1), budget, key=lambda k: self.payload_bytes(shape, k))
+        return max(1, most)
+
+    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
+        super().level_for(compression_factor, shape)
+        return max(1, math.floor(self.chunk / compression_factor))
+
+
+def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
+    """The bins of the values (count,), packed, and what each of the four stands for, which the type of `like` holds."""
+    # In double precision no sum of single precision overflows, and all frameworks round it to the same float32.
+    count = values.shape[0]
+    row = xp.reshape(xp.astype(values, "float64"), (1, count))
+    centred = row - row.sum(1, keepdims=True) / count
+    sigma = xp.row_norms(centred) / math.sqrt(count)
+    bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if one is not finite
+    members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))
+    numbers = xp.astype(xp.astype(members, "int32").sum(1, keepdims=True), "float64")
+    sums = xp.where(members, row, xp.zeros((1, 1), like=row)).sum(1, keepdims=True)
+    means = xp.flatten(sums * xp.reciprocal_or_zero(numbers, 0))
+    return pack(xp, xp.flatten(bins), 2), representable(xp, means, like)
