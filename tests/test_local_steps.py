@@ -465,6 +465,10 @@ def test_what_comes_too_late_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="all groups before"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
         advance(model, optimizer, 0, 1)
+        optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        with pytest.raises(ConfigurationError, match="all groups before"):
+            optimizer.exchange()
+        del optimizer.inner.param_groups[-1]
         with pytest.raises(ConfigurationError, match="before the first step"):
             optimizer.load_state_dict(state)
         other = LocalSteps(torch.optim.SGD([model.vector], lr=0.1), communicator=communicator)

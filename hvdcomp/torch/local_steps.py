@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
-from hvdcomp.compression import Compression
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.sparsification import TopK
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_number, is_whole
 from hvdcomp.torch.compressed_adam import CompressedAdam
-from hvdcomp.torch.local_steps_binding import NO_SCALER, LocalStepsBinding
+from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, NO_SCALER, LocalStepsBinding
 
 _OWN = "local_steps"  # our part of a state
 
@@ -86,7 +87,7 @@ class LocalSteps(torch.optim.Optimizer):
     ) -> None:
         _check(optimizer, every, outer_lr, outer_momentum)
         if compression is None:
-            compression = Compression(NoCompression())
+            compression = _made(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._step_supports_amp_scaling = True  # so that a GradScaler calls `step` always, which refuses it
@@ -101,7 +102,7 @@ class LocalSteps(torch.optim.Optimizer):
         ranks = _all_ranks() if communicator is None else communicator
         self._told: dict[str, Any] = {}
         self._binding = compression.serve(
-            lambda setup: LocalStepsBinding(setup, optimizer.param_groups, anchors, self._told, ranks), self.outer
+            lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._told, ranks), self.outer
         )
 
     @classmethod
@@ -129,7 +130,7 @@ class LocalSteps(torch.optim.Optimizer):
             named_parameters: as of `Compression`.
             every, options: as of the class, without `compression`.
         """
-        sparse = Compression(TopK(ratio=64 / 4096), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
+        sparse = _made(TopK(ratio=64 / 4096), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
         return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
 
     @property
@@ -196,10 +197,7 @@ class LocalSteps(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused, with ConfigurationError: give the inner optimizer all groups before."""
         if self._binding is not None:  # else __init__ is not done
-            raise ConfigurationError(
-                "LocalSteps takes no new parameter group, which the ranks would not exchange; give the inner optimizer "
-                "all groups before LocalSteps is made of it"
-            )
+            raise ConfigurationError(NO_NEW_GROUP)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,12 +270,23 @@ def _check(optimizer: Any, every: Any, rate: Any, momentum: Any) -> None:
             f"LocalSteps was given a {type(optimizer).__name__} that exchanges by itself; give it the optimizer of one "
             "rank alone, such as torch.optim.AdamW(model.parameters())"
         )
+    if any(hasattr(one, "device_mesh") for group in optimizer.param_groups for one in group["params"]):
+        raise ConfigurationError(
+            "LocalSteps exchanges whole parameters, and these are sharded (FSDP, tensor parallelism); exchange the "
+            "gradients between the replicas instead, with hvdcomp.fsdp.register"
+        )
     if not is_whole(every, 1):
         raise ConfigurationError(f"LocalSteps: every={every!r} is not possible; give the steps between two exchanges")
     if not (is_number(rate) and rate > 0):
         raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not possible; give a number above 0, such as 0.7")
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigurationError(f"LocalSteps: outer_momentum={momentum!r} is not possible; give 0, or a share below 1")
+
+
+def _made(compressor: Compressor, **options: Any) -> UsedCompression:
+    """A `hvdcomp.Compression`, beside which this folder stands: it may serve another framework."""
+    made: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
+    return made
 
 
 def _all_ranks() -> Ranks:

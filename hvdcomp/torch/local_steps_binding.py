@@ -26,7 +26,7 @@ class LocalStepsBinding(TorchTraining):
 
     Args:
         setup: what the user gave. Its `optimizer` is the outer one.
-        groups: parameter groups of the inner optimizer.
+        inner: the optimizer of a rank's own steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
         told: what must be the same on all ranks beside the compression; it is asked for in the first step.
         communicator: of the ranks.
@@ -40,15 +40,15 @@ class LocalStepsBinding(TorchTraining):
     def __init__(
         self,
         setup: Setup,
-        groups: Sequence[Mapping[str, Any]],
+        inner: torch.optim.Optimizer,
         anchors: Sequence[torch.Tensor],
         told: Mapping[str, Any],
         communicator: Ranks,
     ) -> None:
-        self._told = told
+        self._told, self._inner = told, inner
         with refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, communicator)
-            parameters = _named(setup, groups)
+            parameters = _named(setup, inner.param_groups)
             self._anchors = dict(zip(parameters, anchors, strict=True))
             super().__init__(setup, parameters, communicator, setup.optimizer)
 
@@ -94,6 +94,10 @@ class LocalStepsBinding(TorchTraining):
     def trained(self) -> Set[str]:
         return self._parameters.keys()
 
+    def reason_to_refuse(self) -> str | None:
+        count = sum(len(group["params"]) for group in self._inner.param_groups)
+        return None if count == len(self._parameters) else NO_NEW_GROUP
+
     def checksums(self, names: Sequence[str]) -> list[int]:
         """Of the anchors: between two exchanges the weights themselves differ."""
         return checksums_of(self._anchors, names)
@@ -134,6 +138,12 @@ def _check(setup: Setup, communicator: Ranks) -> None:
 NO_SCALER = (
     "LocalSteps does not go with a torch.amp.GradScaler: a rank whose gradients overflow would skip a step by itself, "
     "and exchange when the others do not. Train in bfloat16, which needs no scaler"
+)
+
+
+NO_NEW_GROUP = (
+    "LocalSteps takes no new parameter group, which the ranks would not exchange; give the inner optimizer all groups "
+    "before LocalSteps is made of it"
 )
 
 

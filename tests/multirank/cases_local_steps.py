@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hvdcomp
 from hvdcomp.torch import LocalSteps
@@ -117,6 +119,12 @@ def case_ranks_that_were_told_different_things_are_refused() -> None:
     ):
         told = raised(hvdcomp.RankMismatchError, lambda given=options: train(*made(**given), own_generator()))
         assert word in told, told
+
+
+def case_shards_are_refused() -> None:
+    model = fully_shard(small_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    inner = torch.optim.AdamW(model.parameters())
+    assert "hvdcomp.fsdp.register" in raised(hvdcomp.ConfigurationError, lambda: LocalSteps(inner))
 
 
 def case_the_page_trains() -> None:
