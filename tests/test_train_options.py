@@ -100,7 +100,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             {"optimizer": "compressed-adam", "refreshes_per_gap": 16, "local_steps": 2, "steps": 4},
             "--refreshes-per-gap 16 does not go with --local-steps 2",
         ),
-        ({"local_steps": 2}, "--local-steps 2 is of --optimizer compressed-adam"),
+        ({"local_steps": 0}, "--local-steps 0: at least 1"),
+        ({"local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         (
             {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},

@@ -147,7 +147,8 @@ _START = (
 @_option("--freeze-compression", "Of compressed-adam: how gradients are sent before that.", metavar="SPEC")
 @_option(
     "--local-steps",
-    "Of compressed-adam in PyTorch: steps of each rank by itself from one exchange to the next, after freezing.",
+    "In PyTorch: steps of each rank by itself from one exchange to the next, with an outer Nesterov step as in DiLoCo; "
+    "with compressed-adam after freezing, and without.",
     type=int,
     metavar="K",
 )

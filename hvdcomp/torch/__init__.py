@@ -10,6 +10,7 @@ from hvdcomp.communicators import Communicator, SimulatedCommunicator
 
 if TYPE_CHECKING:
     from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
+    from hvdcomp.torch.local_steps import LocalSteps as LocalSteps
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.compressed_adam import CompressedAdam
 
         return CompressedAdam
+    if name == "LocalSteps":
+        from hvdcomp.torch.local_steps import LocalSteps
+
+        return LocalSteps
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -115,7 +115,7 @@ class TorchTraining(Binding):
     # What `Binding` asks of the framework.
 
     def checksums(self, names: Sequence[str]) -> list[int]:
-        return [_checksum(self._parameters[name]) for name in names]
+        return checksums_of(self._parameters, names)
 
     def learning_rates(self) -> tuple[float, ...]:
         if self._scaled is not None:
@@ -201,6 +201,11 @@ def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
             f"parameter {name!r} has type {parameter.dtype}; gradient compression takes floating-point parameters"
         )
     return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+
+
+def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[int]:
+    """A number for each of these tensors, by which ranks compare them."""
+    return [_checksum(tensors[name]) for name in names]
 
 
 def _checksum(parameter: torch.Tensor) -> int:

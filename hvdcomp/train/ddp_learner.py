@@ -34,16 +34,14 @@ class DDPLearner(TorchLearner):
         return super().compression(spec, **{**options, "bucket_bytes": None})  # they are DistributedDataParallel's
 
     def distribute(self, compression: Compression) -> None:
+        if self._steps_alone:
+            self._distribute_steps(compression)
+            return
         self._compression = compression
         hvdcomp.ddp.register(self._ddp, compression, self._optimizer)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        with nullcontext() if last else self._ddp.no_sync():
+        with nullcontext() if last and not self._steps_alone else self._ddp.no_sync():
             loss = loss_of(self._ddp(inputs), targets) / passes
             loss.backward()
         return loss.detach()
-
-    def _update(self) -> None:
-        if self._clips:
-            self._clip()
-        self._optimizer.step()

@@ -19,6 +19,9 @@ class HorovodLearner(TorchLearner):
         self._begin()
 
     def distribute(self, compression: Compression) -> None:
+        if self._steps_alone:
+            self._distribute_steps(compression)
+            return
         self._compression = compression
         self._optimizer = hvd.DistributedOptimizer(
             self._optimizer,
@@ -33,7 +36,9 @@ class HorovodLearner(TorchLearner):
         return loss.detach()
 
     def _update(self) -> None:
-        if self._clips:
+        if self._steps_alone:
+            super()._update()
+        elif self._clips:
             self._optimizer.synchronize()  # the averaged gradient is there only after it
             self._clip()
             with self._optimizer.skip_synchronize():

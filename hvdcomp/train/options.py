@@ -99,7 +99,7 @@ class TrainingOptions:
     betas: tuple[float, float] = (0.9, 0.95)  # adamw, and what muon leaves to it
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
-    local_steps: int = 1  # compressed-adam, after that: from one exchange to the next
+    local_steps: int = 1  # from one exchange to the next; with compressed-adam after that
     refreshes_per_gap: int | None = None  # compressed-adam, after that: of the second moment; None for no refresh
     weight_decay: float | None = None
     schedule: str = "step"
@@ -327,10 +327,6 @@ class TrainingOptions:
         every, what = self.local_steps, f"--local-steps {self.local_steps}"
         return [
             (every >= 1, f"{what}: at least 1"),
-            (
-                every <= 1 or self.optimizer == "compressed-adam",
-                f"{what} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
-            ),
             (every <= 1 or self.framework == "torch", f"{what}: --framework torch has it alone"),
             (
                 every <= 1 or (self.steps is not None and self.steps % every == 0),

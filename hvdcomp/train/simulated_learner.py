@@ -34,6 +34,9 @@ class SimulatedLearner(TorchLearner):
         self._random = torch.get_rng_state()
 
     def distribute(self, compression: Compression) -> None:
+        if self._steps_alone:
+            self._distribute_steps(compression, communicator=self._communicator)
+            return
         self._compression = compression
         self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
 
@@ -46,7 +49,6 @@ class SimulatedLearner(TorchLearner):
         return loss.detach()
 
     def _update(self) -> None:
-        self._exchange()
-        if self._clips:
-            self._clip()
-        self._optimizer.step()
+        if not self._steps_alone:
+            self._exchange()
+        super()._update()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.files import write_file
-from hvdcomp.torch import CompressedAdam
+from hvdcomp.torch import CompressedAdam, LocalSteps
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -115,9 +115,22 @@ class TorchLearner(Learner):
             last: whether the gradients of all passes are exchanged after it.
         """
 
-    @abstractmethod
     def _update(self) -> None:
         """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+        if self._clips:
+            self._clip()
+        self._optimizer.step()
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Whether the ranks exchange weights after several steps, and no gradients."""
+        return self._options.local_steps > 1 and self._options.optimizer != "compressed-adam"
+
+    def _distribute_steps(self, compression: Compression, **options: Any) -> None:
+        """`distribute` where the ranks exchange no gradients; options as of `LocalSteps`."""
+        self._compression = compression
+        every = self._options.local_steps
+        self._optimizer = LocalSteps(self._optimizer, every, compression=compression, **options)
 
     @property
     def _clips(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
-from hvdcomp.torch import CompressedAdam
+from hvdcomp.torch import CompressedAdam, LocalSteps
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics, halves
 from tests.multirank.models import WRAPPERS, Branches
@@ -45,6 +45,18 @@ def case_weights_are_identical_after_50_steps() -> None:
         assert_same_everywhere(weights(model))
         assert not torch.equal(start, weights(model))
         assert how.ledger.steps == 50, spec
+
+
+def case_local_steps() -> None:
+    model = small_model()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = LocalSteps(inner, 3, compression=compression("topk:ratio=0.05", model))
+    for step in range(1, 7):
+        train(model, optimizer, 1)
+        differ = {vector.tobytes() for vector in hvd.allgather_object(weights(model).numpy())}
+        assert (len(differ) == 1) == optimizer.in_sync == (step % 3 == 0), step
+    assert_same_everywhere(weights(model))
+    assert optimizer.compression.ledger.steps == 6
 
 
 def case_the_readme_trains() -> None:

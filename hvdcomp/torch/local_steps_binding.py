@@ -1,0 +1,166 @@
+"""Serves `LocalSteps`: exchanges, after several steps of each rank alone, how far the ranks have moved.
+
+It takes pseudo-gradients, the weights at the latest exchange minus those now, where the other bindings take gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from hvdcomp.bindings.elastic import may_change
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import refused_on_every_rank
+from hvdcomp.policies import Policy
+from hvdcomp.torch.parameters import by_name, plain_names
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
+
+
+class LocalStepsBinding(TorchTraining):
+    """Ties one `Compression` to the parameters of one `LocalSteps`.
+
+    Args:
+        setup: what the user gave. Its `optimizer` is the outer one.
+        inner: the optimizer of a rank's own steps.
+        anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
+        told: what must be the same on all ranks beside the compression; it is asked for in the first step.
+        communicator: of the ranks.
+    """
+
+    overlaps_with_policy = False
+    broadcast = "the same random seed, or the same checkpoint, on every rank"
+    averaged_by = "hvdcomp.torch.LocalSteps"
+    absence = WITHOUT_HOROVOD
+
+    def __init__(
+        self,
+        setup: Setup,
+        inner: torch.optim.Optimizer,
+        anchors: Sequence[torch.Tensor],
+        told: Mapping[str, Any],
+        communicator: Ranks,
+    ) -> None:
+        self._told, self._inner = told, inner
+        with refused_on_every_rank(communicator, torch.empty(0)):
+            _check(setup, communicator)
+            parameters = _named(setup, inner.param_groups)
+            self._anchors = dict(zip(parameters, anchors, strict=True))
+            super().__init__(setup, parameters, communicator, setup.optimizer)
+
+    def compare(self) -> None:
+        """Compares settings and weights in the first local step; waits for all ranks then."""
+        self._first_steps.compare()
+
+    def enter_local_step(self) -> None:
+        """Enters a step without an exchange."""
+        self.engine.enter_alone(self._parameters.keys())
+
+    @torch.no_grad()
+    def exchange(self) -> list[torch.Tensor]:
+        """The mean of the ranks' pseudo-gradients, in the order of the parameters.
+
+        Raises:
+            ConfigurationError: on every rank, if that of any is not finite. Nothing was changed then.
+        """
+        self.begin()
+        asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
+        self.check_presence(int(self.communicator.wait(asked)))
+        moved = {name: self._anchors[name] - one.detach() for name, one in self._parameters.items()}
+        means = self.run_engine(moved)
+        if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:  # it is NaN then
+            raise ConfigurationError(self._what_is_not_finite())
+        return [means[name] for name in self._parameters]
+
+    def _what_is_not_finite(self) -> str:
+        bad = [name for name, one in self._parameters.items() if not torch.isfinite(one.detach()).all()]
+        where = f"on this rank in {', '.join(bad[:3])}" if bad else "on another rank, whose message names the tensors"
+        return (
+            f"LocalSteps: weights are inf or NaN after the local steps, {where}. Nothing of them was exchanged: outer "
+            "momentum, residuals and the weights of the latest exchange are as before, but the inner optimizer of that "
+            "rank is spoilt. Go on from the latest checkpoint on every rank, with a smaller learning rate or clipped "
+            "gradients"
+        )
+
+    # What `Binding` asks of the framework.
+
+    def facts(self) -> dict[str, Any]:
+        return dict(self._told)
+
+    def trained(self) -> Set[str]:
+        return self._parameters.keys()
+
+    def reason_to_refuse(self) -> str | None:
+        count = sum(len(group["params"]) for group in self._inner.param_groups)
+        return None if count == len(self._parameters) else NO_NEW_GROUP
+
+    def checksums(self, names: Sequence[str]) -> list[int]:
+        """Of the anchors: between two exchanges the weights themselves differ."""
+        return checksums_of(self._anchors, names)
+
+
+def _check(setup: Setup, communicator: Ranks) -> None:
+    settings = setup.compression.settings
+    if isinstance(settings.policy, Policy):
+        raise ConfigurationError(
+            f"LocalSteps does not go with the policy {settings.policy}, which decides from gradients that are "
+            "exchanged in every step; take a schedule of levels, such as warmup, or none"
+        )
+    for leaf in (leaf for method in settings.compressors for leaf in method.leaves()):
+        if not leaf.in_units:
+            raise ConfigurationError(
+                f"{leaf} does not go with LocalSteps: its result has no magnitude, and the outer learning rate is a "
+                "share of the way that the ranks have gone. Take efsignsgd, which has as many bytes"
+            )
+    if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
+        raise ConfigurationError(NO_SCALER)
+    if settings.bucket_bytes is not None:
+        raise ConfigurationError(
+            f"bucket_bytes={settings.bucket_bytes} has no meaning with LocalSteps, which exchanges outside of the "
+            "backward pass; leave it at None"
+        )
+    if setup.process_set is not None and isinstance(communicator, TorchDistributedCommunicator):
+        raise ConfigurationError(
+            "process_set is for Horovod, and LocalSteps exchanges over torch.distributed here; leave it out, or give "
+            "LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
+        )
+    if may_change():
+        raise ConfigurationError(
+            "LocalSteps does not work in elastic Horovod: between two exchanges the ranks' weights differ, and a new "
+            "rank has none to begin with. Start a fixed number of ranks, without --min-np and --max-np"
+        )
+
+
+NO_SCALER = (
+    "LocalSteps does not go with a torch.amp.GradScaler: a rank whose gradients overflow would skip a step by itself, "
+    "and exchange when the others do not. Train in bfloat16, which needs no scaler"
+)
+
+
+NO_NEW_GROUP = (
+    "LocalSteps takes no new parameter group, which the ranks would not exchange; give the inner optimizer all groups "
+    "before LocalSteps is made of it"
+)
+
+
+def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of the groups by name, in their order: the names that the `Compression` was given, or those that
+    the optimizer was made with, or else the numbers of group and parameter."""
+    parameters = [one for group in groups for one in group["params"]]
+    if setup.parameters is not None:
+        given = {one: name for name, one in by_name(setup.parameters, None).items()}
+        if missing := sum(one not in given for one in parameters):
+            raise ConfigurationError(
+                f"named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's {len(parameters)} "
+                "parameters; give it named_parameters=model.named_parameters() of the model that is trained"
+            )
+        names = [given[one] for one in parameters]
+    elif all("param_names" in group for group in groups):  # made of model.named_parameters(), from PyTorch 2.6 on
+        names = plain_names(name for group in groups for name in group["param_names"])
+    else:
+        names = [f"{place}.{number}" for place, group in enumerate(groups) for number in range(len(group["params"]))]
+    return dict(zip(names, parameters, strict=True))

@@ -1,0 +1,139 @@
+"""Steps of each rank alone between two exchanges, over torch.distributed."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hvdcomp
+from hvdcomp.torch import LocalSteps
+from tests.multirank.models import batch, small_model, weights
+from tests.multirank.training_ddp import assert_same_everywhere, gathered, own_generator, plain_loss, raised
+
+PAGE = Path(__file__).parents[2] / "docs" / "local-steps.md"
+EVERY = 3
+
+
+def made(spec: str = "topk:ratio=0.05", seed: int = 7, **options: Any) -> tuple[torch.nn.Module, LocalSteps, Any]:
+    """A model, AdamW in LocalSteps, and a schedule."""
+    model = small_model()
+    with torch.no_grad():
+        model[5].bias += seed - 7
+    compression = hvdcomp.Compression.from_spec(spec, named_parameters=model.named_parameters())
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = LocalSteps(inner, **{"every": EVERY, **options}, compression=compression)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+
+
+def train(model: Any, optimizer: LocalSteps, scheduler: Any, generator: torch.Generator, steps: int = 1) -> None:
+    for step in range(steps):
+        inputs, classes = batch(generator)
+        optimizer.zero_grad()
+        plain_loss(model, inputs, classes, step).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def differ(model: Any) -> bool:
+    return len({vector.numpy().tobytes() for vector in gathered(weights(model))}) > 1
+
+
+def case_weights_are_the_same_after_each_exchange_and_differ_in_between() -> None:
+    for spec in ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "int4", "efsignsgd:exchange=scatter"):
+        model, optimizer, scheduler = made(spec)
+        start, generator = weights(model), own_generator()
+        for step in range(1, 10):
+            train(model, optimizer, scheduler, generator)
+            assert optimizer.in_sync == (step % EVERY == 0)
+            assert differ(model) == (not optimizer.in_sync), (spec, step)
+        train(model, optimizer, scheduler, generator)
+        optimizer.exchange()
+        assert_same_everywhere(weights(model))
+        assert not torch.equal(start, weights(model)), spec
+        ledger = optimizer.compression.ledger
+        assert ledger.steps == 11, spec
+        if spec != "none":
+            assert 0 < ledger.totals.bytes_sent < ledger.totals.dense_bytes / EVERY, spec
+
+
+def case_one_step_averaged_is_the_mean_of_the_weights() -> None:
+    model, optimizer, scheduler = made("none", every=1, outer_lr=1, outer_momentum=0)
+    train(model, optimizer, scheduler, own_generator())
+    alone = small_model()
+    inner = torch.optim.AdamW(alone.parameters(), lr=2e-3)
+    inputs, classes = batch(own_generator())
+    plain_loss(alone, inputs, classes, 0).backward()
+    inner.step()
+    mean = torch.stack(gathered(weights(alone))).mean(0)
+    torch.testing.assert_close(weights(model), mean, rtol=1e-5, atol=1e-7)
+
+
+def case_it_goes_on_bit_for_bit_between_two_exchanges() -> None:
+    results = []
+    for stop in (None, 4):
+        parts, generator = made(), own_generator()
+        if stop is not None:
+            train(*parts, generator, stop)
+            states = copy.deepcopy([one.state_dict() for one in parts])
+            parts = made()
+            for one, state in zip(parts, states, strict=True):
+                one.load_state_dict(state)
+            assert differ(parts[0])
+        train(*parts, generator, 12 - (stop or 0))
+        assert_same_everywhere(weights(parts[0]))
+        results.append(weights(parts[0]))
+    assert torch.equal(*results)
+
+
+def case_what_is_not_finite_on_one_rank_stops_all() -> None:
+    model, optimizer, scheduler = made()
+    generator = own_generator()
+    train(model, optimizer, scheduler, generator, EVERY + 1)
+    anchors = torch.cat([one.reshape(-1) for one in optimizer.state_dict()["local_steps"]["anchors"]]).clone()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model[5].weight[0, 0] = torch.nan
+    train(model, optimizer, scheduler, generator)  # alone: nobody learns of it
+    told = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, scheduler, generator))
+    assert ("on this rank in 1." in told or "on this rank in 5." in told) == (dist.get_rank() == 1), told
+    now = torch.cat([one.reshape(-1) for one in optimizer.state_dict()["local_steps"]["anchors"]])
+    assert torch.equal(anchors, now)
+    assert_same_everywhere(now)
+
+
+def case_ranks_that_were_told_different_things_are_refused() -> None:
+    rank = dist.get_rank()
+    for word, options in (
+        ("every", {"every": 2 + rank}),
+        ("outer lr", {"outer_lr": 0.5 + rank}),
+        ("the same random seed", {"seed": 7 + rank}),
+        ("compressor", {"spec": f"topk:ratio=0.0{1 + rank}"}),
+    ):
+        told = raised(hvdcomp.RankMismatchError, lambda given=options: train(*made(**given), own_generator()))
+        assert word in told, told
+
+
+def case_shards_are_refused() -> None:
+    model = fully_shard(small_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    inner = torch.optim.AdamW(model.parameters())
+    assert "hvdcomp.fsdp.register" in raised(hvdcomp.ConfigurationError, lambda: LocalSteps(inner))
+
+
+def case_the_page_trains() -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    variables: dict[str, Any] = {}
+    # which these ranks have called, and will
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        exec(compile(program, str(PAGE), "exec"), variables)
+    assert_same_everywhere(weights(variables["model"]))
+    assert variables["loss"].item() < 1.5
+    totals = variables["compression"].ledger.totals
+    assert 40 * totals.bytes_sent < totals.dense_bytes
