@@ -87,7 +87,7 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
             gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
             own = {name: gradients[name].clone() for name in compressed}
             xp = arrays_for(next(iter(own.values())))
-            sent = engine.preview(xp, own, dict.fromkeys(own, compressor))
+            sent = engine.previews.kept(xp, own, dict.fromkeys(own, compressor), engine.context(""))
             alone = {name: densified(xp, g, sent[name]) for name, g in own.items()}
             engine.begin()
             for name, mean in engine.step(gradients).items():

@@ -56,7 +56,7 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
     def look(x_of: Look) -> dict[str, Any]:
         xp, x = x_of.xp, x_of["w"]
         before = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
-        twice = [engine.preview(xp, {"w": x}, engine.plan)["w"] for _ in range(2)]
+        twice = [engine.previews.kept(xp, {"w": x}, engine.plan, engine.context(""))["w"] for _ in range(2)]
         first, again = (densify(sent, MATRIX) for sent in twice)
         after = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
         assert before == after
@@ -186,7 +186,8 @@ def test_a_preview_of_powersgd_starts_from_the_warm_columns_whatever_its_rank(ba
     (q,) = run.engine.states["w"].compressor
     x = make(backend, np.random.default_rng(9).normal(size=MATRIX))
     for rank in (1, 2, 3):
-        sent = run.engine.preview(arrays_for(x), {"w": x}, {"w": parse_compressor(f"powersgd:rank={rank}")})["w"]
+        compressors = {"w": parse_compressor(f"powersgd:rank={rank}")}
+        sent = run.engine.previews.kept(arrays_for(x), {"w": x}, compressors, run.engine.context(""))["w"]
         m = numbers(x)
         start, _ = np.linalg.qr(numbers(q)[:, :rank])
         p, _ = np.linalg.qr(m @ start)

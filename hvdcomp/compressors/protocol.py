@@ -214,3 +214,8 @@ class Context:
     rank: int
     world_size: int
     levels: Callable[[str], Levels] | None = None
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether there are other nodes than this rank's; to be asked where something is sent within nodes."""
+        return self.levels is not None and self.levels(self.name).across.size > 1

@@ -1,10 +1,10 @@
-"""A bucket's way through one step: the same as a tensor's (`tensor_step`), for many tensors at once."""
+"""A bucket's way through one step: in compiled code, for many tensors at once."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,8 @@ from hvdcomp.compressors.each_tensor import step_of
 from hvdcomp.compressors.protocol import Context, Request
 from hvdcomp.exchange.buckets import Group
 from hvdcomp.exchange.clock import Clock, Spans
+from hvdcomp.exchange.energies import Energies
+from hvdcomp.exchange.ledger import Part
 
 
 class Sums(NamedTuple):
@@ -43,10 +45,7 @@ class BucketStep:
         clock: of the engine.
 
     Attributes:
-        like: an array where the gradients are.
         found_inf_after: whether what came of the exchange holds an inf or NaN: known when no request is left.
-        had_residual: whether a memory had kept something back that this step sends; known after `finish`.
-        spans: when it was under way. Who calls its methods marks that, but for `make_x`.
     """
 
     on_device = False
@@ -54,12 +53,13 @@ class BucketStep:
     def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None, clock: Clock) -> None:
         self._xp = xp
         self.group = group
-        self.like = group.arrays[0]
         self._clock = clock
-        self.spans = Spans([], [])
-        group.bucket.begin(context, factor)
-        if group.bucket.keeps:
-            group.residuals.enter(group.bucket, group.numbers)
+        self._spans = Spans([], [])
+        with clock.around(self._spans.encoding):
+            group.bucket.begin(context, factor)
+            if group.bucket.keeps:
+                group.residuals.enter(group.bucket, group.numbers)
+        self._energies: Array | None = None  # of x, once it is made
         self._generator: Generator[Request | list[Request], Any, bool | Array]
         self._asks_for_many = False
         self._given: Sequence[Array] = ()
@@ -68,56 +68,107 @@ class BucketStep:
         self._aside = False  # whether results lie aside until gradients are added up
         self._dense = False  # whether results have the gradients' layout as they are
         self.found_inf_after: bool | Array = False
-        self.had_residual = False
-
-    def make_x(self) -> Array:
-        """Makes x now rather than while it is compressed, for those who look at it; ||x||^2 of each tensor, float64
-        (tensors,)."""
-        self._clock.start()
-        energies = self._sums_of("make_x")
-        self._clock.lap(self.spans.encoding)
-        return energies
-
-    def left(self) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,), once the generator has ended, where the memory keeps
-        something."""
-        return self._sums_of("measure_left")
-
-    def _sums_of(self, kernel: str) -> Array:
-        sums = self.group.bucket.sums_of(kernel)
-        return self._xp.from_numpy(sums, like=self.like) if isinstance(sums, np.ndarray) else sums
+        self._had_residual = False
 
     @property
-    def addresses(self) -> list[int]:
-        """Where x of each tensor lies, once it is made."""
-        bucket = self.group.bucket
-        return bucket.segments["x" if bucket.keeps else "gradient"].tolist()
+    def names(self) -> list[str]:
+        """Of the tensors."""
+        return self.group.names
 
-    def x(self, place: int) -> Array:
-        """x of a tensor, once it is made; it stays as it is until it is compressed."""
-        group = self.group
+    @property
+    def number(self) -> int | None:
+        """Among what does not wait for all gradients of a step; None for the others."""
+        return self.group.number
+
+    @property
+    def like(self) -> Array:
+        """An array where the gradients are, until `finish`."""
+        return self.group.arrays[0]
+
+    # For those who look at x before it is compressed.
+
+    @property
+    def keeps_x(self) -> bool:
+        """Whether it is known in the end what the step has lost of x."""
+        return self.group.bucket.keeps
+
+    def make_x(self) -> Array:
+        """Makes x now rather than while it is compressed, unless it is made; ||x||^2 of each tensor, float64
+        (tensors,)."""
+        if self._energies is None:
+            self._clock.start()
+            self._energies = self._sums_of("make_x")
+            self._clock.lap(self._spans.encoding)
+        return self._energies
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Where x of each tensor lies, by name; it is made if it was not."""
+        self.make_x()
+        bucket = self.group.bucket
+        return dict(zip(self.names, bucket.segments["x" if bucket.keeps else "gradient"].tolist(), strict=True))
+
+    def x(self, name: str) -> Array:
+        """x of a tensor, which is made if it was not; it stays as it is until it is compressed."""
+        self.make_x()
+        group, place = self.group, self.group.places[name]
         if not group.bucket.keeps:
             return group.arrays[place]
         _, state, number = group.tensors[place]
         return state.wrapped(group.residuals.x(number))
 
+    def gradient(self, name: str) -> Array:
+        """Of a tensor."""
+        return self.group.arrays[self.group.places[name]]
+
+    def energies(self, names: Set[str]) -> Energies:
+        """||x||^2 of those of the tensors that have these names."""
+        return self._of_names(names, self.make_x)
+
+    def lost(self, names: Set[str]) -> Energies:
+        """||x - C(x)||^2 of the same, once the generator has ended, where the memory keeps something."""
+        return self._of_names(names, lambda: self._sums_of("measure_left"))
+
+    def _of_names(self, names: Set[str], sums: Callable[[], Array]) -> Energies:
+        found, own = Energies(), [name for name in self.names if name in names]
+        if own:
+            found.add(own, sums(), places=[self.group.places[name] for name in own])
+        return found
+
+    def _sums_of(self, kernel: str) -> Array:
+        sums = self.group.bucket.sums_of(kernel)
+        return self._xp.from_numpy(sums, like=self.like) if isinstance(sums, np.ndarray) else sums
+
+    # The step.
+
     def open(
         self,
         gradients: Mapping[str, Array],
         in_place: bool,
-        made: Mapping[str, int],
-        sources: Mapping[str, Array],
         sums: Sums | None,
+        sources: Mapping[str, Array] = MappingProxyType({}),
     ) -> None:
         """Makes the generator.
 
         Args:
             gradients: of the step, by name.
             in_place: whether results take the gradients' place.
-            made: addresses by name of x, if it was made; else the kernels make it.
-            sources: by name what is to be compressed in place of x, where that is something else.
             sums: to which gradients are added if the step counts.
+            sources: by name what is to be compressed in place of x, where that is something else.
         """
+        own = [name for name in self.names if name in sources]
+        if own:
+            self.make_x()
+        with self._clock.around(self._spans.encoding):
+            self._fill_table(gradients, in_place, sums)
+            if self._energies is not None:
+                self._sources, addresses = self.group.placed(self._xp, [sources[name] for name in own])
+                replaced = self.addresses | dict(zip(own, addresses, strict=True))
+                self.group.bucket.segments["source"] = list(replaced.values())
+            self.group.prepare_states(self._xp)
+            self._generator = step_of(self.group.bucket)
+
+    def _fill_table(self, gradients: Mapping[str, Array], in_place: bool, sums: Sums | None) -> None:
         group, bucket, xp = self.group, self.group.bucket, self._xp
         self._given = [gradients[name] for name in group.names]
         self._results, self._sums = group.arrays, sums
@@ -127,17 +178,10 @@ class BucketStep:
             self._dense = all(map(operator.is_, group.arrays, self._given))
         else:
             bucket.segments["result"] = group.aside() if self._aside else bucket.segments["gradient"]
-        if group.names[0] in made:
-            own = [name for name in group.names if name in sources]
-            self._sources, addresses = group.placed(xp, [sources[name] for name in own])  # kept until the step ends
-            replaced = dict(zip(own, addresses, strict=True))
-            bucket.segments["source"] = [replaced.get(name) or made[name] for name in group.names]
         if sums is not None:
             totals = sums.totals(dict(zip(group.names, self._given, strict=True)))
             bucket.segments["total"] = group.placed(xp, totals)[1]
             bucket.table.bucket.share = sums.share
-        group.prepare_states(xp)
-        self._generator = step_of(bucket)
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
         """Gives the generator the answers to its last requests, at first none; its next requests, none at its end. All
@@ -146,7 +190,9 @@ class BucketStep:
             asked = self._generator.send(answers if self._asks_for_many else answers[0] if answers else None)
         except StopIteration as stop:
             self.found_inf_after = stop.value
+            self._clock.lap(self._spans.decoding)
             return []
+        self._clock.lap(self._spans.encoding)
         self._asks_for_many = isinstance(asked, list)
         return asked if isinstance(asked, list) else [asked]
 
@@ -155,27 +201,41 @@ class BucketStep:
         """Whether x, or what is sent of it, holds an inf or NaN: known after the first turn."""
         return self.group.bucket.found_inf
 
-    @property
-    def compressor(self) -> Compressor:
-        """Of the first tensor; those of the others differ in their level alone."""
-        return self.group.bucket.compressors[0]
+    def parts(self) -> list[tuple[Part, Spans]]:
+        """What the tensors cost, once the generator has ended, and when they were under way."""
+        return [(self.group.costs(), self._spans)]
 
-    def finish(self, counts: Any) -> dict[str, Array]:
-        """Keeps what was not sent, unless the step does not count; returns the results by name.
-
-        Args:
-            counts: whether it counts; on a device, an element that is NaN if not, and else 0.
-        """
+    def finish(self, found_inf: Array) -> dict[str, Array]:
+        """Keeps what was not sent, unless the element `found_inf` is NaN; returns the results by name."""
         group, xp = self.group, self._xp
-        self.had_residual = group.had_residuals
-        self._settle(counts)
-        arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
-        results = dict(zip(group.names, arrays, strict=True))
-        group.let_go()
-        self._given = self._results = ()
+        with self._clock.around(self._spans.decoding):
+            self._had_residual = group.had_residuals
+            self._settle(found_inf)
+            arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
+            results = dict(zip(group.names, arrays, strict=True))
+            group.let_go()
+            self._given = self._results = ()
         return results
 
-    def _settle(self, counts: bool) -> None:
+    def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
+        """After `finish`, of a step that sent residuals whole: what forgets them, if it counts; None if there are none.
+
+        Args:
+            sends_all: as of `Chooser`.
+        """
+        group, residuals = self.group, self.group.residuals
+        if not self._had_residual or not sends_all(group.names[0], group.bucket.compressors[0]):
+            return None
+        released = residuals.released
+
+        def forget() -> None:
+            if residuals.released == released:
+                residuals.drop(group.numbers)
+
+        return forget
+
+    def _settle(self, found_inf: Array) -> None:
+        counts = found_inf.item() == 0
         if counts:
             self._keep()
         adds = counts and self._adds()

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -41,7 +41,7 @@ class Buckets:
     Args:
         tensors: all tensors, by name.
         states: of the tensors, by name.
-        memory_for: of a tensor's name and compressor, the memory of its next step.
+        memory_for: of a compressor, the memory that goes with it.
         says: whether it warns if gradients lie on a device that has no kernels.
 
     Attributes:
@@ -54,7 +54,7 @@ class Buckets:
         self,
         tensors: Mapping[str, TensorInfo],
         states: Mapping[str, TensorState],
-        memory_for: Callable[[str, Compressor], Memory],
+        memory_for: Callable[[Compressor], Memory],
         says: bool = False,
     ) -> None:
         self._tensors = tensors
@@ -71,7 +71,7 @@ class Buckets:
         self._grouped: list[str] = []
         self._grouped_states: list[TensorState] = []
         self._rest: list[str] = []
-        self._released = 0
+        self._seen = 0, 0
 
     def groups(
         self,
@@ -79,13 +79,13 @@ class Buckets:
         names: Sequence[str],
         gradients: Mapping[str, Array],
         plan: Plan,
-        started: Sequence[Group] = (),
+        under_way: Set[str] = frozenset(),
     ) -> tuple[list[Group], list[str]]:
         """The buckets of a step that have not started, and the tensors that are in no bucket and go one by one.
 
         Args:
             names: of the tensors that take part.
-            started: buckets that are under way.
+            under_way: the names of those whose buckets have started.
         """
         if not self._still_right(plan) or self._made_for != (plan, names):
             able = [name for name in names if self._tensors[name].dtype == "float32"]
@@ -97,12 +97,11 @@ class Buckets:
             self._grouped_states = [self._states[name] for name in self._grouped]
             grouped = set(self._grouped)
             self._rest = [name for name in names if name not in grouped]
-            self._released = self._residuals.released
+            self._seen = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
-        missing = [group for group in self.now if group not in started]
+        missing = [group for group in self.now if group.names[0] not in under_way]
         if all(self.take(xp, group, gradients) for group in missing):
             return missing, self._rest
-        under_way = {name for group in started for name in group.names}
         return [], [name for name in names if name not in under_way]
 
     def early(self, plan: Plan) -> list[Group]:
@@ -131,16 +130,6 @@ class Buckets:
         states = [group.bucket.states for group in self.now]
         return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
 
-    @property
-    def released(self) -> int:
-        """As of `FlatStorage`."""
-        return self._residuals.released
-
-    def drop(self, group: Group) -> None:
-        """Forgets the residuals of a bucket's tensors, which may then go with others."""
-        group.residuals.drop(group.numbers)
-        self._made_for = None
-
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
 
@@ -155,9 +144,10 @@ class Buckets:
     def _still_right(self, plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan:
             return False
-        # Somebody may have put others in their place, or taken what they keep out of flat storage.
+        # Somebody may have put others in their place, or taken what they keep out of flat storage; tensors that keep
+        # nothing any more may go with others.
         same = all(map(operator.is_, map(self._states.__getitem__, self._grouped), self._grouped_states))
-        return same and self._residuals.released == self._released
+        return same and self._seen == (self._residuals.released, self._residuals.dropped)
 
     def _group(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
@@ -193,7 +183,7 @@ class Buckets:
             return None
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
-        memory = self._memory_for(name, compressor)
+        memory = self._states[name].memory_for(self._memory_for(compressor))
         return (compressor.bucket_family, memory) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], plan: Plan) -> list[list[str]]:
@@ -376,8 +366,7 @@ class Group:
         if handed is None:
             return compressor.bytes_in_bucket(tensor, context)
         sent, in_node = handed[self.places[tensor.name]].tolist()
-        has_others = in_node and context.levels is not None and context.levels(tensor.name).across.size > 1
-        return sent, in_node if has_others else 0
+        return sent, in_node if in_node and context.has_other_nodes else 0
 
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.protocol import Context
 from hvdcomp.exchange.bucket_step import BucketStep
+from hvdcomp.exchange.buckets import Group
+from hvdcomp.exchange.clock import Clock
 
 
 class DeviceStep(BucketStep):
     """The tensors of a bucket on their way through one step.
 
-    What says whether something is not finite is an element that is NaN or 0, on the device: `found_inf`,
-    `found_inf_after`, and what `finish` takes.
+    What says whether something is not finite is an element that is NaN or 0, on the device: `found_inf` and
+    `found_inf_after` too.
     """
 
     on_device = True
 
-    def _settle(self, counts: Array) -> None:
-        self.group.bucket.call("settle", counts, self._adds(), self._aside)
-        self._keep(counts)
+    def _settle(self, found_inf: Array) -> None:
+        self.group.bucket.call("settle", found_inf, self._adds(), self._aside)
+        self._keep(found_inf)
+
+
+def bucket_step(xp: ModuleType, group: Group, context: Context, factor: Array | None, clock: Clock) -> BucketStep:
+    """A bucket's way through one step, on the host or on its device; arguments as of `BucketStep`."""
+    kind = BucketStep if group.bucket.device is None else DeviceStep
+    return kind(xp, group, context, factor, clock)

@@ -2,16 +2,16 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` and `tensor_step` what a bucket or a tensor goes through, `lockstep` how they exchange, `overlap` what
-starts before all gradients are there, `fusion` what travels.
+`bucket_step` what a bucket goes through and `separate_step` what the tensors in none, `lockstep` how they exchange,
+`overlap` what starts before all gradients are there, `fusion` what travels.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
-from typing import Any
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -19,11 +19,10 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
-from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
-from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import Buckets, Group
-from hvdcomp.exchange.clock import Span
-from hvdcomp.exchange.device_step import DeviceStep
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.bucket_step import Sums
+from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
 from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
@@ -31,7 +30,8 @@ from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
-from hvdcomp.exchange.tensor_step import TensorState, TensorStep, costs_of
+from hvdcomp.exchange.separate_step import SeparateStep, Step
+from hvdcomp.exchange.tensor_step import TensorState
 from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Look], Mapping[str, Array]]
@@ -83,12 +83,12 @@ class Engine:
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
-        self.buckets = Buckets(self.tensors, self.states, self._memory_for, says=communicator.rank == 0)
+        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says=communicator.rank == 0)
         self.previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
-        self.overlap = Overlap(communicator, self.tensors, self.buckets, overlap_bytes)
+        self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
     # Between two steps.
 
@@ -186,30 +186,77 @@ class Engine:
         started = self.overlap.end()
         if not started:
             self.ledger.clock.begin(xp, gradients[names[0]])
-        waves, tensors, look = _waves(self, xp, names, gradients, in_place, sums, started)
+        waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started)
         run_to_the_end(waves)
-        buckets = [bucket for wave in waves for bucket in wave.buckets]
+        steps = [one for wave in waves for one in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:
-            look.tell(buckets, tensors)
-        if sums is not None and not sums.of_results and tensors:
-            sums.add({one.name: gradients[one.name] for one in tensors}, found_inf)
-        counts: Any = found_inf if buckets and buckets[0].on_device else bool(buckets) and found_inf.item() == 0
-        results = {}
-        for one in tensors:
-            with self.ledger.clock.around(one.spans.decoding):
-                results[one.name] = one.finish(found_inf)
-        if sums is not None and sums.of_results and tensors:
-            sums.add(results, found_inf)
-        for bucket in buckets:
-            with self.ledger.clock.around(bucket.spans.decoding):
-                results |= bucket.finish(counts)
-        self._drop_sent_residuals(xp, buckets, tensors, found_inf)
-        _record(self, xp, waves, tensors, len(names))
+            look.tell()
+        results: dict[str, Array] = {}
+        for one in steps:
+            results |= one.finish(found_inf)
+        self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
+        self._record(xp, waves, len(names))
         self.step_number += 1
         self.found_inf = found_inf
         self.overlap.learn_order(gradients)
         return results
+
+    def _start(
+        self,
+        xp: ModuleType,
+        gradients: Mapping[str, Array],
+        in_place: bool,
+        sums: Sums | None,
+        started: Sequence[Lockstep],
+    ) -> tuple[list[Lockstep], Look | None]:
+        """Starts what has not started of a step; returns all that is under way.
+
+        What could have started early goes on by itself, in the same order, so that all ranks have the same collectives.
+        Everything else goes together, as the last.
+        """
+        factor = None
+        if self.memory is not None:
+            factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
+        under_way = {name for wave in started for one in wave.steps for name in one.names}
+        steps = self._steps(xp, gradients, factor, under_way)
+        look: Look | None = None
+        sources: Mapping[str, Array] = {}
+        if self.before_compress is not None:
+            look = Look(xp, steps, self.plan, self.previews, self.context(""), factor)
+            sources = self.before_compress(look)
+        for one in steps:
+            one.open(gradients, in_place, sums, sources)
+        waves = [self.overlap.wave(xp, [one], one.number) for one in steps if one.number is not None]
+        if last := [one for one in steps if one.number is None]:
+            waves.append(self.overlap.wave(xp, last, None, alone=not started and not waves))
+        for wave in waves:
+            wave.start()
+        return [*started, *waves], look
+
+    def _steps(
+        self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
+    ) -> list[Step]:
+        """What goes through a step: the buckets that are not under way, and the tensors in none. factor: what the
+        memory multiplies gradients with."""
+        clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
+        aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
+        groups, rest = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
+        clock.turns_only &= not rest and all(group.bucket.device is not None for group in groups)
+        steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
+        if rest:
+            states = defaultdict(TensorState) if aside else self.states
+            own = {name: gradients[name] for name in rest}
+            steps.append(SeparateStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
+        return steps
+
+    def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int) -> None:
+        """Enters the costs of a step that has ended."""
+        rounds = [span for wave in waves for span in wave.rounds]
+        sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
+        parts, spans = zip(*(part for wave in waves for one in wave.steps for part in one.parts()), strict=True)
+        step = self.ledger.step_cost(self.step_number, parts, sent)
+        self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
     # Overlap.
 
@@ -225,58 +272,7 @@ class Engine:
         """
         if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
             return
-        start = functools.partial(_start_early, self, in_place, sums)
-        self.overlap.begin(self.plan, start, agreed)
-
-    def _drop_sent_residuals(
-        self, xp: ModuleType, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep], found_inf: Array
-    ) -> None:
-        """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
-
-        On a device that is done before the next step: nobody knows yet whether this one counts.
-        """
-        sent = [
-            (state := self.states[one.name], state.memory)
-            for one in tensors
-            if one.had_residual and self.planner.sends_all(one.name, one.compressor)
-        ]
-        groups = [
-            one.group
-            for one in buckets
-            if one.had_residual and self.planner.sends_all(one.group.names[0], one.compressor)
-        ]
-        self._drop_sent = None
-        if not sent and not groups:
-            return
-        found, released = xp.read_later(found_inf), self.buckets.released
-
-        def drop() -> None:
-            if found() == 0:
-                for state, memory in sent:
-                    if state.memory is memory:  # nobody has put something else there
-                        state.memory = ()
-                if self.buckets.released == released:
-                    for group in groups:
-                        self.buckets.drop(group)
-
-        if xp.waits(found_inf) or any(one.on_device for one in buckets):
-            self._drop_sent = drop
-        else:
-            drop()
-
-    def preview(
-        self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
-    ) -> dict[str, Array | SparseVector]:
-        """C(x) of some tensors as if this rank were the only one that sends; sends and changes nothing.
-
-        Args:
-            xs: x by name.
-            compressors: by name, of these tensors at least.
-        """
-        return self.previews.kept(xp, xs, compressors, self.context(""))
-
-    def _memory_for(self, name: str, compressor: Compressor) -> Memory:
-        return self.states[name].memory_for(self.planner.memory_for(compressor))
+        self.overlap.begin(self.plan, self.context(""), in_place, sums, agreed)
 
     def context(self, name: str) -> Context:
         """Of a tensor in the step under way."""
@@ -289,124 +285,24 @@ class Engine:
         return FoundLevels(self.communicator, self.tensors)
 
 
-def _waves(
-    engine: Engine,
-    xp: ModuleType,
-    names: Sequence[str],
-    gradients: Mapping[str, Array],
-    in_place: bool,
-    sums: Sums | None,
-    started: Sequence[Lockstep],
-) -> tuple[list[Lockstep], list[TensorStep], Look | None]:
-    """Starts what has not started of a step; returns all that is under way, and the tensors in no bucket.
+def _dropping(
+    xp: ModuleType, steps: Sequence[Step], sends_all: Callable[[str, Compressor], bool], found_inf: Array
+) -> Callable[[], None] | None:
+    """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
 
-    What could have started early goes on by itself, in the same order, so that all ranks have the same collectives.
-    Everything else goes together, as the last.
+    On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
     """
-    factor = None
-    if engine.memory is not None:
-        arrays = [gradients[name] for name in names]
-        factor = engine.memory.gradient_factor(xp, arrays, engine.communicator.world_size)
-    context, clock = engine.context(""), engine.ledger.clock
-    groups = [bucket.group for wave in started for bucket in wave.buckets]
-    buckets, tensors = _make_steps(engine, xp, names, gradients, context, factor, groups)
-    look: Look | None = None
-    made: Mapping[str, int] = {}
-    sources: Mapping[str, Array] = {}
-    if engine.before_compress is not None:
-        look = Look(xp, buckets, tensors, engine.plan, engine.previews, context, factor)
-        sources = engine.before_compress(look)
-        if any(not bucket.group.places.keys().isdisjoint(sources) for bucket in buckets):
-            look.make()
-        made = look.made
-    for bucket in buckets:
-        with clock.around(bucket.spans.encoding):
-            bucket.open(gradients, in_place, made, sources, sums)
-    for one in tensors:
-        with clock.around(one.spans.encoding):
-            one.open(engine.plan[one.name], sources.get(one.name, one.x), engine.context(one.name))
-    last = [bucket for bucket in buckets if bucket.group.number is None]
-    waves = [_early_wave(engine, xp, bucket) for bucket in buckets if bucket.group.number is not None]
-    if last or tensors:
-        alone = not started and not waves
-        waves.append(Lockstep(xp, engine.communicator, clock, "round", last, tensors, alone))
-    for wave in waves:
-        wave.start()
-    return [*started, *waves], tensors, look
-
-
-def _start_early(
-    engine: Engine, in_place: bool, sums: Sums | None, group: Group, gradients: Mapping[str, Array]
-) -> Lockstep | None:
-    """Starts a bucket, given the gradients that have come; None if it cannot take them."""
-    like = gradients[group.names[0]]
-    xp, clock = arrays_for(like), engine.ledger.clock
-    if not engine.overlap.started:
-        clock.begin(xp, like)
-    if not engine.buckets.take(xp, group, gradients):
+    forgets = [forget for one in steps if (forget := one.forget_sent(sends_all)) is not None]
+    if not forgets:
         return None
-    clock.turns_only &= group.bucket.device is not None
-    bucket = _bucket_step(engine, xp, group, engine.context(""), None)
-    with clock.around(bucket.spans.encoding):
-        bucket.open(gradients, in_place, {}, {}, sums)
-    wave = _early_wave(engine, xp, bucket)
-    wave.start()
-    return wave
+    found = xp.read_later(found_inf)
 
+    def drop() -> None:
+        if found() == 0:
+            for forget in forgets:
+                forget()
 
-def _early_wave(engine: Engine, xp: ModuleType, bucket: BucketStep) -> Lockstep:
-    name = engine.overlap.name_of(bucket.group)
-    return Lockstep(xp, engine.communicator, engine.ledger.clock, name, [bucket])
-
-
-def _make_steps(
-    engine: Engine,
-    xp: ModuleType,
-    names: Sequence[str],
-    gradients: Mapping[str, Array],
-    context: Context,
-    factor: Array | None,
-    started: Sequence[Group],
-) -> tuple[list[BucketStep], list[TensorStep]]:
-    """The buckets of a step that have not started, and the tensors that go one by one. factor: what the memory
-    multiplies gradients with."""
-    clock, plan = engine.ledger.clock, engine.plan
-    aside = engine.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
-    groups, rest = ([], names) if aside else engine.buckets.groups(xp, names, gradients, plan, started)
-    clock.turns_only &= all(group.bucket.device is not None for group in groups) and not rest
-    buckets = [_bucket_step(engine, xp, group, context, factor) for group in groups]
-    tensors = []
-    for name in rest:
-        spans: list[Span]
-        with clock.around(spans := []):
-            memory = engine.planner.memory_for(plan[name])
-            state = TensorState() if aside else engine.states[name]
-            tensors.append(TensorStep(xp, name, gradients[name], factor, state, memory))
-        tensors[-1].spans.encoding.extend(spans)
-    return buckets, tensors
-
-
-def _bucket_step(
-    engine: Engine, xp: ModuleType, group: Group, context: Context, factor: Array | None
-) -> BucketStep:
-    clock = engine.ledger.clock
-    spans: list[Span] = []
-    with clock.around(spans):
-        kind = BucketStep if group.bucket.device is None else DeviceStep
-        bucket = kind(xp, group, context, factor, clock)
-    bucket.spans.encoding.extend(spans)
-    return bucket
-
-
-def _record(
-    engine: Engine, xp: ModuleType, waves: Sequence[Lockstep], tensors: Sequence[TensorStep], number_of_tensors: int
-) -> None:
-    """Enters the costs of a step that has ended."""
-    buckets = [bucket for wave in waves for bucket in wave.buckets]
-    rounds = [span for wave in waves for span in wave.rounds]
-    sent = sum((wave.sent for wave in waves), Sent(engine.bytes_beside(number_of_tensors)))
-    parts = [bucket.group.costs() for bucket in buckets]
-    parts += costs_of(tensors, sent)
-    step = engine.ledger.step_cost(engine.step_number, parts, sent)
-    spans = [*(one.spans for one in buckets), *(one.spans for one in tensors)]
-    engine.ledger.record_timed(step, spans, rounds, xp.seconds_between)
+    if xp.waits(found_inf) or any(one.on_device for one in steps):
+        return drop
+    drop()
+    return None

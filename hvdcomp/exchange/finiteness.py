@@ -18,42 +18,24 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
-def flag_of(
-    xp: ModuleType, waiting: Sequence[tuple[Array, Sequence[Request]]], found: Sequence[bool | Array]
-) -> Array:
+def flag_of(found: Sequence[bool | Array]) -> Array:
     """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
 
     Args:
-        waiting: of each tensor that is in no bucket x, its gradient with what was kept back, and its first requests.
-            Not the gradient itself: the sum may overflow, and an infinity must not be kept.
-        found: whether each bucket has found an inf or NaN, as of `Bucket.call`.
+        found: of what goes through the step whether an inf or NaN was found, as of `Bucket.call`.
     """
-    casts = [
-        request.array
-        for x, requests in waiting
-        for request in requests
-        if isinstance(request, AllReduce)
-        and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
-        and xp.dtype_name(x) != "float16"
-    ]
     flags = [one for one in found if not isinstance(one, bool)]
     on_host = any(one for one in found if isinstance(one, bool))
-    if waiting and not on_host:
-        flags.append(xp.found_inf([x for x, _ in waiting] + casts))
-    if flags:
-        return sum(flags[1:], flags[0])
-    return np.array([np.nan if on_host else 0.0], np.float32)
+    if on_host or not flags:
+        return np.array([np.nan if on_host else 0.0], np.float32)
+    return sum(flags[1:], flags[0])
 
 
-def flag_of_outcomes(xp: ModuleType, outcomes: Sequence[tuple[Array, tuple[Array, ...]]]) -> Array:
-    """The same flag on all ranks, float32 (1,): whether what a compressor made of the exchange is not finite.
-
-    Sums overflow within a method, or over the ranks, although all that was put in is finite.
-
-    Args:
-        outcomes: of each tensor that is in no bucket the result, and the compressor's state for the next step.
-    """
-    return xp.found_inf([array for result, state in outcomes for array in (result, *state)])
+def flag_with(xp: ModuleType, flag: Array, found: Sequence[bool | Array], like: Array) -> Array:
+    """A flag, which may be of NumPy, with what was found after the exchange; of the framework, where `like` is."""
+    if any(one for one in found if isinstance(one, bool)):
+        flag = flag + float("nan")
+    return sum((one for one in found if not isinstance(one, bool)), of_framework(xp, flag, like))
 
 
 def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Steps the generators of buckets and tensors in lockstep: every round takes the requests of each, fuses them into few
+"""Takes what goes through a step from round to round: every round takes the requests of each, fuses them into few
 collectives, and hands the answers back."""
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from typing import Any
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import Request
-from hvdcomp.exchange.bucket_step import BucketStep
 from hvdcomp.exchange.clock import Clock, Span
-from hvdcomp.exchange.finiteness import flag_of, flag_of_outcomes, of_framework, with_flag
+from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Sent
-from hvdcomp.exchange.tensor_step import TensorStep
+from hvdcomp.exchange.separate_step import Step
 
-_Turn = tuple[BucketStep | TensorStep, list[Request]]  # which of them, and what it asks for
+_Turn = tuple[Step, list[Request]]  # which of them, and what it asks for
 
 
 class Lockstep:
-    """Buckets and tensors that go from round to round together.
+    """Buckets, and the tensors in none, that go from round to round together.
 
     Args:
         xp: the array functions of the gradients.
         communicator: the ranks.
         clock: of the engine.
         name: under which their collectives travel; no others that are under way at the same time have it.
-        buckets, tensors: with generators that are ready to start; at least one.
+        steps: with generators that are ready to start; at least one.
         alone: whether nothing else goes on between two of their rounds.
 
     Attributes:
@@ -44,18 +43,15 @@ class Lockstep:
         communicator: Communicator,
         clock: Clock,
         name: str,
-        buckets: Sequence[BucketStep],
-        tensors: Sequence[TensorStep] = (),
+        steps: Sequence[Step],
         alone: bool = False,
     ) -> None:
         self._xp = xp
         self._communicator = communicator
         self._clock = clock
         self._name = name
-        self.buckets = buckets
-        self._tensors = tensors
+        self.steps = steps
         self._alone = alone
-        self._steps: list[BucketStep | TensorStep] = [*buckets, *tensors]
         self._waiting: list[_Turn] = []
         self._round: Round | None = None
         self._number = 0  # of the round
@@ -67,11 +63,8 @@ class Lockstep:
     def start(self) -> None:
         """Starts the collectives that come first, and waits for nothing."""
         self._clock.start()
-        turns = [self._turn(one, ()) for one in self._steps]
-        of_tensors = [
-            (one.x, asked) for one, (_, asked) in zip(self._tensors, turns[len(self.buckets) :], strict=True)
-        ]
-        self._flag = flag_of(self._xp, of_tensors, [one.found_inf for one in self.buckets])
+        turns = [(one, one.advance(())) for one in self.steps]
+        self._flag = flag_of([one.found_inf for one in self.steps])
         self._send(turns)
 
     def advance(self) -> bool:
@@ -86,28 +79,16 @@ class Lockstep:
         self._clock.lap(self.rounds)
         self._number += 1
         each = iter(answers)
-        self._send([self._turn(one, list(itertools.islice(each, len(asked)))) for one, asked in self._waiting])
+        self._send([(one, one.advance(list(itertools.islice(each, len(asked))))) for one, asked in self._waiting])
         return self._round is not None
 
     def found_inf(self) -> Array:
         """The element that is NaN if what any rank would send, or what came of it, is not finite; after the end."""
-        xp, found = self._xp, self._flag
-        after = [one.found_inf_after for one in self.buckets]
-        if any(one for one in after if isinstance(one, bool)):
-            found = found + float("nan")
-        found = sum((one for one in after if not isinstance(one, bool)), of_framework(xp, found, self._like))
-        if self._tensors:
-            found = found + flag_of_outcomes(xp, [one.made for one in self._tensors])
-        return found
+        return flag_with(self._xp, self._flag, [one.found_inf_after for one in self.steps], self._like)
 
     @property
     def _like(self) -> Array:
-        return self._steps[0].like
-
-    def _turn(self, one: BucketStep | TensorStep, answers: Sequence[Any]) -> _Turn:
-        requests = one.advance(answers)
-        self._clock.lap(one.spans.encoding if requests else one.spans.decoding)
-        return one, requests
+        return self.steps[0].like
 
     def _send(self, turns: Sequence[_Turn]) -> None:
         self._round = None

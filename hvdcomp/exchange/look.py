@@ -9,10 +9,9 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.exchange.bucket_step import BucketStep
-from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
+from hvdcomp.exchange.energies import Energies, of_arrays
 from hvdcomp.exchange.previews import Kept, Previews
-from hvdcomp.exchange.tensor_step import TensorStep
+from hvdcomp.exchange.separate_step import Step
 
 
 class Look(Mapping[str, Array]):
@@ -22,7 +21,7 @@ class Look(Mapping[str, Array]):
 
     Args:
         xp: the array functions of the gradients.
-        buckets, tensors: of the step, not yet open.
+        steps: what goes through the step, not yet open.
         plan, previews: of the engine.
         context: of the step.
         factor: what the memory multiplies gradients with; None for 1.
@@ -34,73 +33,44 @@ class Look(Mapping[str, Array]):
     def __init__(
         self,
         xp: ModuleType,
-        buckets: Sequence[BucketStep],
-        tensors: Sequence[TensorStep],
+        steps: Sequence[Step],
         plan: Plan,
         previews: Previews,
         context: Context,
         factor: Array | None = None,
     ) -> None:
         self.xp = xp
-        self._buckets = buckets
-        self._tensors = {one.name: one for one in tensors}
+        self._steps = steps
+        self._step_of = {name: one for one in steps for name in one.names}
         self._previews = previews
         self._context = context
         self._factor = factor
-        self.like = buckets[0].like if buckets else tensors[0].like
         self._plan = plan
-        self._addresses: dict[str, int] = {}
-        self._energies: list[Array] = []  # of x, by bucket
+        self.like = steps[0].like
         self._asked: list[tuple[Energies, set[str]]] = []
 
     def __iter__(self) -> Iterator[str]:
-        for bucket in self._buckets:
-            yield from bucket.group.names
-        yield from self._tensors
+        return iter(self._step_of)
 
     def __len__(self) -> int:
-        return len(self._tensors) + sum(len(bucket.group.names) for bucket in self._buckets)
+        return len(self._step_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors or any(name in bucket.group.places for bucket in self._buckets)
+        return name in self._step_of
 
     def __getitem__(self, name: str) -> Array:
-        if name in self._tensors:
-            return self._tensors[name].x
-        self.make()
-        for bucket in self._buckets:
-            if name in bucket.group.places:
-                return bucket.x(bucket.group.places[name])
-        raise KeyError(name)
-
-    def make(self) -> Mapping[str, int]:
-        """Makes x of the tensors in buckets, if nobody has asked for it before; where each lies, by name."""
-        if not self._addresses:
-            for bucket in self._buckets:
-                self._energies.append(bucket.make_x())
-                self._addresses.update(zip(bucket.group.names, bucket.addresses, strict=True))
-        return self._addresses
-
-    @property
-    def made(self) -> Mapping[str, int]:
-        """Where x of the tensors in buckets lies; empty if nobody has asked for x."""
-        return self._addresses
+        return self._step_of[name].x(name)
 
     def energies(self, names: Sequence[str]) -> Energies:
         """||x||^2 of some tensors."""
-        self.make()
-        wanted = set(names)
-        found = of_arrays(self.xp, {name: one.x for name, one in self._tensors.items() if name in wanted})
-        for bucket, values in zip(self._buckets, self._energies, strict=True):
-            self._add(found, bucket, values, wanted)
+        wanted, found = set(names), Energies()
+        for one in self._steps:
+            found.extend(one.energies(wanted))
         return found
 
     def gradient_energies(self, names: Sequence[str]) -> Energies:
         """||g||^2 of some tensors, where g is this rank's gradient without what its memory adds. A pass over it."""
-        arrays = {name: one.like for name, one in self._tensors.items()}
-        for bucket in self._buckets:
-            arrays.update(zip(bucket.group.names, bucket.group.arrays, strict=True))
-        return of_arrays(self.xp, {name: arrays[name] for name in names}, self._factor)
+        return of_arrays(self.xp, {name: self._step_of[name].gradient(name) for name in names}, self._factor)
 
     def kept(
         self, compressors: Mapping[str, Compressor], names: Sequence[str], lost: Energies | None = None
@@ -123,7 +93,8 @@ class Look(Mapping[str, Array]):
             compressors: by name; the same object for the same compressors is quickest.
             sources: what is compressed in place of x, of the tensors where that is something else.
         """
-        return self._previews.lost(self.xp, names, self, self.make(), compressors, self._context, sources or {})
+        addresses = {name: place for one in self._steps for name, place in one.addresses.items()}
+        return self._previews.lost(self.xp, names, self, addresses, compressors, self._context, sources or {})
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
         """||x - C(x)||^2 of what this step sends, to be looked at when it has ended.
@@ -132,23 +103,14 @@ class Look(Mapping[str, Array]):
             It, of those of the tensors where it will be known, and their names. It will not be where this rank's C(x)
             does not follow from its x alone, and where nothing is kept of x.
         """
-        self.make()
-        able = {name for one in self._buckets if one.group.bucket.keeps for name in one.group.names}
-        told = {name for name in names if self._plan[name].sent_is_own and (name in able or name in self._tensors)}
+        for one in self._steps:
+            one.make_x()
+        told = {name for name in names if self._plan[name].sent_is_own and self._step_of[name].keeps_x}
         self._asked.append((found := Energies(), told))
         return found, told
 
-    def tell(self, buckets: Sequence[BucketStep], tensors: Sequence[TensorStep]) -> None:
+    def tell(self) -> None:
         """Notes what the step has lost, for `lost_when_sent`; to be called when all generators have ended."""
         for found, told in self._asked:
-            for bucket in buckets:
-                if not told.isdisjoint(bucket.group.names):
-                    self._add(found, bucket, bucket.left(), told)
-            found.extend(of_errors(self.xp, {one.name: (one.x, one.sent) for one in tensors if one.name in told}))
-
-    @staticmethod
-    def _add(found: Energies, bucket: BucketStep, values: Array, wanted: set[str]) -> None:
-        """Adds those values of a bucket's tensors that are wanted."""
-        names = [name for name in bucket.group.names if name in wanted]
-        if names:
-            found.add(names, values, places=[bucket.group.places[name] for name in names])
+            for one in self._steps:
+                found.extend(one.lost(told))

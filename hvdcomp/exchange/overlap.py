@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
@@ -19,13 +20,15 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
-from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets, Group
+from hvdcomp.exchange.clock import Clock
+from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.lockstep import Lockstep
+from hvdcomp.exchange.separate_step import Step
 
 _MOST = np.iinfo(np.int32).max
-
-Start = Callable[[Group, Mapping[str, Array]], Lockstep | None]
 
 
 class Overlap:
@@ -35,6 +38,7 @@ class Overlap:
         communicator: the ranks.
         tensors: of the training, by name; the same on all ranks.
         buckets: of the training.
+        clock: of the engine.
         least_bytes: of the gradients of a bucket that starts by itself; None for no such buckets.
 
     Attributes:
@@ -53,6 +57,7 @@ class Overlap:
         communicator: Communicator,
         tensors: Mapping[str, TensorInfo],
         buckets: Buckets,
+        clock: Clock,
         least_bytes: int | None,
     ) -> None:
         self.started: list[Lockstep] = []
@@ -62,26 +67,30 @@ class Overlap:
         self._communicator = communicator
         self._tensors = tensors
         self._buckets = buckets
+        self._clock = clock
         self.least_bytes = least_bytes
         self._groups: Sequence[Group] = ()  # in the order in which they may start
-        self._start: Start
+        self._step: tuple[Context, bool, Sums | None]
         self._agreed: Callable[[], bool]
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
         self._gradients: dict[str, Array] = {}
 
-    def begin(self, plan: Plan, start: Start, agreed: Callable[[], bool]) -> None:
+    def begin(
+        self, plan: Plan, context: Context, in_place: bool, sums: Sums | None, agreed: Callable[[], bool]
+    ) -> None:
         """Begins a step.
 
         Args:
+            context: of the step.
+            in_place, sums: as of `Engine.step`.
             agreed: whether all ranks are known to make this step, at the same levels; nothing starts before.
-            start: starts a bucket, given the gradients that have come. None if that cannot be done before the end.
         """
         groups = self._buckets.early(plan)
         if groups != self._groups:
             self._groups = groups
             self._places = {name: place for place, group in enumerate(groups) for name in group.names}
-        self._start, self._agreed = start, agreed
+        self._step, self._agreed = (context, in_place, sums), agreed
         self._missing = [len(group.names) for group in groups]
 
     def ready(self, name: str, gradient: Array) -> None:
@@ -91,20 +100,38 @@ class Overlap:
             self._gradients[name] = gradient
             self._missing[place] -= 1
         while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._agreed():
-            one = self._start(self._groups[len(self.started)], self._gradients)
-            if one is None:
-                self._missing = []
-                return
-            self.started.append(one)
+            self._start(self._groups[len(self.started)])
+
+    def _start(self, group: Group) -> None:
+        """Starts a bucket, if it can take the gradients that have come; else it and those behind it wait for all."""
+        like, clock, (context, in_place, sums) = self._gradients[group.names[0]], self._clock, self._step
+        xp = arrays_for(like)
+        if not self.started:
+            clock.begin(xp, like)
+        if not self._buckets.take(xp, group, self._gradients):
+            self._missing = []
+            return
+        clock.turns_only &= group.bucket.device is not None
+        bucket = bucket_step(xp, group, context, None, clock)
+        bucket.open(self._gradients, in_place, sums)
+        wave = self.wave(xp, [bucket], group.number)
+        wave.start()
+        self.started.append(wave)
 
     def end(self) -> list[Lockstep]:
         """Ends a step; what it has started."""
         started, self.started, self._missing, self._gradients = self.started, [], [], {}
         return started
 
-    def name_of(self, bucket: Group) -> str:
-        """Of the collectives of a bucket that may start early."""
-        return f"order{self.era}.early{bucket.number}.round"
+    def wave(self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False) -> Lockstep:
+        """What goes from round to round together: a bucket that may start early, or with no number all else.
+
+        Args:
+            number: of the bucket.
+            alone: as of `Lockstep`.
+        """
+        name = "round" if number is None else f"order{self.era}.early{number}.round"
+        return Lockstep(xp, self._communicator, self._clock, name, steps, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
         """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.

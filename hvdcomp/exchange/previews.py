@@ -63,7 +63,7 @@ class Previews:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.let_go()
         pairs = {}
-        for name in xs.keys() - found.keys():
+        for name in [name for name in xs if name not in found]:  # in their order, which that of additions follows
             found[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
             pairs[name] = (xs[name], found[name])
         if lost is not None:

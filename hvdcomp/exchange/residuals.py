@@ -35,6 +35,7 @@ class FlatStorage:
         keepers: (tensors,), the memory whose arrays are kept of each tensor.
         holds: (tensors,), whether anything is kept.
         released: how often what is kept of a tensor was taken to lie elsewhere.
+        dropped: how often what is kept of some was forgotten.
     """
 
     def __init__(self, sizes: Sequence[int], xp: ModuleType, alignment: int) -> None:
@@ -48,7 +49,7 @@ class FlatStorage:
         self._turn = np.zeros(len(sizes), np.int64)  # which buffer holds what is kept
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.holds = np.zeros(len(sizes), bool)
-        self.released = 0
+        self.released = self.dropped = 0
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +89,7 @@ class FlatStorage:
     def drop(self, numbers: np.ndarray) -> None:
         """Forgets what is kept."""
         self.holds[numbers] = False
+        self.dropped += 1
 
     # A step.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import LARGEST, Array, wide_dtype
-from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
-from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.fusion import part_bytes, request_bytes
-from hvdcomp.exchange.ledger import Cost, Sent
+from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.residuals import FlatStorage
 
 
@@ -184,30 +183,30 @@ class TensorStep:
 
     Args:
         xp: the array functions of the gradient.
-        name: of the tensor.
         gradient: is not changed.
         factor: what the memory multiplies the gradient with; None for 1.
         state: what the tensor kept; `finish` writes what it keeps next.
-        memory: that goes with the plan's compressor.
+        compressor: of the plan.
+        memory: that goes with it.
+        context: of the tensor.
 
     Attributes:
         x: what is to be sent: the gradient with what the memory kept back. If the memory keeps anything, it is at least
             of single precision, as all that is kept.
         outcome: what the generator came to; None while it waits for a collective.
         cost: in bytes and floats.
-        spans: when it was under way. Who calls its methods marks that.
     """
 
     def __init__(
         self,
         xp: ModuleType,
-        name: str,
         gradient: Array,
         factor: Array | None,
         state: TensorState,
+        compressor: Compressor,
         memory: Memory,
+        context: Context,
     ) -> None:
-        self.spans = Spans([], [])
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         memory = state.memory_for(memory)
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
@@ -215,48 +214,47 @@ class TensorStep:
             x = xp.astype(x, wide_dtype(xp.dtype_name(x)))
         if factor is not None:
             x = x * xp.astype(factor, xp.dtype_name(x))
-        self.name = name
-        self.compressor: Compressor = NoCompression()  # until it is opened
+        self.compressor = compressor
         self.memory = memory
         self.outcome: Outcome | None = None
         self._xp = xp
-        self.like = self._gradient = gradient
-        self._state = state
+        self._context = context
+        self.gradient = gradient
+        self.state = state
         self._before = TensorState(memory.prepare(xp, x, state.memory), memory)  # where a skipped step goes back to
         self.x, self._memory_state = memory.compensate(xp, x, self._before.memory)
         self._generator: Aggregation
         self._mean: Array | None = None  # the outcome's mean, like the gradient
         self.cost = Cost(dense_bytes=part_bytes(xp, gradient))
 
-    def open(self, compressor: Compressor, source: Array, context: Context) -> None:
+    def open(self, source: Array) -> None:
         """Makes the generator that compresses `source`, which is x, or stands for it.
 
         It gets it in the gradient's element type, so that no more travels because more is kept. What that type does not
         hold stays in the memory.
         """
-        xp, before = self._xp, self._before
-        dtype = xp.dtype_name(self._gradient)
+        xp, before, compressor, context = self._xp, self._before, self.compressor, self._context
+        dtype = xp.dtype_name(self.gradient)
         if xp.dtype_name(source) != dtype:
             source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
-        self.compressor = compressor
         before.method = compressor.name
-        before.compressor = self._state.prepare(xp, source, compressor, context)
+        before.compressor = self.state.prepare(xp, source, compressor, context)
         self._generator = compressor.aggregate(xp, source, before.compressor, context)
-        self.cost.floats_sent = compressor.payload_floats(tuple(self._gradient.shape))
+        self.cost.floats_sent = compressor.payload_floats(tuple(self.gradient.shape))
 
-    def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generator the answer to its last request, at first none; its next request, or none at its end."""
+    def advance(self, answer: Any) -> Request | None:
+        """Gives the generator the answer to its last request, at first None; its next request, or None at its end."""
         xp = self._xp
         try:
-            request = self._generator.send(answers[0] if answers else None)
+            request = self._generator.send(answer)
         except StopIteration as stop:
             self.outcome = stop.value
-            self._mean = xp.like_original(stop.value.mean, self._gradient)
-            return []
+            self._mean = xp.like_original(stop.value.mean, self.gradient)
+            return None
         sent = request_bytes(xp, request)
         self.cost.bytes_sent += sent
-        self.cost.bytes_in_node += sent if request.group == "node" else 0
-        return [request]
+        self.cost.bytes_in_node += sent if request.group == "node" and self._context.has_other_nodes else 0
+        return request
 
     @property
     def sent(self) -> Array | SparseVector:
@@ -272,7 +270,7 @@ class TensorStep:
 
     def finish(self, found_inf: Array) -> Array:
         """Keeps what was not sent, or everything as it was if `found_inf` is NaN; returns the result."""
-        xp, before, state = self._xp, self._before, self._state
+        xp, before, state = self._xp, self._before, self.state
         mean, compressor_state = self.made
         x = self.x if xp.dtype_name(self.x) == xp.dtype_name(mean) else self.x + self._rounded
         result = xp.spoil(mean, found_inf)
@@ -292,25 +290,13 @@ class TensorStep:
         """
         assert self.outcome is not None
         wide = self._xp.dtype_name(self.x)
-        mean = self._xp.reshape(self.outcome.mean, self._gradient.shape)
+        mean = self._xp.reshape(self.outcome.mean, self.gradient.shape)
         return self._xp.astype(mean, wide) - self._xp.astype(self._mean, wide)
 
     @property
     def had_residual(self) -> bool:
         """Whether the memory had kept something back that this step sends."""
         return bool(self._before.memory) and not self.memory.is_momentum
-
-
-def costs_of(tensors: Sequence[TensorStep], sent: Sent) -> list[dict[str, Cost]]:
-    """What each tensor cost, given what all of the step has sent.
-
-    A tensor does not know whether there are other nodes than this one; if nothing at all was sent within a node beside
-    them, there are none.
-    """
-    if not sent.in_node:
-        for one in tensors:
-            one.cost.bytes_in_node = 0
-    return [{one.name: one.cost} for one in tensors]
 
 
 def _select(xp: ModuleType, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:

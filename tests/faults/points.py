@@ -61,21 +61,21 @@ def _at_step(reached: Reached) -> None:
 def _in_encode(reached: Reached) -> None:
     """When gradients of a step have been compressed, and nothing of them was sent."""
     from hvdcomp.exchange.bucket_step import BucketStep
-    from hvdcomp.exchange.tensor_step import TensorStep
+    from hvdcomp.exchange.separate_step import SeparateStep
 
     def wrap(kind: Any) -> None:
         real = kind.advance
 
-        def advance(self: Any, answer: Any) -> Any:
-            request = real(self, answer)
-            if answer is None:
+        def advance(self: Any, answers: Any) -> Any:
+            requests = real(self, answers)
+            if not answers:  # the first turn
                 reached()
-            return request
+            return requests
 
         kind.advance = advance
 
     wrap(BucketStep)
-    wrap(TensorStep)
+    wrap(SeparateStep)
 
 
 def _in_collective(reached: Reached) -> None:
