@@ -389,7 +389,7 @@ def test_presets_are_as_published() -> None:
 
     (found,) = SimulatedGroup(1).run(work)
     assert found[:2] == [[500, 0.7, 0.9, True], [30, 1.0, 0.0, False]]
-    assert found[2] == "topk:ratio=0.015625"
+    assert found[2] == "chunkedtopk"
     assert found[3].decay == 0.95
 
 

@@ -16,7 +16,7 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import ErrorFeedback
-from hvdcomp.compressors.sparsification import TopK
+from hvdcomp.compressors.sparse_chunked import ChunkedTopK
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_number, is_whole
 from hvdcomp.torch.compressed_adam import CompressedAdam
@@ -119,18 +119,15 @@ class LocalSteps(torch.optim.Optimizer):
     def sparseloco(
         cls, optimizer: torch.optim.Optimizer, every: int = 30, named_parameters: Any = None, **options: Any
     ) -> LocalSteps:
-        """Near SparseLoCo (arXiv:2508.15706): the largest 64 of 4096 elements, error feedback that decays by 0.95, and
-        the mean of what was sent taken from the weights, without an outer momentum.
-
-        The paper takes 64 of each 4096 elements and sends them in 2 bits; this takes a 64th of each tensor and sends
-        float32.
+        """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): the largest 64 of each 4096 elements in 2 bits, error
+        feedback that decays by 0.95, and the mean of what was sent taken from the weights, without an outer momentum.
 
         Args:
             optimizer: AdamW with betas (0.9, 0.95) in the paper.
             named_parameters: as of `Compression`.
             every, options: as of the class, without `compression`.
         """
-        sparse = _made(TopK(ratio=64 / 4096), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
+        sparse = _made(ChunkedTopK(), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
         return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
 
     @property
