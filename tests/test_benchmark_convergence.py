@@ -103,6 +103,7 @@ def _tiny(benchmark_file: ModuleType) -> None:
         benchmark_file.WORKLOADS[name] = benchmark_file.Workload(chosen, "loss=99")
 
 
+@pytest.mark.thorough
 def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
     benchmark_file: ModuleType, tmp_path: Path
 ) -> None:

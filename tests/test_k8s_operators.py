@@ -166,6 +166,7 @@ def test_kustomize_builds_what_these_tests_do(name: str) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file of host names needs root")
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare, of util-linux")
 @pytest.mark.parametrize("name", FOLDERS)
