@@ -3,8 +3,11 @@ what they do not name, and the Kubernetes client's own models."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,20 @@ def check(one: dict[str, Any]) -> None:
         jsonschema.ValidationError: names what is wrong.
     """
     kinds, definitions = _operators()
-    kind = kinds[one["kind"]]
+    check_kind(one, kinds[one["kind"]], definitions, {"type": "object", "required": ["name"]})
+
+
+def check_kind(one: dict[str, Any], kind: Any, definitions: Any, metadata: Any) -> None:
+    """Validates an object that has metadata and a spec, and nothing else.
+
+    Args:
+        kind: its `apiVersion`, and the schema of its `spec`.
+        definitions: which that schema refers to.
+        metadata: the schema of its metadata.
+
+    Raises:
+        jsonschema.ValidationError: names what is wrong.
+    """
     schema = {
         "$defs": definitions,
         "type": "object",
@@ -49,11 +65,18 @@ def check(one: dict[str, Any]) -> None:
         "properties": {
             "apiVersion": {"const": kind["apiVersion"]},
             "kind": {"const": one["kind"]},
-            "metadata": {"type": "object", "required": ["name"]},
+            "metadata": metadata,
             "spec": kind["spec"],
         },
     }
     jsonschema.Draft202012Validator(schema).validate(one)
+
+
+def misspelt(one: dict[str, Any], place: Sequence[Any]) -> dict[str, Any]:
+    """A copy of an object with a field `hostNetwrok` at a place in it, which no kind has."""
+    wrong = copy.deepcopy(one)
+    functools.reduce(operator.getitem, place, wrong)["hostNetwrok"] = True  # type: ignore[arg-type]
+    return wrong
 
 
 def _closed(schema: Any) -> Any:

@@ -124,13 +124,8 @@ def test_it_is_what_the_definition_of_mpijob_says(validator: Any, name: str) -> 
 
 @pytest.mark.parametrize("place", ["spec", "spec/mpiReplicaSpecs/Worker/template/spec", "spec/runPolicy"])
 def test_the_definition_would_notice_a_wrong_field(validator: Any, place: str) -> None:
-    job = json.loads(json.dumps(JOBS["small"]))
-    target = job
-    for part in place.split("/"):
-        target = target[part]
-    target["hostNetwrok"] = True
     with pytest.raises(jsonschema.ValidationError, match="hostNetwrok"):
-        validator.validate(job)
+        validator.validate(k8s_schemas.misspelt(JOBS["small"], place.split("/")))
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from hvdcomp.cli import main
 from hvdcomp.launch.k8s.quantity import quantity
+from tests import k8s_schemas
 
 ROOT = Path(__file__).parent.parent
 FILES = ("kueue", "volcano")
@@ -30,24 +31,13 @@ def objects(name: str) -> dict[str, dict[str, Any]]:
 def check(one: dict[str, Any]) -> None:
     kind = KINDS[one["kind"]]
     place = ["name", "namespace"] if kind["namespaced"] else ["name"]
-    schema = {
-        "$defs": DEFINITIONS,
+    metadata = {
         "type": "object",
         "additionalProperties": False,
-        "required": ["apiVersion", "kind", "metadata", "spec"],
-        "properties": {
-            "apiVersion": {"const": kind["apiVersion"]},
-            "kind": {"const": one["kind"]},
-            "metadata": {
-                "type": "object",
-                "additionalProperties": False,
-                "required": place,
-                "properties": {key: {"$ref": "#/$defs/name"} for key in place},
-            },
-            "spec": kind["spec"],
-        },
+        "required": place,
+        "properties": {key: {"$ref": "#/$defs/name"} for key in place},
     }
-    jsonschema.Draft202012Validator(schema).validate(one)
+    k8s_schemas.check_kind(one, kind, DEFINITIONS, metadata)
 
 
 @pytest.mark.parametrize("name", FILES)

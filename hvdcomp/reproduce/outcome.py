@@ -16,6 +16,10 @@ VERDICTS = (REVERSED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 """In the order of the page."""
 
 
+CONTROL = "the control"
+"""With this begins the note of a row that is one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A number of the paper beside ours.
@@ -39,6 +43,11 @@ class Row:
     open: bool = False
     main: bool = False
     note: str = ""
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is the control of another row."""
+        return self.note.startswith(CONTROL)
 
     @property
     def difference(self) -> float | None:

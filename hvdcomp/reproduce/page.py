@@ -9,8 +9,6 @@ from hvdcomp.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED
 from hvdcomp.reproduce.published import PAPERS, Artefact, artefacts
 
 NOT_RUN = "not run yet"
-CONTROL = "the control"
-"""In the note of a row that is one."""
 BAR = "\\|"  # within a cell of a table
 _HEADINGS = {
     REVERSED: "Reversed: ours says the contrary",
@@ -78,7 +76,7 @@ def _section(artefact: Artefact, found: Outcome | None) -> str:
         lines += [f"Cannot be shown here, because {found.reason}.", ""]
     if found.ours:
         lines += [found.ours, ""]
-    told = [row for row in found.rows if row.main or row.open or row.holds is False or CONTROL in row.note]
+    told = [row for row in found.rows if row.main or row.open or row.holds is False or row.is_control]
     told = told or [row for row in found.rows if row.holds][:1]
     lines += table(told)
     about = found.about

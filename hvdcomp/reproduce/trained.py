@@ -20,7 +20,7 @@ from typing import Any
 
 from hvdcomp.files import replace_text
 from hvdcomp.reproduce.counted import floats_sent
-from hvdcomp.reproduce.outcome import Curve, Outcome, Row
+from hvdcomp.reproduce.outcome import CONTROL, Curve, Outcome, Row
 from hvdcomp.reproduce.predicted import scaling_efficiency
 from hvdcomp.reproduce.published import Artefact
 from hvdcomp.train.options import DECISIONS, TrainingOptions
@@ -337,7 +337,7 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
 
 def _beside_control(found: Compared, label: str, spec: str) -> Row:
     share = found.mean(label, lambda run: run.floats) / found.mean("Accordion", lambda run: run.floats)
-    note = f"the control: `{spec}` sends {share:.0%} of Accordion's floats, and looks at no gradient"
+    note = f"{CONTROL}: `{spec}` sends {share:.0%} of Accordion's floats, and looks at no gradient"
     return found.gain("Accordion", label, "", note=note)
 
 

@@ -26,7 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
 from hvdcomp.compressors import COMPRESSORS
+from tests.gpu.ranks import synchronize
 from tests.multirank.models import batch, weights
+from tests.multirank.training_ddp import large_model, own_generator
 
 DENSE = "DDP"
 HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -47,15 +49,6 @@ OVERFLOW = 3  # the step in which the loss of the last rank is infinite
 STEPS = 6
 
 
-def small_model() -> torch.nn.Module:
-    """Of 0.8 million parameters, in several of DDP's buckets; the same on all ranks."""
-    torch.manual_seed(7)
-    return torch.nn.Sequential(
-        torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU(),
-        torch.nn.Linear(512, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 40),
-    )  # fmt: skip
-
-
 def train(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: bool = False) -> tuple[list[float], Any]:
     """Trains with a method.
 
@@ -66,12 +59,12 @@ def train(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
     Returns:
         The loss of each step as the mean over ranks, and the weights.
     """
-    model = DistributedDataParallel(small_model().to(place, dtype), bucket_cap_mb=1.5)
+    model = DistributedDataParallel(large_model().to(place, dtype), bucket_cap_mb=1.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(place, init_scale=1024.0, enabled=scaled)
     options: dict[str, Any] = {"grad_scaler": scaler} if scaled else {}
     hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec(spec, **options), optimizer)
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    generator = own_generator()
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -173,10 +166,10 @@ def time_all(
         for method, training in trainings.items():
             training.step()
             for _ in range(steps):
-                _synchronize(place)
+                synchronize(place)
                 start = time.perf_counter()
                 training.step()
-                _synchronize(place)
+                synchronize(place)
                 took[method].append(1000 * (time.perf_counter() - start))
     for method, ms in took.items():
         low, middle, high = statistics.quantiles(ms, n=4)
@@ -191,16 +184,11 @@ def _begun(method: str, place: str) -> Training:
     return training
 
 
-def _synchronize(place: str) -> None:
-    if place == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("output", type=Path, help="file of JSON lines that rank 0 writes")
+    parser.add_argument("output", type=Path, help="file of JSON that rank 0 writes")
     chosen = parser.parse_args()
     place, rank, size = chosen.device, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     alone = place == "cuda" and torch.cuda.device_count() >= size  # a GPU for each

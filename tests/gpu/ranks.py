@@ -69,6 +69,12 @@ def forbidding_waits(place: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def synchronize(place: str) -> None:
+    """Waits until the device has done all that it was given; on the host there is nothing to wait for."""
+    if place == "cuda":
+        torch.cuda.synchronize()
+
+
 class Ranks:
     """Engines of some ranks.
 
@@ -131,7 +137,7 @@ class Ranks:
             The results of each rank, on its device.
         """
         gradients = [placed(one, self.place) for one in given]
-        self._synchronize()
+        synchronize(self.place)
 
         def begin(communicator: InProcessCommunicator) -> None:
             if self._coordinators:
@@ -180,10 +186,6 @@ class Ranks:
         """Goes on from what other ranks keep."""
         for engine, one in zip(self.engines, states, strict=True):
             engine.states.update(one)
-
-    def _synchronize(self) -> None:
-        if self.place == "cuda":
-            torch.cuda.synchronize()
 
 
 def _copies(arrays: Sequence[Any]) -> tuple[np.ndarray, ...]:

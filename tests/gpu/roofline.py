@@ -19,6 +19,7 @@ from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
+from tests.gpu.ranks import synchronize
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
@@ -148,7 +149,7 @@ def copy_ms(elements: int, place: str, turns: int = 20) -> float:
         start = _mark(place)
         target.copy_(source)
         found.append((start, _mark(place)))
-    _synchronize(place)
+    synchronize(place)
     return statistics.median(_ms_between(*marks) for marks in found[2:])
 
 
@@ -169,7 +170,7 @@ def measure(spec: str, tensors: Sequence[TensorInfo], place: str, turns: int = 1
             engine.step(gradients)
         if turn >= _WARM:
             steps.append(found)
-    _synchronize(place)
+    synchronize(place)
     (group,) = engine.buckets.now
     assert group.bucket.device is not None
     assert engine.ledger.last is not None
@@ -184,8 +185,3 @@ def measure(spec: str, tensors: Sequence[TensorInfo], place: str, turns: int = 1
             one = Moved(one.made, 0, keeps, True)
         timed.append(Timed(name, ms, elements * BYTES[name](one) if name in BYTES else None))
     return timed
-
-
-def _synchronize(place: str) -> None:
-    if place == "cuda":
-        torch.cuda.synchronize()
