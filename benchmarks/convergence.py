@@ -10,9 +10,12 @@ already, complete and of the same settings, is not trained again, so that an int
 stopped. In the end all runs found there make the page --table and the plot beside it, and their figures go to
 trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
 
-A run is timed on several links at once (docs/simulated-ranks.md). What a rank computes is measured, on a machine that
-may be busy. So that rows can be compared, all rows of a workload get one time of computing a step: the median over its
-runs, or --compute-ms. What encoding and decoding take is the method's own.
+Trainings may run on any machine, busy ones and GPUs too: quality, steps and bytes are taken from them. What a step takes
+is measured by a few steps of each method, --times, on a machine that does nothing else, and on several links at once
+(docs/simulated-ranks.md). So that rows can be compared, all rows of a workload get one time of computing a step: the
+median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
+
+    python benchmarks/convergence.py --times --workers 1       # a quarter of an hour
 """
 
 from __future__ import annotations
@@ -219,9 +222,7 @@ class MethodRun(Run):
         """As `Outcome` has them. Waiting is for the links, from the first step to the target."""
         assert self.summary is not None
         metric = WORKLOADS[self.workload].metric
-        steps, evaluations = self.records("steps.jsonl"), self.records("evaluations.jsonl")
-        coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
-        alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+        evaluations = self.records("evaluations.jsonl")
         finite = [one for one in evaluations if one["loss"] is not None and one[metric] is not None]
         ended = self.summary["status"] == "finished" and evaluations and finite[-1:] == evaluations[-1:]
         last = evaluations[-1] if ended else {"loss": None, metric: None}
@@ -232,8 +233,6 @@ class MethodRun(Run):
             "factor": self.summary["compression_factor"],
             "loss": last["loss"],
             "quality": last[metric],
-            "compute_ms": statistics.median(alone),
-            "coding_ms": statistics.median(coding),
             "steps_to_target": None if reached is None else reached["step"],
             "bytes_to_target": None if reached is None else reached["bytes_sent"],
             **{
@@ -241,6 +240,38 @@ class MethodRun(Run):
                 for link in LINKS
             },
         }
+
+
+TIMED_STEPS = 24
+
+
+@dataclass(frozen=True)
+class TimedRun(MethodRun):
+    """Some steps of a method in a workload, which tell what a step takes."""
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "steps": TIMED_STEPS, "evaluate_every": TIMED_STEPS}
+
+    @property
+    def target(self) -> str:
+        return ""
+
+    def figures(self) -> dict[str, Any]:
+        """Milliseconds of a step: computing, encoding with decoding, and waiting for each link."""
+        steps, (*_, last) = self.records("steps.jsonl"), self.records("evaluations.jsonl")
+        coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
+        alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+        on_links = last["trained_seconds_on_links"]
+        return {
+            "compute_ms": statistics.median(alone),
+            "coding_ms": statistics.median(coding),
+            **{f"wait_ms_{link}": 1000 * (on_links[link] - on_links[NO_TIME]) / TIMED_STEPS for link in LINKS},
+        }
+
+    @classmethod
+    def of(cls, run: MethodRun) -> TimedRun:
+        return cls(run.workload, 0, run.runs / "times", run.method)
 
 
 def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[MethodRun]:
@@ -273,7 +304,6 @@ class Outcome:
     Attributes:
         factor: dense bytes over those sent.
         loss, quality: of the validation part in the end; None if it diverged.
-        compute_ms, coding_ms: of a step, the computing without and the encoding and decoding of the method.
         steps_to_target, bytes_to_target: until the first evaluation that reached the target; None if none did.
         waits: seconds until then in which the rank waits for a link, by link.
     """
@@ -282,8 +312,6 @@ class Outcome:
     factor: float
     loss: float | None
     quality: float | None
-    compute_ms: float
-    coding_ms: float
     steps_to_target: int | None
     bytes_to_target: int | None
     waits: Mapping[str, float | None]
@@ -298,12 +326,20 @@ class Outcome:
         waits = {link: record[f"waits_{link}"] for link in LINKS}
         return cls(run, **{name: record[name] for name in names}, waits=waits)
 
-    def seconds(self, link: str, compute_ms: float) -> float:
-        """To the target on a link, with so much computing in each step."""
-        waits = self.waits[link]
+    def seconds(self, link: str, compute_ms: float) -> float | None:
+        """To the target on a link, with so much computing in each step; None if steps of the method were not timed.
+
+        What a step waits for a link depends on the machine where gradients travel while others are computed: then it
+        is that of the timed steps. Steps of CompressedAdam are not alike, and none of its gradients travels so early.
+        """
+        waits, timed = self.waits[link], TimedRun.of(self.run).record
         assert self.steps_to_target is not None
         assert waits is not None
-        return waits + self.steps_to_target * (compute_ms + self.coding_ms) / 1000
+        if timed is None:
+            return None
+        if self.run.options["optimizer"] != "compressed-adam":
+            waits = self.steps_to_target * timed[f"wait_ms_{link}"] / 1000
+        return waits + self.steps_to_target * (compute_ms + timed["coding_ms"]) / 1000
 
 
 @dataclass(frozen=True)
@@ -340,9 +376,8 @@ class Row:
 
     def seconds(self, link: str, compute_ms: float) -> float | None:
         """To the target, the mean; None unless all runs reached it."""
-        if len(self.reached) < len(self.outcomes):
-            return None
-        return statistics.mean(one.seconds(link, compute_ms) for one in self.reached)
+        seconds = [found for one in self.reached if (found := one.seconds(link, compute_ms)) is not None]
+        return statistics.mean(seconds) if len(seconds) == len(self.outcomes) else None
 
 
 @dataclass(frozen=True)
@@ -394,7 +429,8 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     ]
     rows.sort(key=lambda row: row.factor)
     failed = [run for run in everything if run.record is None and run.about.get("error") is not None]
-    chosen = compute_ms or statistics.median(one.compute_ms for one in own)
+    timed = [record["compute_ms"] for run in everything if (record := TimedRun.of(run).record) is not None]
+    chosen = compute_ms or (statistics.median(timed) if timed else math.nan)
     return Table(name, rows, chosen, [one.run for one in own], failed)
 
 
@@ -457,7 +493,8 @@ def _row(table: Table, row: Row) -> str:
 
 def _time(table: Table, row: Row, link: str) -> str:
     seconds, plain = row.seconds(link, table.compute_ms), table.better_uncompressed(link)
-    assert seconds is not None
+    if seconds is None:
+        return "-"
     return f"{seconds:.1f}" + ("" if plain is None else f" ({plain / seconds:.2f} x)")
 
 
@@ -533,9 +570,10 @@ How to read the tables:
 - **steps**, **MB sent** by a rank and **s**econds are those to the target, by the first evaluation that reaches it. In
   brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
 - Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
-  each rank, with the overlap that real ranks would have. All rows of a table have the same time of computing a step,
-  the median over all runs: a busy machine would else favour some. What encoding and decoding take is the median of the
-  method's own, on one core of a CPU. Casts are not counted.
+  each rank, with the overlap that real ranks would have. What a step takes is measured on one core of a CPU by
+  {TIMED_STEPS} steps of each method, apart from the trainings, which may be on a GPU. All rows of a table have the same
+  time of computing a step, the median over the methods. What encoding and decoding take is the median of the method's
+  own. Casts are not counted.
 - A run has a given number of steps, and the learning rate that suits dense training: methods that hold much back are
   still catching up when it ends, and the tables show that as it is.
 
@@ -646,8 +684,9 @@ def _check(runs: Sequence[MethodRun]) -> None:
     multiple=True,
     callback=_compute_ms,
     metavar="WORKLOAD=MS",
-    help="What a rank computes in a step, for the page; default: the median of the runs.",
+    help="What a rank computes in a step, for the page; default: the median of the timed steps.",
 )
+@click.option("--times", is_flag=True, help="Time some steps of each method, in place of training.")
 @click.option("--dry-run", is_flag=True, help="List what would be trained, and end.")
 @click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
@@ -658,6 +697,7 @@ def main(
     runs: Path,
     table: Path,
     compute_ms: dict[str, float],
+    times: bool,
     dry_run: bool,
     page_only: bool,
 ) -> None:
@@ -668,12 +708,14 @@ def main(
             raise click.BadParameter(f"--only {pattern!r} fits no method; --dry-run lists all")
     _check(chosen)
     console = make_console(soft_wrap=True)
-    failed = [] if page_only else train_missing(chosen, console, workers=workers, dry_run=dry_run)
+    todo = [TimedRun.of(run) for run in chosen if run.seed == seeds[0]] if times else chosen
+    failed = [] if page_only else train_missing(todo, console, workers=workers, dry_run=dry_run)
     if dry_run:
         return
     # Of all seeds that are there, not only those of this command.
     everywhere = seeds_there(runs)
     keep_records(planned(WORKLOADS, everywhere, (), runs), runs)
+    keep_records([TimedRun.of(run) for run in planned(WORKLOADS, [0], (), runs)], runs / "times")
     if write_page(table, runs, everywhere, compute_ms):
         console.print(f"wrote {table} and {table.with_suffix('.png')}")
     else:
