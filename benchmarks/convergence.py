@@ -10,10 +10,10 @@ already, complete and of the same settings, is not trained again, so that an int
 stopped. In the end all runs found there make the page --table and the plot beside it, and their figures go to
 trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
 
-Trainings may run on any machine, busy ones and GPUs too: quality, steps and bytes are taken from them. What a step takes
-is measured by a few steps of each method, --times, on a machine that does nothing else, and on several links at once
-(docs/simulated-ranks.md). So that rows can be compared, all rows of a workload get one time of computing a step: the
-median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
+Trainings may run on any machine, busy ones and GPUs too: quality, steps and bytes are taken from them. What a step
+takes is measured by a few steps of each method, --times, on a machine that does nothing else, and on several links at
+once (docs/simulated-ranks.md). So that rows can be compared, all rows of a workload get one time of computing a step:
+the median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
 
     python benchmarks/convergence.py --times --workers 1       # a quarter of an hour
 """

@@ -71,7 +71,7 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
 
 
 def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
-    """Seconds for which the ranks have computed, of which one does so at a time, and a wait until its device is done."""
+    """Seconds for which the ranks have computed, of which one does so at a time, and a wait for their device."""
     if framework != "torch":
         return time.perf_counter, lambda: None  # TensorFlow computes in threads of its own
     import torch
