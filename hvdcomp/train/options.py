@@ -149,8 +149,8 @@ class TrainingOptions:
             sequence_length=_either(self.sequence_length, _SEQUENCES.get(self.data, 35)),
             text_size=_either(self.text_size, _TEXT_SIZES.get(self.data, 400_000)),
         )
-        chosen._check_values()
-        chosen._check_target()
+        chosen.check_values()
+        chosen.check_target()
         return chosen
 
     def _check_names(self) -> None:
@@ -175,7 +175,8 @@ class TrainingOptions:
         if self.data not in FOLDER_DATA and self.data_dir is not None:
             raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
 
-    def _check_values(self) -> None:
+    def check_values(self) -> None:
+        """Refuses numbers that are out of range."""
         assert self.lr is not None
         assert self.weight_decay is not None
         assert self.clip_norm is not None
@@ -385,7 +386,8 @@ class TrainingOptions:
             ),
         ]
 
-    def _check_target(self) -> None:
+    def check_target(self) -> None:
+        """Refuses a target of what is not measured."""
         if self.until is None:
             return
         try:
