@@ -66,12 +66,14 @@ class Workload:
         target: of the validation part, to which steps, bytes and seconds are counted.
         beside: the workload whose uncompressed runs are those to compare with; None for its own.
         only: the methods it is trained with; none for all.
+        ranks: how many.
     """
 
     options: dict[str, Any]
     target: str
     beside: str | None = None
     only: tuple[str, ...] = ()
+    ranks: int = RANKS
 
     @property
     def metric(self) -> str:
@@ -88,6 +90,7 @@ _GPT = {
     "steps": 600,
     "evaluate_every": 25,
 }
+_LONG = {**_GPT, "steps": 6000, "evaluate_every": 300}
 WORKLOADS = {
     "mnist1d": Workload(
         {
@@ -110,6 +113,15 @@ WORKLOADS = {
         "loss=2.15",
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
+    ),
+    # 200 exchanges, beside an exchange in each step, and beside one rank that exchanges nothing.
+    "gpt-long": Workload(_LONG, "loss=1.6", only=("none", "int4")),
+    "gpt-rounds": Workload(
+        {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
+    ),
+    "gpt-alone": Workload(_LONG, "loss=1.6", beside="gpt-long", only=("none",), ranks=1),
+    "gpt-alone-rounds": Workload(
+        {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none",), ranks=1
     ),
     "lstm": Workload(
         {
@@ -165,6 +177,12 @@ METHODS = (
     *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
     *_methods("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16", "arctopk:ratio=0.02"),
     *_methods("chunkedtopk:chunk=512,k=8"),  # the published 1 in 64, in chunks that small tensors fill
+    # As `LocalSteps.sparseloco` has it.
+    Method(
+        "chunkedtopk",
+        {"gpt-rounds": {"memory": "error_feedback:decay=0.95", "outer_lr": 1.0, "outer_momentum": 0.0}},
+        left_out=dict.fromkeys(("mnist1d", "gpt", "gpt-frozen", "lstm"), "its chunks are for larger tensors"),
+    ),
     # Momentum is DGC's own: the optimizer has none.
     *_methods(
         "dgc:ratio=0.01",
@@ -208,7 +226,7 @@ class MethodRun(Run):
     @cached_property
     def options(self) -> dict[str, Any]:
         own = self.method.options(WORKLOADS[self.workload], self.workload)
-        return {**own, "simulate_ranks": RANKS, "link": ALL_LINKS, "seed": self.seed}
+        return {**own, "simulate_ranks": WORKLOADS[self.workload].ranks, "link": ALL_LINKS, "seed": self.seed}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -251,7 +269,9 @@ class TimedRun(MethodRun):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        return {**super().options, "steps": TIMED_STEPS, "evaluate_every": TIMED_STEPS}
+        every = WORKLOADS[self.workload].options.get("local_steps", 1)
+        steps = -(-TIMED_STEPS // every) * every
+        return {**super().options, "steps": steps, "evaluate_every": steps}
 
     @property
     def target(self) -> str:
@@ -262,11 +282,12 @@ class TimedRun(MethodRun):
         steps, (*_, last) = self.records("steps.jsonl"), self.records("evaluations.jsonl")
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+        spent = [ms for ms in coding if ms > 0]  # in each step, or in each of local steps' exchanges
         on_links = last["trained_seconds_on_links"]
         return {
             "compute_ms": statistics.median(alone),
-            "coding_ms": statistics.median(coding),
-            **{f"wait_ms_{link}": 1000 * (on_links[link] - on_links[NO_TIME]) / TIMED_STEPS for link in LINKS},
+            "coding_ms": statistics.median(spent) * len(spent) / len(steps) if spent else 0.0,
+            **{f"wait_ms_{link}": 1000 * (on_links[link] - on_links[NO_TIME]) / len(steps) for link in LINKS},
         }
 
     @classmethod
@@ -446,7 +467,7 @@ def lines_of(table: Table) -> list[str]:
     lines = [
         f"## {table.name}",
         "",
-        f"{options}; {RANKS} ranks, seeds {_listed(sorted({run.seed for run in table.runs}))}. Target: "
+        f"{options}; {workload.ranks} ranks, seeds {_listed(sorted({run.seed for run in table.runs}))}. Target: "
         f"{workload.target}. A step computes for {table.compute_ms:.1f} ms.",
         "",
         f"| {' | '.join(columns)} |",
