@@ -97,7 +97,7 @@ WORKLOADS = {
             "model": "cnn1d",
             "data": "mnist1d",
             "optimizer": "sgd",
-            "lr": 0.2,
+            "lr": 0.1,  # at 0.2 dense training is near its edge, and ends 20 % apart by chance
             "schedule": "cosine",
             "warm_up": 1.0,
             "steps": 800,
@@ -193,7 +193,7 @@ METHODS = (
     # A vote has no magnitude. SGD's rate is to be that of signs, and clipping makes the norm that of dense steps.
     *_methods(
         "signsgd",
-        changes={"mnist1d": {"lr": 0.01}, "lstm": {"lr": 0.1}},
+        changes={"mnist1d": {"lr": 0.02}, "lstm": {"lr": 0.1}},
         left_out={"gpt-frozen": "its votes have no magnitude, and the frozen second moment is of gradients"},
     ),
     *_methods("onebit", "onebit:per_row=True"),
@@ -572,7 +572,7 @@ at commit {commits}. It trains the reference models of `hvdcomp train` on {RANKS
 defaults for the rest. Only the compressor differs, and:
 
 - with `dgc`, momentum is left to the compressor;
-- with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a hundredth, or, where the norm
+- with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a fiftieth, or, where the norm
   of a step is clipped as well, a tenth;
 - methods with `two_level` have two nodes of two ranks;
 - with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the
