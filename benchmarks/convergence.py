@@ -79,6 +79,12 @@ class Workload:
     def metric(self) -> str:
         return "perplexity" if self.options["data"] in TEXT_DATA else "accuracy"
 
+    @property
+    def lost(self) -> str:
+        """In what a method is compared with dense training: where there is an accuracy, by chance the loss differs by
+        many times more than that does."""
+        return "points of accuracy lost" if self.metric == "accuracy" else "loss above dense (%)"
+
 
 _GPT = {
     "model": "gpt",
@@ -337,6 +343,16 @@ class Outcome:
     bytes_to_target: int | None
     waits: Mapping[str, float | None]
 
+    def lost_beside(self, dense: Outcome) -> float:
+        """As `Workload.lost` says."""
+        assert self.loss is not None
+        assert self.quality is not None
+        assert dense.loss is not None
+        assert dense.quality is not None
+        if WORKLOADS[self.run.workload].metric == "accuracy":
+            return 100 * (dense.quality - self.quality)
+        return 100 * (self.loss / dense.loss - 1)
+
     @classmethod
     def of(cls, run: MethodRun) -> Outcome | None:
         """None if it is not finished."""
@@ -368,13 +384,13 @@ class Row:
     """All finished runs of a method in a workload.
 
     Attributes:
-        dense: the losses of uncompressed training, by seed.
+        dense: what uncompressed training came to, by seed.
         label: the method, and the workload if it is not that of the table.
     """
 
     label: str
     outcomes: tuple[Outcome, ...]
-    dense: Mapping[int, float]
+    dense: Mapping[int, Outcome]
 
     @property
     def factor(self) -> float:
@@ -382,13 +398,11 @@ class Row:
 
     @property
     def difference(self) -> list[float]:
-        """By how many percent the loss is above that of dense training with the same seed; empty if any diverged."""
+        """What is lost beside dense training with the same seed, as `Workload.lost` says; empty if any diverged."""
         if any(one.loss is None for one in self.outcomes):
             return []
         return [
-            100 * (one.loss / self.dense[one.run.seed] - 1)
-            for one in self.outcomes
-            if one.loss is not None and one.run.seed in self.dense
+            one.lost_beside(self.dense[one.run.seed]) for one in self.outcomes if one.run.seed in self.dense
         ]
 
     @property
@@ -438,9 +452,9 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     own = [one for one in found if one.run.workload == name]
     if not own:
         return None
-    in_others = {one.run.seed: one.loss for one in found if (one.run.workload, one.run.method.spec) == (beside, "none")}
-    in_own = {one.run.seed: one.loss for one in own if one.run.method.spec == "none"}
-    dense = {seed: loss for seed, loss in (in_others or in_own).items() if loss is not None}
+    in_others = {one.run.seed: one for one in found if (one.run.workload, one.run.method.spec) == (beside, "none")}
+    in_own = {one.run.seed: one for one in own if one.run.method.spec == "none"}
+    dense = {seed: one for seed, one in (in_others or in_own).items() if one.loss is not None}
     grouped: dict[tuple[str, str], list[Outcome]] = {}
     for one in found:
         grouped.setdefault((one.run.workload, one.run.method.spec), []).append(one)
@@ -462,7 +476,7 @@ def lines_of(table: Table) -> list[str]:
     """A workload's section, in Markdown."""
     workload = table.workload
     options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
-    columns = ["method", "factor", "validation loss", workload.metric, "to dense (%)", "steps", "MB sent"]
+    columns = ["method", "factor", "validation loss", workload.metric, workload.lost, "steps", "MB sent"]
     columns += [f"s at {shown}" for shown in LINKS.values()]
     lines = [
         f"## {table.name}",
@@ -526,12 +540,12 @@ def _listed(values: Iterable[Any]) -> str:
 AT_LEAST, WITHIN, BEST = (15, 50), (1, 3), 5
 
 
-def best_of(table: Table, factor: float, percent: float) -> list[Row]:
-    """The rows that send so much less and whose mean loss is so close to dense, the best loss first."""
+def best_of(table: Table, factor: float, most: float) -> list[Row]:
+    """The rows that send so much less and lose so little, the best first."""
     chosen = [
         row
         for row in table.rows
-        if row.factor >= factor and row.difference and statistics.mean(row.difference) <= percent
+        if row.factor >= factor and row.difference and statistics.mean(row.difference) <= most
     ]
     return sorted(chosen, key=lambda row: statistics.mean(row.difference))
 
@@ -541,20 +555,20 @@ def best_lines(tables: Sequence[Table]) -> list[str]:
     lines = [
         "## The best that send little",
         "",
-        f"The {BEST} with the lowest loss, with their factors and what their loss is above dense.",
+        f"The {BEST} that lose least, with factors and what they lose: points of accuracy, or percent of the loss.",
         "",
-        "| workload | factor at least | loss within | methods |",
+        "| workload | factor at least | lost at most | methods |",
         "|---|--:|--:|---|",
     ]
     for table in tables:
         for factor in AT_LEAST:
-            for percent in WITHIN:
-                rows = best_of(table, factor, percent)
+            for most in WITHIN:
+                rows = best_of(table, factor, most)
                 shown = [
-                    f"{row.label} ({row.factor:.0f} x, {statistics.mean(row.difference):+.1f} %)" for row in rows[:BEST]
+                    f"{row.label} ({row.factor:.0f} x, {statistics.mean(row.difference):+.1f})" for row in rows[:BEST]
                 ]
                 more = f" and {len(rows) - BEST} more" if len(rows) > BEST else ""
-                lines.append(f"| {table.name} | {factor} | {percent} % | {_listed(shown) or 'none'}{more} |")
+                lines.append(f"| {table.name} | {factor} | {most} | {_listed(shown) or 'none'}{more} |")
     return [*lines, ""]
 
 
@@ -586,8 +600,8 @@ How to read the tables:
   sorted by it. The models are small: small tensors go dense, and with the numbers that ride along they bound the factor
   that a model of this size can reach.
 - **validation loss**, and accuracy in percent or perplexity, are those of the validation part at the end of the run:
-  means over the seeds, with the 95 % interval of the mean (Student's t). **to dense** is by how much the loss is above
-  that of `none`, seed by seed. What `fp16` differs by is chance: a difference as small says nothing.
+  means over the seeds, with the 95 % interval of the mean (Student's t). What is **lost** is beside `none`, seed by
+  seed. What `fp16` loses is chance: a difference as small says nothing.
 - **steps**, **MB sent** by a rank and **s**econds are those to the target, by the first evaluation that reaches it. In
   brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
 - Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
@@ -598,7 +612,7 @@ How to read the tables:
 - A run has a given number of steps, and the learning rate that suits dense training: methods that hold much back are
   still catching up when it ends, and the tables show that as it is.
 
-![Loss above dense over the compression factor]({plot})
+![What is lost over the compression factor]({plot})
 """
 
 
@@ -625,7 +639,7 @@ _FAMILIES = {
     "cast": ("fp16", "bf16"),
 }
 _COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
-_MOST = 30.0  # percent above dense, where the plot ends
+_MOST = 30.0  # points or percent, where the plot ends
 
 
 def family_of(spec: str) -> str | None:
@@ -635,7 +649,7 @@ def family_of(spec: str) -> str | None:
 
 
 def draw(tables: Sequence[Table]) -> bytes:
-    """The loss above dense over the factor, as a PNG."""
+    """What is lost over the factor, as a PNG."""
     import io
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -648,7 +662,7 @@ def draw(tables: Sequence[Table]) -> bytes:
         axes.set_title(table.name, fontsize=10)
         axes.set_xscale("log")
         axes.set_xlabel("compression factor")
-        axes.set_ylabel("validation loss above dense (%)")
+        axes.set_ylabel(table.workload.lost)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
         for row in table.rows:
