@@ -99,9 +99,10 @@ class RowExchange:
         self._sent = _COUNT_BYTES * len(tables)
         counts = np.array([np.frombuffer(one, np.int64) for one in told])  # (ranks, tables)
         lengths = counts.clip(0).tolist()
+        gathered = self._gather(ids, "ids", max(map(sum, lengths)) * self._id_dtype.itemsize)
         by_rank = [
             _unpack(packed, [(n,) for n in of_rank], [self._id_dtype] * len(tables))
-            for packed, of_rank in zip(self._gather(ids, "ids", _most(lengths, ids)), lengths, strict=True)
+            for packed, of_rank in zip(gathered, lengths, strict=True)
         ]
         unions, places = [], []  # of each table: the ids of any rank, in order; where in them each rank's are
         for of_table in zip(*by_rank, strict=True):
@@ -110,8 +111,8 @@ class RowExchange:
             places.append(inverse.split([len(one) for one in of_table]))
 
         means, values = self._means(rows, lengths, unions, places)
-        for table, has_any, union, mean in zip(tables, (counts >= 0).any(0), unions, means, strict=True):
-            if has_any:
+        for table, most, union, mean in zip(tables, counts.max(0).tolist(), unions, means, strict=True):
+            if most >= 0:
                 _put(table, union.long(), mean.to(table.weight.dtype))
         self._record(names, ids, values)
 
@@ -240,11 +241,6 @@ def _put(table: Any, ids: torch.Tensor, rows: torch.Tensor) -> None:
         return
     weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
     weight.grad[ids] = rows
-
-
-def _most(lengths: Iterable[Sequence[int]], ids: Sequence[torch.Tensor]) -> int:
-    """Bytes of the ids of the rank that has most."""
-    return max(map(sum, lengths)) * ids[0].element_size()
 
 
 def _packed(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
