@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from hvdcomp.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS, Outcome, Row
@@ -23,9 +23,9 @@ _HEADINGS = {
 _HEAD = """# Tables and figures of the papers, reproduced
 
 Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproduction` from the results in
-[reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result, with its note, its
-control, the command and the commit. `hvdcomp reproduce NAME` makes one result again; `hvdcomp reproduce` lists the
-names.
+[reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result: what the table or
+figure shows, the numbers, a note, the control, the command and the commit. `hvdcomp reproduce NAME` makes one result again;
+`hvdcomp reproduce` lists the names.
 
 Published numbers are those of the papers. The numbers beside them are counted from shapes, predicted by the
 [performance model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the
@@ -58,8 +58,8 @@ def page(found: Mapping[str, Outcome]) -> str:
             lines += ["| result | the paper shows | decided by | published | found |", "|---|---|---|--:|--:|"]
             lines += [line for name in names for line in _decided(artefacts()[name], found[name])]
         elif verdict == IN_PART:
-            lines += ["| result | the paper shows | rows that hold | do not | open |", "|---|---|--:|--:|--:|"]
-            lines += [_summed(artefacts()[name], found[name].rows) for name in names]
+            lines += ["| result | rows that hold | do not | open |", "|---|--:|--:|--:|"]
+            lines += [_summed(found[name]) for name in names]
         else:
             lines += [", ".join(f"`{name}`" for name in names) + "."]
         lines += [""]
@@ -104,16 +104,19 @@ def _counts(groups: Mapping[str, list[str]]) -> list[str]:
 def _decided(artefact: Artefact, found: Outcome) -> Iterator[str]:
     """A line for each row that decides a reversed result."""
     main = [row for row in found.rows if row.main]
-    head = (f"[{artefact.name}](reproduction/{artefact.name}.json)", artefact.shows)
+    head = (_link(artefact.name), artefact.shows)
     for row in main or [row for row in found.rows if row.holds is False]:
         yield _line(*head, row.what, number(row.published), with_half(row) + " (open)" * row.open)
         head = ("", "")
 
 
-def _summed(artefact: Artefact, rows: Iterable[Row]) -> str:
-    told = [said(row) for row in rows]
-    counts = (str(told.count(word)) for word in ("yes", "no", "open"))
-    return _line(f"[{artefact.name}](reproduction/{artefact.name}.json)", artefact.shows, *counts)
+def _summed(found: Outcome) -> str:
+    told = [said(row) for row in found.rows]
+    return _line(_link(found.name), *(str(told.count(word)) for word in ("yes", "no", "open")))
+
+
+def _link(name: str) -> str:
+    return f"[{name}](reproduction/{name}.json)"
 
 
 def _line(*cells: str) -> str:
