@@ -24,8 +24,8 @@ _HEAD = """# Tables and figures of the papers, reproduced
 
 Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproduction` from the results in
 [reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result: what the table or
-figure shows, the numbers, a note, the control, the command and the commit. `hvdcomp reproduce NAME` makes one result again;
-`hvdcomp reproduce` lists the names.
+figure shows, the numbers, a note, the control, the command and the commit. `hvdcomp reproduce NAME` makes one result
+again; `hvdcomp reproduce` lists the names.
 
 Published numbers are those of the papers. The numbers beside them are counted from shapes, predicted by the
 [performance model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the
