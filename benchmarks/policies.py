@@ -315,7 +315,7 @@ COMPARISONS = (
     Comparison(
         "accordion",
         "adaqs",
-        "Accordion sends less than AdaQS, which loses accuracy (Accordion, figure 7)",
+        "Accordion sends less than AdaQS, which loses accuracy (figure 7)",
         ("powersgd",),
     ),
     Comparison(
@@ -328,7 +328,7 @@ COMPARISONS = (
     Comparison(
         "gravac",
         "accordion",
-        "GraVAC sends 22 to 104 times less than Accordion with PowerSGD, for the same quality (GraVAC, table 4)",
+        "GraVAC sends 22 to 104 times less than Accordion, for the same quality (table 4)",
         ("powersgd",),
     ),
 )
