@@ -39,6 +39,10 @@ Published numbers are those of the papers. The numbers beside them are counted f
 **The trainings are short:** 640 steps, 210 of the LSTM; Accordion's have 29,400. Compression delays part of a gradient,
 and a short training ends before that part has arrived. So low and high compression differ more than in the papers. A
 reversed result of a training says that the finding does not carry over to so short a training, not that it is wrong.
+
+The dissertation that holds the first two papers has two more systems. Bagpipe (arXiv:2202.12429), which fetches the
+embeddings of recommendation models ahead, is planned. CHAI (clustered-head attention) is about inference, where no
+gradients are sent, and is out of scope.
 """
 _QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without `--quick` they have
 ten; that has not been run yet.
