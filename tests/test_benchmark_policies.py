@@ -99,7 +99,7 @@ def test_an_expectation_is_met_or_not(
     assert ("**yes**" in line) == met
     page = (tmp_path / "table.md").read_text()
     assert line in page
-    assert f"| {floats:,.0f} | {floats / 1e6:.0%} |" in page
+    assert f" | {floats / 1e6:.0%} |" in page
     assert ("1 of 2 diverged" in page) == (status == "diverged")
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 5
 

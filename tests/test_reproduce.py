@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,7 @@ from hvdcomp.reproduce import (
     write,
 )
 from hvdcomp.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
-from hvdcomp.reproduce.page import number, page
+from hvdcomp.reproduce.page import number, page, rows_as_csv
 from hvdcomp.reproduce.trained import Compared, Trained
 
 pytest.importorskip("torch")
@@ -149,34 +152,41 @@ def test_numbers_are_shown_with_what_they_mean() -> None:
     ]  # fmt: skip
 
 
-def test_the_page_has_every_name_and_reversed_results_first(tmp_path: Path) -> None:
+def test_the_page_has_every_name_and_reversed_results_first() -> None:
     about = {"command": "hvdcomp reproduce utility-fig9", "commit": "abc"}
     found = {
         name: Outcome(name=name, rows=[Row(what="a", published=2, ours=1, holds=holds)], about=about)
         for name, holds in (("utility-fig2", True), ("gravac-fig3", False))
     }
-    text = page(found)
-    headings = [line[4:] for line in text.splitlines() if line.startswith("### ")]
-    assert headings[:2] == ["gravac-fig3", "utility-fig2"]
-    assert sorted(headings) == sorted(artefacts())
-    assert "Not run yet: `hvdcomp reproduce accordion-table1`." in text
-    assert "Cannot be shown here, because it is a sketch" in text
+    text, rows = page(found), list(csv.DictReader(io.StringIO(rows_as_csv(found))))
+    for name in artefacts():
+        assert f"`{name}`" in text or f"[{name}](" in text
+    assert text.index("gravac-fig3") < text.index("utility-fig2") < text.index("accordion-table1")
+    assert text.index("## Not run yet") < text.index("accordion-table1") < text.index("## Cannot be shown here")
+    assert {row["name"] for row in rows} == artefacts().keys()
+    (sketch,) = [row for row in rows if row["name"] == "utility-fig1"]
+    assert "it is a sketch" in sketch["why"]
 
 
-def test_the_page_tells_what_decides_and_where_the_rest_is() -> None:
+def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
     rows = [
-        Row(what="main", published=1, ours=1, holds=True, main=True),
+        Row(what="main", published=1, ours=2, holds=False, main=True),
+        Row(what="unsure", published=1, ours=2, half=3, open=True, main=True),
         Row(what="lost", published=1, ours=2, holds=False),
-        Row(what="unsure", published=1, ours=2, half=3, open=True),
-        Row(what="beside", ours=2, note="the control: fixed"),
+        Row(what="beside", ours=2, note="the control: levels=1|4"),
         Row(what="held", published=1, ours=1, holds=True),
-        Row(what="number", ours=1),
     ]
     about = {"command": "hvdcomp reproduce utility-fig2", "commit": "abc"}
     text = page({"utility-fig2": Outcome(name="utility-fig2", rows=rows, about=about)})
-    assert all(f"| {what} |" in text for what in ("**main**", "lost", "unsure", "beside"))
-    assert not any(f"| {what} |" in text for what in ("held", "number"))
-    assert "2 more rows in [utility-fig2.json](reproduction/utility-fig2.json)." in text
+    assert " | main | 1 | 2 |" in text
+    assert " | unsure | 1 | 2 ± 3 (open) |" in text
+    assert not any(f" | {what} | " in text for what in ("lost", "beside", "held"))
+    found = {"utility-fig2": Outcome(name="utility-fig2", rows=rows[2:], about=about)}
+    assert re.search(r"\(reproduction/utility-fig2.json\) \| 1 \| 1 \| 0 \|$", page(found), re.MULTILINE)
+    told = [row for row in csv.DictReader(io.StringIO(rows_as_csv(found))) if row["name"] == "utility-fig2"]
+    assert [row["what"] for row in told] == ["lost", "beside", "held"]
+    assert told[1]["note"] == "the control: levels=1|4"
+    assert told[0]["command"] == about["command"]
 
 
 def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
@@ -184,6 +194,7 @@ def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
     found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
     assert found.keys() <= artefacts().keys()
     assert (docs / "reproduction.md").read_text() == page(found)
+    assert (docs / "reproduction.csv").read_text() == rows_as_csv(found)
 
 
 def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
@@ -198,7 +209,8 @@ def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
     assert "utility-fig9: in part" in done.output
     assert "utility-fig1: cannot be shown here, because it is a sketch" in done.output
     assert (folder / "utility-fig9.png").read_bytes().startswith(b"\x89PNG")
-    assert "### utility-fig9" in (tmp_path / "page.md").read_text()
+    assert "[utility-fig9](" in (tmp_path / "page.md").read_text()
+    assert "\nutility-fig9," in (tmp_path / "page.csv").read_text()
 
 
 def test_an_unknown_name_is_refused_with_the_way_out() -> None:
