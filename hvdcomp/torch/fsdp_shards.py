@@ -265,8 +265,8 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
             )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
-                f"parameter {name} is sharded over the ranks {mesh.mesh.tolist()} of {ranks}. With replicas, give "
-                "hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks in order"
+                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
+                "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
             )
         found[name] = one
     return found
