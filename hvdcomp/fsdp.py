@@ -21,7 +21,7 @@ def register(
 ) -> None:
     """Lets a model that is sharded by `fully_shard` send its gradients between nodes compressed.
 
-    Sharded over all ranks, it has its reduce-scatter replaced: exact within a node, quantised between nodes.
+    Sharded over all ranks, it has its reduce-scatter replaced: exact within a node, quantized between nodes.
 
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
@@ -38,7 +38,7 @@ def register(
 
     Args:
         model: sharded over one dimension of a mesh.
-        compression: of this model alone. Without replicas its compressor is a quantiser, and it has no policy.
+        compression: of this model alone. Without replicas its compressor is a quantizer, and it has no policy.
         mesh: the replicas, ranks that have the same shards: the other dimension. None for a model without replicas.
         optimizer: that steps with the gradients; needed by policies that follow the learning rate or change the batch
             size.

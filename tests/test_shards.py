@@ -1,4 +1,4 @@
-"""Reduce-scatter of sharded trainings: exact within a node, quantised between nodes."""
+"""Reduce-scatter of sharded trainings: exact within a node, quantized between nodes."""
 
 from __future__ import annotations
 

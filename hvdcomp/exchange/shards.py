@@ -1,7 +1,7 @@
 """Reduce-scatter of sharded trainings: exact among the ranks of a node, compressed between nodes.
 
 The ranks of a node add up their gradients in float32 and deal the sum out, so that each has what the ranks with its
-place in any node are to get: one part of as many as a node has ranks. Those ranks exchange it quantised, and each adds
+place in any node are to get: one part of as many as a node has ranks. Those ranks exchange it quantized, and each adds
 up its own row in float32. Error feedback keeps what was lost of that part, so that memory does not grow with what a
 node holds elsewhere. These are the two levels of SDP4Bit (Jia et al. 2024, arXiv:2410.15526), without its first
 rounding, and the error feedback of LoCo (Xie et al. 2024, arXiv:2407.04480), without its average over steps.
@@ -65,7 +65,7 @@ class ShardReducer:
     Args:
         communicator: all ranks. They learn of their nodes at once, so every rank makes a reducer at the same point.
         compressor: a `Gathering`, or a lossless one.
-        memory: None for the compressor's own where a node has several ranks. Where it has one, what a rank quantises
+        memory: None for the compressor's own where a node has several ranks. Where it has one, what a rank quantizes
             is the whole gradient, and so would its residual be: none is kept then.
         seed: of all random choices; the same on all ranks.
         min_numel: flat gradients with fewer elements are exchanged as they are.

@@ -207,7 +207,7 @@ def _check(setup: Setup) -> None:
     if not (method.lossless or (isinstance(method, Gathering) and not method.of_matrices)):
         raise ConfigurationError(
             f"{method} does not go with FSDP without replicas, whose reduce-scatter hands over flat gradients of whole "
-            "modules: take int8, int4, fp8, bf16 or another quantiser for all of them. Within a node it is exact anyway"
+            "modules: take int8, int4, fp8, bf16 or another quantizer for all of them. Within a node it is exact anyway"
         )
     if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
         raise ConfigurationError(

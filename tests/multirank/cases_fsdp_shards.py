@@ -1,4 +1,4 @@
-"""FSDP2 without replicas: its reduce-scatter, exact within nodes and quantised between them."""
+"""FSDP2 without replicas: its reduce-scatter, exact within nodes and quantized between them."""
 
 from __future__ import annotations
 
