@@ -1,4 +1,4 @@
-"""`examples/ddp.py`, `fsdp.py` and `horovod_torch.py`: as a user starts them, and again where one rank has saved more."""
+"""`examples/ddp.py`, `fsdp.py` and `horovod_torch.py`: as a user starts them, and again where a rank has saved more."""
 
 from __future__ import annotations
 
