@@ -72,7 +72,8 @@ class ShardsBinding:
         self._due = False  # whether the step under way has to be ended
         modules = {name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)}
         for name, module in zip(plain_names(modules), modules.values(), strict=True):
-            module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))
+            # FSDP asks for no more than these methods, and its own class is private.
+            module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def reduce(self, name: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
