@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -29,6 +30,7 @@ from hvdcomp.reproduce import (
 from hvdcomp.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
 from hvdcomp.reproduce.page import number, page, rows_as_csv
 from hvdcomp.reproduce.trained import Compared, Trained
+from hvdcomp.train.ranks import RunRefused
 
 pytest.importorskip("torch")
 
@@ -62,9 +64,28 @@ def test_an_entry_has_a_counterpart_or_says_why_not(name: str) -> None:
         assert sum(artefact.counterpart in one for one in known) == 1
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_what_needs_no_training_is_found_and_kept(name: str, tmp_path: Path) -> None:
-    found = run(artefacts()[name], quick=True, runs=tmp_path)
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all artefacts, some of which rest on the same."""
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in CHEAP else pytest.mark.thorough)
+        for name, one in artefacts().items()
+        if one.counterpart
+    ],
+)
+def test_what_has_a_counterpart_is_found_and_kept(
+    name: str, trainings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, that is `hvdcomp reproduce --quick` of everything, with one seed in place of three."""
+    if name not in CHEAP:
+        pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    found = run(artefacts()[name], quick=True, runs=tmp_path if name in CHEAP else trainings)
     assert found.rows
     assert found.verdict in VERDICTS
     assert found.about["command"] == f"hvdcomp reproduce {name} --quick"
@@ -227,16 +248,19 @@ def test_curves_without_a_number_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_training_is_made_once_and_its_policy_is_seen(tmp_path: Path) -> None:
+def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
-    trainings = trained.Trainings(tmp_path, quick=True, commit="abc")
-    trainings.seeds = 1
-    found = trained.COUNTERPARTS["ranks"](artefacts()["accordion-fig18"], trainings)
-    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    found = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
     (rank, *_) = found.curves["rank"]
     assert set(rank.y) == {1.0, 4.0}, "Accordion chose both levels"
-    later = trained.Trainings(tmp_path, quick=True, commit="later")
-    later.seeds = 1
-    again = trained.COUNTERPARTS["ranks"](artefacts()["accordion-fig18"], later)
+    for file in trainings.rglob("run.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "commit": "then"}))
+    again = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
     assert again.rows == found.rows
-    assert later.commits == {"abc"}
+    assert again.about["commit"] == "then"
+
+
+def test_a_training_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(RunRefused, match=r"ratio=2.* seed 0: .*ratio=2.*log\.txt"):
+        trained.Trainings(tmp_path, quick=True).train("text", "topk:ratio=2", seeds=1)

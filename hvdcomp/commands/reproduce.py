@@ -53,8 +53,12 @@ def _chosen(names: tuple[str, ...]) -> list[Artefact]:
 def _run(artefact: Artefact, quick: bool, output: Path, plot: bool) -> Outcome:
     from hvdcomp.reproduce.counterparts import run
     from hvdcomp.reproduce.outcome import write
+    from hvdcomp.train.ranks import RunRefused
 
-    found = run(artefact, quick, output / "runs")
+    try:
+        found = run(artefact, quick, output / "runs")
+    except RunRefused as error:
+        raise click.ClickException(str(error)) from None
     try:
         write(found, output)
         if plot and found.curves and artefact.is_figure:
