@@ -48,7 +48,8 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
     own = bucket.context.rank
-    if np.any(bucket.segments["rule"] == PRODUCT):  # of a whole matrix, which a piece is not
+    whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)  # read as a whole, and not piece by piece
+    if whole and not bucket.segments["source"].any():
         bucket.call("make_x")
         bucket.segments["source"] = bucket.segments["x"]
     for chunk in layout.chunks:

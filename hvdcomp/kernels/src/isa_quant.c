@@ -150,7 +150,7 @@ static void encode_piece(void *context, int64_t number) {
                 to = hvd_shorter((place + 1) * job->length, group + length);
                 uint8_t *mine = codes + (from - group);
                 encode(job, x + (from - start), from, to - from, scales[place], c.half, s->key, mine);
-                if (s->x) subtract(s->x + from, mine, to - from, c, scales[place] * c.unit);
+                if (job->bucket->keeps) subtract(s->x + from, mine, to - from, c, scales[place] * c.unit);
             }
             memset(codes + length, 0, 8);
             hvd_pack(codes, job->payload + s->place[0], s->size, group, length, (int)s->count, 0);

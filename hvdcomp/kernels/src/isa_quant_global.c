@@ -84,7 +84,7 @@ static void encode_piece(void *context, int64_t number) {
             const int64_t start = field * d.words + first, length = hvd_shorter(count, s->size - start);
             if (length <= 0) break;
             add_digit(hvd_made(s, start), start, length, factor, levels, s->key, field * d.bits, words, digits);
-            if (s->x)
+            if (job->bucket->keeps)
                 for (int64_t i = 0; i < length; i++)
                     s->x[start + i] = hvd_left(s->x[start + i], (float)digits[i] * unit);
         }

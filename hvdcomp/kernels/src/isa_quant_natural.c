@@ -46,7 +46,7 @@ static void encode_piece(void *context, int64_t number) {
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         uint8_t *exponents = job->payload + s->place[0] + start;
         round_to_powers(x, start, length, s->key, exponents, signs);
-        if (s->x)
+        if (job->bucket->keeps)
             for (int64_t i = 0; i < length; i++)
                 s->x[start + i] = hvd_left(s->x[start + i], power(exponents[i], signs[i]));
         memset(signs + length, 0, 8);
