@@ -38,10 +38,10 @@ def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Ar
     method = bucket.compressors[0]
     form = method.aggregate_bucket if method.has_bucket_form else _aggregate_each
     found: bool | Array = yield from form(bucket)
+    if bucket.widens and bucket.device is not None:  # on the host, what decodes has done so
+        found = found + bucket.call("narrow_results")
     if bucket.widens:
-        found_too = bucket.call("narrow_results")
         bucket.segments["sent_rule"] = NOTHING
-        found = found | found_too if isinstance(found_too, bool) else found + found_too
     return found
 
 

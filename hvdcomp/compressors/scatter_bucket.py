@@ -65,7 +65,7 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
     for chunk, (payload,) in zip(layout.chunks, gathered, strict=True):
         found |= chunk.decode(method, bucket, payload)
     layout.own.keep(bucket)
-    return found
+    return bucket.call("narrow_results") | found if bucket.widens else found
 
 
 def residual_bound(length: int, ranks: int) -> float:

@@ -223,6 +223,16 @@ static inline const float *hvd_x(
     return made;
 }
 
+/* The same of a block that nobody else reads: where gradients are of 16 bits and nothing is kept, x is in `room`. */
+static inline const float *hvd_x_once(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
+) {
+    if (!s->narrow || b->keeps || s->source) return hvd_x(b, s, start, length, largest);
+    hvd_make(b, s, start, length, room);
+    *largest = hvd_largest_bits(room, length, *largest);
+    return room;
+}
+
 /* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */
 static inline uint32_t hvd_mean(float *restrict sum, int64_t length, int64_t ranks, uint32_t largest) {
     if (ranks > 1) {

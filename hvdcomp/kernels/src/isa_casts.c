@@ -1,5 +1,6 @@
 /* Half precision and bfloat16. Of each tensor, 16-bit numbers begin at `place[0]` (numbers) of what travels. */
 #include "half.h"
+#include "put.h"
 #include "quant.h"
 
 struct job {
@@ -48,13 +49,13 @@ static inline __attribute__((always_inline)) void encode_piece(
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t end = task->start + task->length;
-    float sent[HVD_GROUP];
+    float sent[HVD_GROUP], room[HVD_GROUP];
     uint32_t largest = 0;
     uint16_t highest = 0;
     for (int64_t start = task->start; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         uint16_t *out = job->wire + s->place[0] + start;
-        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        const float *x = hvd_x_once(job->bucket, s, start, length, room, &largest);
         if (job->nearest > 1)
             for (int64_t i = 0; i < length; i++) out[i] = hvd_nearest_finite(x[i], HVD_HALF);
         else if (job->nearest)
@@ -88,7 +89,7 @@ static inline __attribute__((always_inline)) void decode_piece(
             for (int64_t i = 0; rank && i < length; i++) sum[i] += other[i];
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
-        hvd_copy(s->result + start, sum, length, job->large);
+        largest = hvd_put(job->bucket, s, start, length, sum, job->large, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;

@@ -1,7 +1,7 @@
 /* Kernels that change nothing of what is sent: x itself, gradients that travel as they are, and what is measured. */
 #include "bucket.h"
 #include "isa.h"
-#include "stream.h"
+#include "put.h"
 
 struct job {
     const hvd_bucket *bucket;
@@ -51,12 +51,11 @@ static void copy_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     const float *mean = job->mean + s->place[0] + task->start;
-    float *result = s->result + task->start;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
         largest = hvd_largest_bits(mean + done, length, largest);
-        hvd_copy(result + done, mean + done, length, job->large);
+        largest = hvd_put(job->bucket, s, task->start + done, length, mean + done, job->large, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
@@ -68,57 +67,12 @@ int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* A tensor of which x is what was kept, and what was sent of x what was sent of that. */
-static hvd_segment unsent(const hvd_segment *s) {
-    hvd_segment left = *s;
-    left.kept = s->x;
-    left.rule = s->sent_rule;
-    left.product = s->sent_product;
-    left.above = s->sent_above;
-    left.below = s->sent_below;
-    return left;
-}
-
-/* Most lines of x stay as they are where few elements were sent. */
-static void add_some(const float *restrict some, int64_t length, float *restrict x) {
-    for (int64_t start = 0; start < length; start += 16) {
-        const int64_t end = hvd_shorter(start + 16, length);
-        uint32_t any = 0;
-        for (int64_t i = start; i < end; i++) any |= hvd_bits(some[i]) & 0x7fffffffu;
-        if (any)
-            for (int64_t i = start; i < end; i++) x[i] += some[i];
-    }
-}
-
 static void narrow_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
-    const hvd_segment *s = job->bucket->segments + task->segment, left = unsent(s);
-    const uint16_t infinite = s->narrow == HVD_HALF ? 0x7c00 : 0x7f80;
-    const int64_t end = task->start + task->length;
-    float read[HVD_WIDENED], lacks[HVD_WIDENED];
-    uint16_t results[HVD_WIDENED], highest = 0;
-    for (int64_t start = task->start; start < end; start += HVD_WIDENED) {
-        const int64_t length = hvd_shorter(HVD_WIDENED, end - start);
-        const float *mean = s->result + start;
-        hvd_narrow(mean, length, (int32_t)s->narrow, results);
-        for (int64_t i = 0; i < length; i++) {
-            const uint16_t magnitude = results[i] & 0x7fffu;
-            highest = magnitude > highest ? magnitude : highest;
-        }
-        if (job->bucket->keeps) {
-            float *x = s->x + start;
-            hvd_widen(results, length, (int32_t)s->narrow, read);
-            for (int64_t i = 0; i < length; i++) lacks[i] = mean[i] - read[i];
-            if (s->sent_rule != HVD_NOTHING) {
-                hvd_residual(&left, start, length, 1, read);
-                for (int64_t i = 0; i < length; i++) x[i] = read[i] + lacks[i];
-            } else
-                add_some(lacks, length, x);
-        }
-        memcpy(s->narrowed + start, results, (size_t)length * sizeof *results);
-    }
-    task->counts[0] = highest >= infinite;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const float *mean = s->result + task->start;
+    task->counts[0] = hvd_put(job->bucket, s, task->start, task->length, mean, 0, 0) >= HVD_INFINITE;
 }
 
 int32_t HVD_NAME(narrow_results)(hvd_bucket *bucket) {
@@ -167,7 +121,7 @@ void HVD_NAME(end_step)(hvd_bucket *bucket, int32_t adds, int32_t puts) {
 static void left_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
-    const hvd_segment left = unsent(job->bucket->segments + task->segment);
+    const hvd_segment left = hvd_unsent(job->bucket->segments + task->segment);
     float block[HVD_BLOCK];
     task->sums[0] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {

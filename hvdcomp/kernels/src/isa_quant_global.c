@@ -2,6 +2,7 @@
  *
  * Digits have `count` bits. Of each tensor of n words, word i holds the elements i, i + n, i + 2 n, ..., the first in
  * its lowest digit, and lies at `place[0]` (words). */
+#include "put.h"
 #include "quant.h"
 
 #define CHUNK 512 /* words */
@@ -118,6 +119,7 @@ static void decode_piece(void *context, int64_t number) {
                 result[i] = (float)((int32_t)digit - (int32_t)largest) * unit;
             }
             found = hvd_largest_bits(result, length, found);
+            found = hvd_put(job->bucket, s, start, length, result, 0, found);
         }
     task->counts[0] = found >= HVD_INFINITE;
 }

@@ -2,6 +2,7 @@
  * lies in cache. And what is left of x. */
 #include "half.h"
 #include "isa.h"
+#include "put.h"
 #include "sparse.h"
 
 #define BLOCK_BITS 16
@@ -91,7 +92,8 @@ static void decode_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
     const float share = (float)(1.0 / (double)job->ranks);
-    float *result = job->bucket->segments[task->segment].result + task->start;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    float *result = s->result + task->start;
     uint32_t largest = 0;
     memset(result, 0, (size_t)task->length * sizeof *result);
     for (int64_t rank = 0; rank < job->ranks; rank++) {
@@ -102,6 +104,7 @@ static void decode_piece(void *context, int64_t number) {
             largest = hvd_magnitude(*sum) > largest ? hvd_magnitude(*sum) : largest;
         }
     }
+    largest = hvd_put(job->bucket, s, task->start, task->length, result, 0, largest);
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
