@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp import kernels
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketStates, SeparateStates
@@ -296,7 +297,8 @@ class Group:
         self.places = {name: place for place, name in enumerate(self.names)}
         self.numbers = np.array([number for _, _, number in tensors])
         self.key = (tensors, compressors, memory)
-        self.bucket = Bucket(described, compressors, memory, *where, widens=described[0].dtype != "float32")
+        device, xp = where or (None, numpy_arrays)
+        self.bucket = Bucket(described, compressors, memory, device, xp, described[0].dtype != "float32")
         self.number: int | None = None
         self.arrays: Sequence[Array] = ()
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
