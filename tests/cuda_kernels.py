@@ -163,7 +163,7 @@ def every_form() -> list[Launch]:
         of_spec += [launches(spec, shapes, memory, 2, 3, True, True) for memory in (NoMemory(), ErrorFeedback())]
         of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
         for dtype, memory in itertools.product(("float16", "bfloat16"), (NoMemory(), ErrorFeedback(), momentum)):
-            of_spec.append(launches(spec, shapes, memory, 2, 3, True, dtype=dtype))
+            of_spec += [launches(spec, shapes, memory, 2, 3, watched, dtype=dtype) for watched in (False, True)]
         for kernel, types, constants in itertools.chain(*of_spec):
             found[kernel.__name__, types, constants] = kernel, types, constants
     return list(found.values())
