@@ -26,9 +26,9 @@ static inline void hvd_add_some(const float *restrict some, int64_t length, floa
     }
 }
 
-/* Puts a block of means to the results; past the caches if `large`, then to be followed by `hvd_fence`. Results of 16 bits
- * are rounded, and what is left of x, if it is kept, becomes what was not sent of it and what the results lack of the
- * means.
+/* Puts a block of means to the results; past the caches if `large`, then to be followed by `hvd_fence`. Results of 16
+ * bits are rounded, and what is left of x, if it is kept, becomes what was not sent of it and what the results lack of
+ * the means.
  *
  * mean: may be where results of floats go.
  * largest: the bits of the largest magnitude so far. Returns: those, or of inf if a result is not finite. */
