@@ -125,6 +125,7 @@ def launches(
     ranks: int = 1,
     watched: bool = False,
     sources: bool = False,
+    dtype: str = "float32",
 ) -> list[Launch]:
     """What some ranks together launch in some steps.
 
@@ -133,7 +134,7 @@ def launches(
     """
     import torch
 
-    tensors = [TensorInfo(f"t{number}", shape, "float32") for number, shape in enumerate(shapes)]
+    tensors = [TensorInfo(f"t{number}", shape, dtype) for number, shape in enumerate(shapes)]
 
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
@@ -142,7 +143,7 @@ def launches(
             watch(engine, sources)
         for step in range(steps):
             engine.begin()
-            given = {one.name: torch.zeros(one.shape) for one in tensors}
+            given = {one.name: torch.zeros(one.shape, dtype=getattr(torch, dtype)) for one in tensors}
             engine.step(given, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
         assert engine.buckets.now
         assert engine.buckets.now[0].bucket.device is not None
@@ -161,6 +162,8 @@ def every_form() -> list[Launch]:
         of_spec = [launches(spec, shapes, memory, ranks=3) for memory in (NoMemory(), ErrorFeedback(), momentum)]
         of_spec += [launches(spec, shapes, memory, 2, 3, True, True) for memory in (NoMemory(), ErrorFeedback())]
         of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
+        for dtype, memory in itertools.product(("float16", "bfloat16"), (NoMemory(), ErrorFeedback(), momentum)):
+            of_spec += [launches(spec, shapes, memory, 2, 3, watched, dtype=dtype) for watched in (False, True)]
         for kernel, types, constants in itertools.chain(*of_spec):
             found[kernel.__name__, types, constants] = kernel, types, constants
     return list(found.values())

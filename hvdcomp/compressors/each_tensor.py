@@ -27,6 +27,7 @@ from hvdcomp.compressors.protocol import (
     TensorInfo,
 )
 from hvdcomp.compressors.sizes import payload_of
+from hvdcomp.kernels.tables import NOTHING
 
 _LARGE = 1 << 16  # elements
 
@@ -36,8 +37,12 @@ def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Ar
     with a list."""
     method = bucket.compressors[0]
     form = method.aggregate_bucket if method.has_bucket_form else _aggregate_each
-    generator: Generator[Request | list[Request], Any, bool | Array] = form(bucket)
-    return generator
+    found: bool | Array = yield from form(bucket)
+    if bucket.widens and bucket.device is not None:  # on the host, what decodes has done so
+        found = found + bucket.call("narrow_results")
+    if bucket.widens:
+        bucket.segments["sent_rule"] = NOTHING
+    return found
 
 
 def preview_of(bucket: Bucket) -> None:
@@ -86,7 +91,7 @@ class _Each:
         self._generators: list[Aggregation] = []
         self._outcomes: list[Any] = [None] * len(bucket.tensors)
         bucket.found_inf = bucket.call("make_x")
-        self._x = self._arrays("x" if bucket.keeps else "gradient")
+        self._x = self._arrays(bucket.x)
         self._results = self._arrays("result")
         self._velocities = self._arrays("next_velocity") if bucket.masks else []
 

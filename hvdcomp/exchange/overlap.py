@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
@@ -144,7 +144,7 @@ class Overlap:
         """
         if self.least_bytes is None or self._learnt:
             return
-        everything = sum(4 * tensor.size for tensor in self._tensors.values())
+        everything = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self._tensors.values())
         if everything <= (LEAST_BYTES if self.from_rank_0 else self.least_bytes):
             return
         names = list(self._tensors)

@@ -175,29 +175,33 @@ def serving_host() -> Iterator[None]:
         _serves_host = False
 
 
-def placed(arrays: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], list[int]] | None:
     """The arrays in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays themselves, or copies of those that lie otherwise; None if they are not all of float32, on one device
-        that kernels serve.
+        The arrays themselves, or copies of those that lie otherwise; None if they are not all of the element type, on
+        one device that kernels serve.
     """
     first = arrays[0]
-    if not hasattr(first, "is_cuda") or not serves(first):
+    if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
-    if any(x.dtype != first.dtype or x.device != first.device or x.element_size() != 4 for x in arrays):
+    if any(x.dtype != first.dtype or x.device != first.device for x in arrays):
         return None
     dense = [x if x.is_contiguous() else x.contiguous() for x in arrays]
     return dense, [x.data_ptr() for x in dense]
 
 
-def split_like(arrays: Sequence[Any]) -> tuple[list[Any], list[int]]:
+def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
     """Fresh arrays, not filled, in the shapes of the given ones, in one storage, and their addresses.
 
     Each begins at a multiple of what a device reads at once, if the storage does.
+
+    Args:
+        wide: whether they are of float32, and not of the element type of the given ones.
     """
     sizes = [x.numel() for x in arrays]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    pieces = arrays[0].new_empty(sum(padded)).split(padded)
+    like = arrays[0].new_empty(0).float() if wide else arrays[0]
+    pieces = like.new_empty(sum(padded)).split(padded)
     parts = [piece[:size].view(x.shape) for piece, size, x in zip(pieces, sizes, arrays, strict=True)]
     return parts, [part.data_ptr() for part in parts]

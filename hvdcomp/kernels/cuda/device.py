@@ -18,7 +18,7 @@ import torch
 from hvdcomp.kernels.cuda import casts, dense, lowrank, quant, quant_more, random, signs, sparse, sparse_decode
 from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
-from hvdcomp.kernels.cuda.x import COLUMNS
+from hvdcomp.kernels.cuda.x import COLUMNS, SOURCED
 from hvdcomp.kernels.tables import Table
 
 PIECE = 8192
@@ -196,15 +196,20 @@ class DeviceKernels:
         """What `make_x` takes behind the table."""
         return self.factor, self.table.bucket.decay, self.table.bucket.momentum
 
-    def constants_of_x(self) -> dict[str, bool]:
+    def constants_of_x(self) -> dict[str, int]:
         """What `make_x` is compiled for."""
         nesterov = bool(self.table.bucket.nesterov)
-        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "SOURCED": self.sourced}
+        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": self.origin}
 
     @property
-    def sourced(self) -> bool:
-        """Whether what is compressed lies at `source`."""
-        return bool(self.segments["source"][0])
+    def narrow(self) -> int:
+        """The element type of gradients, as of `NARROW`."""
+        return int(self.segments["narrow"][0])
+
+    @property
+    def origin(self) -> int:
+        """Where what is compressed comes from: from `source`, or from gradients of this type."""
+        return SOURCED.value if self.segments["source"][0] else self.narrow
 
     def tensors(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Launches a program for each tensor."""

@@ -34,7 +34,7 @@ _SUMS_AT_A_TIME = 4096
 @triton.jit
 def multiply(
     table, segments, flag, factor, decay, momentum, tiles, unit, partial,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     MAKES_X: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -62,10 +62,10 @@ def multiply(
             inside = (i < tl.minimum(row + ROWS, rows))[None, :] & (j < columns)[:, None]
             if MAKES_X:
                 x = make_x(
-                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED
+                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM
                 )
             else:
-                x = made(table, segments, segment, at, inside, KEEPS, SOURCED)
+                x = made(table, segments, segment, at, inside, KEEPS, FROM)
             largest = tl.maximum(largest, magnitude(x))
             there = (i < rows)[:, None] & (k < rank)[None, :]
             factor_ = tl.load(factors + k[None, :] * rows + i[:, None], mask=there, other=0.0)
@@ -82,10 +82,10 @@ def multiply(
             inside = (i < rows)[:, None] & (j < tl.minimum(column + COLUMNS, columns))[None, :]
             if MAKES_X:
                 x = make_x(
-                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED
+                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM
                 )
             else:
-                x = made(table, segments, segment, at, inside, KEEPS, SOURCED)
+                x = made(table, segments, segment, at, inside, KEEPS, FROM)
             largest = tl.maximum(largest, magnitude(x))
             there = (j < columns)[:, None] & (k < rank)[None, :]
             factor_ = tl.load(factors + k[None, :] * columns + j[:, None], mask=there, other=0.0)
