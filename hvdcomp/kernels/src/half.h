@@ -6,6 +6,11 @@
 
 #define HVD_LARGEST_HALF 65504.0f
 
+/* The value, or where half precision ends; NaN stays. */
+static inline float hvd_within_half(float value) {
+    return value > HVD_LARGEST_HALF ? HVD_LARGEST_HALF : value < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF : value;
+}
+
 /* Rounded to nearest, ties to even; what is beyond half precision becomes inf. */
 static inline uint16_t hvd_to_half(float value) {
     const uint32_t sign = hvd_bits(value) >> 16 & 0x8000u, bits = hvd_bits(value) & 0x7fffffffu;

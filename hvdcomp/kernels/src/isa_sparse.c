@@ -178,10 +178,7 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     count = hvd_shorter(count, s->count - first); /* what cannot be unless x holds NaN */
     if (to->job->sparse->half)
         for (int64_t i = 0; i < count; i++) {
-            const float bounded = values[i] > HVD_LARGEST_HALF    ? HVD_LARGEST_HALF
-                                  : values[i] < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF
-                                                                  : values[i];
-            const uint16_t half = hvd_to_half(bounded);
+            const uint16_t half = hvd_to_half(hvd_within_half(values[i]));
             memcpy(wire + s->place[0] + 2 * (first + i), &half, 2);
         }
     else memcpy(wire + s->place[0] + 4 * first, values, (size_t)count * 4);
