@@ -278,7 +278,7 @@ def _encode(on, chunk, how, masks, values, places, payload):
         BLOCK=on.block, **on.constants_of_x(),
     )  # fmt: skip
     if how == FOUR_MEANS.value:
-        on.tensors(chunks_means, values, bins, payload, BLOCK=on.block)
+        on.tensors(chunks_means, values, bins, payload, BLOCK=on.block // 2)
     on.launch(
         chunks_pack, groups.shape[0], on.rows, tensors, groups, values, places, bins, payload, chunk,
         HOW=how, MASKING=bool(masks), KEEPS=on.keeps,
