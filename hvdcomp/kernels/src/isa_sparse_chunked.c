@@ -66,12 +66,15 @@ static void pack(
  * do, these alone are looked at.
  *
  * guess: a bound to begin with, 0 for none.
+ * largest: bits that no magnitude exceeds.
  * Returns: the least bits that are taken. */
-static uint32_t choose(const float *x, int64_t length, int64_t count, uint32_t guess, float *values, uint16_t *places) {
+static uint32_t choose(
+    const float *x, int64_t length, int64_t count, uint32_t guess, uint32_t largest, float *values, uint16_t *places
+) {
     float candidates[CANDIDATES + HVD_SLACK];
     uint16_t of_candidates[CANDIDATES + HVD_SLACK];
     const float *from = x;
-    uint32_t low = 0, high = 0x80000000u; /* `count` elements reach low, fewer high */
+    uint32_t low = 0, high = largest + 1; /* `count` elements reach low, fewer high */
     int64_t above = 0;                    /* as many reach high */
     while (high - low > 1) {
         const uint32_t middle = guess ? guess : low + (high - low) / 2;
@@ -83,17 +86,18 @@ static uint32_t choose(const float *x, int64_t length, int64_t count, uint32_t g
             continue;
         }
         low = middle;
+        if (reaching == count) break;
         if (from != x || reaching > CANDIDATES || reaching > 8 * count) continue;
         length = hvd_collect(x, length, low, 0, candidates, of_candidates);
         from = candidates;
-        if (high == 0x80000000u) high = hvd_largest_bits(from, length, 0) + 1;
     }
-    int64_t equal = count - above;
-    for (int64_t i = 0; i < length; i++) {
+    int64_t equal = count - above, taken = 0;
+    for (int64_t i = 0; i < length && taken < count; i++) {
         const uint32_t magnitude = hvd_magnitude(from[i]);
-        if (magnitude < low || (magnitude == low && equal-- <= 0)) continue;
-        *values++ = from[i];
-        *places++ = from == x ? (uint16_t)i : of_candidates[i];
+        values[taken] = from[i];
+        places[taken] = from == x ? (uint16_t)i : of_candidates[i];
+        taken += (magnitude > low) | ((magnitude == low) & (equal > 0)); /* a branch would often be foreseen wrongly */
+        equal -= magnitude == low;
     }
     return low;
 }
@@ -110,9 +114,10 @@ static void choose_piece(void *context, int64_t number) {
         const int64_t length = hvd_shorter(chunk, end - start), count = (k * length + chunk - 1) / chunk;
         for (int64_t done = 0; done < length; done += HVD_BLOCK)
             hvd_x(job->bucket, s, start + done, hvd_shorter(HVD_BLOCK, length - done), &largest);
-        /* A little less than what the chunk before it took, which most chunks reach often enough. */
-        const uint32_t guess = least > 1u << 21 ? least - (1u << 21) : 0;
-        least = choose(hvd_made(s, start), length, count, guess, job->values + place, job->places + place);
+        /* A little less than what the chunk before it took, or half of the largest: most chunks have enough of that. */
+        const uint32_t near = least ? least : largest, less = least ? 1u << 21 : 1u << 23;
+        const uint32_t guess = near > less ? near - less : 0;
+        least = choose(hvd_made(s, start), length, count, guess, largest, job->values + place, job->places + place);
         place += count;
     }
     task->counts[0] = largest >= HVD_INFINITE;
@@ -129,20 +134,36 @@ static int bin_of(const struct four *four, float value) {
     return (centred >= four->bounds[0]) + (centred >= four->bounds[1]) + (centred >= four->bounds[2]);
 }
 
+#define LANES 8
+
+static double sum_of(const double *lanes) {
+    double sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
 static struct four four_of(const float *values, int64_t count) {
-    double sum = 0, squares = 0, sums[4] = {0}, numbers[4] = {0};
+    double sum[LANES] = {0}, squares[LANES] = {0}, sums[4][LANES] = {{0}}, numbers[4][LANES] = {{0}};
     struct four found;
-    for (int64_t i = 0; i < count; i++) sum += values[i];
-    found.mean = sum / (double)count;
-    for (int64_t i = 0; i < count; i++) squares += (values[i] - found.mean) * (values[i] - found.mean);
-    const double sigma = sqrt(squares) / sqrt((double)count);
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int lane = 0; lane < LANES && i + lane < count; lane++) sum[lane] += values[i + lane];
+    found.mean = sum_of(sum) / (double)count;
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int lane = 0; lane < LANES && i + lane < count; lane++) {
+            const double centred = values[i + lane] - found.mean;
+            squares[lane] += centred * centred;
+        }
+    const double sigma = sqrt(sum_of(squares)) / sqrt((double)count);
     for (int i = 0; i < 3; i++) found.bounds[i] = (1.5 * i - 2.25) * sigma;
     for (int64_t i = 0; i < count; i++) {
-        const int bin = bin_of(&found, values[i]);
-        sums[bin] += values[i];
-        numbers[bin]++;
+        const int bin = bin_of(&found, values[i]), lane = (int)(i % LANES);
+        sums[bin][lane] += values[i];
+        numbers[bin][lane]++;
     }
-    for (int i = 0; i < 4; i++) found.means[i] = numbers[i] > 0 ? (float)(sums[i] * (1 / numbers[i])) : 0;
+    for (int i = 0; i < 4; i++) {
+        const double number = sum_of(numbers[i]);
+        found.means[i] = number > 0 ? (float)(sum_of(sums[i]) * (1 / number)) : 0;
+    }
     return found;
 }
 
@@ -170,30 +191,32 @@ static void pack_tensor(void *context, int64_t number) {
     struct four four = {0};
     struct walk walk = {job->chunk, s->place[2], 0, s->place[2]};
     uint8_t *wire = job->wire + s->place[0];
-    if (job->how == FOUR_MEANS) {
+    const int how = job->how;
+    float *x = s->x, *velocity = job->masking ? s->next_velocity : NULL;
+    if (how == FOUR_MEANS) {
         four = four_of(values, s->count);
         memcpy(wire, four.means, sizeof four.means);
-    } else if (job->how == FLOAT) memcpy(wire, values, (size_t)s->count * sizeof *values);
-    for (int64_t i = 0; i < s->count; i++) {
+    } else if (how == FLOAT) memcpy(wire, values, (size_t)s->count * sizeof *values);
+    for (int64_t i = 0, count = s->count; i < count; i++) {
         const int64_t index = next_start(&walk) + places[i], at = i % HVD_GROUP;
         float sent = values[i];
         group.low[at] = (uint8_t)places[i];
         group.high[at] = (uint8_t)(places[i] >> 8);
-        if (job->how == FOUR_MEANS) {
+        if (how == FOUR_MEANS) {
             group.bins[at] = (uint8_t)bin_of(&four, sent);
             sent = four.means[group.bins[at]];
-        } else if (job->how == HALF) {
+        } else if (how == HALF) {
             const uint16_t half = hvd_to_half(hvd_within_half(sent));
             memcpy(wire + 2 * i, &half, sizeof half);
             sent = hvd_from_half(half);
         }
-        if (s->x) s->x[index] = hvd_left(s->x[index], sent);
-        if (job->masking && s->next_velocity) s->next_velocity[index] = 0;
-        if (at < HVD_GROUP - 1 && i < s->count - 1) continue;
+        if (x) x[index] = hvd_left(x[index], sent);
+        if (velocity) velocity[index] = 0;
+        if (at < HVD_GROUP - 1 && i < count - 1) continue;
         memset(group.low + at + 1, 0, 7);
         memset(group.high + at + 1, 0, 7);
         memset(group.bins + at + 1, 0, 7);
-        pack(job, codes, &group, s->count, i - at, 0);
+        pack(job, codes, &group, count, i - at, 0);
     }
 }
 
