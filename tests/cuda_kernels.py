@@ -37,11 +37,13 @@ SPECS = (
     "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "mstopk:ratio=0.01",
     "redsync:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
     "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
+    "topkc:ratio=0.05", "arctopk:ratio=0.2,sketch=2", "chunkedtopk", "chunkedtopk:chunk=128,k=4,values=float32",
 )  # fmt: skip
 
 COMPILED = (
     *SPECS, "powersgd:rank=32", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic", "fp8:format=e5m2",
-    "fp8:rounding=stochastic,format=e5m2,block=100",
+    "fp8:rounding=stochastic,format=e5m2,block=100", "arctopk:ratio=0.2,sketch=32",
+    "chunkedtopk:chunk=65536,k=3000,values=fp16",
 )  # fmt: skip
 
 MOST_SPILLED = 64  # bytes a thread

@@ -40,7 +40,10 @@ METHODS = {
     "mstopk",
     "redsync",
     "dgc",
+    "chunkedtopk",
     "randomk",
+    "topkc",
+    "arctopk",
     "powersgd",
 }
 """Whose bucket forms find all their kernels here."""
@@ -134,7 +137,7 @@ def takes(compressor: Any, size: int) -> bool:
         and compressor.has_bucket_form
         and not scatters
         and size <= MOST_ELEMENTS
-        and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
+        and getattr(compressor, "rank", getattr(compressor, "sketch", 1)) <= _HIGHEST_RANK
     )
 
 

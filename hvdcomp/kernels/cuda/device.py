@@ -15,7 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdcomp.kernels.cuda import casts, dense, lowrank, quant, quant_more, random, signs, sparse, sparse_decode
+from hvdcomp.kernels.cuda import (
+    casts,
+    chunks,
+    dense,
+    lowrank,
+    quant,
+    quant_more,
+    random,
+    signs,
+    sparse,
+    sparse_decode,
+    together,
+)
 from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
 from hvdcomp.kernels.cuda.x import COLUMNS, SOURCED
@@ -28,7 +40,7 @@ _BLOCK = 1024  # elements that a program works on at a time
 _FLAGS = 64  # of a step; more are not asked for
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
-    for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, random, lowrank)
+    for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, chunks, random, lowrank, together)
     for name, launcher in module.KERNELS.items()
 }
 _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time

@@ -167,8 +167,13 @@ def _tiles(on, of_rows, rank):
 
 
 def _multiply(on, factors, unit, product, makes_x, of_rows):
-    rank = rank_of(on)
     orthonormal(on, factors, unit, of_rows)
+    multiplied(on, unit, product, makes_x, of_rows)
+
+
+def multiplied(on, factors, product, makes_x, of_rows):
+    """Launches what makes P = M Q of all Q, or all Q of all P if `of_rows`; and x, if `makes_x`."""
+    rank = rank_of(on)
     name = f"{'rows' if of_rows else 'columns'} of {rank}"
     if name not in on.plans:
         tiles, strips, on.plans[name] = _tiles(on, of_rows, rank)
@@ -180,7 +185,7 @@ def _multiply(on, factors, unit, product, makes_x, of_rows):
     wide = columns if of_rows else rows
     across = max(_LEAST_ACROSS[of_rows], _AT_A_TIME // (wide * rank)) * (8 if on.interpreting else 1)
     on.launch(
-        multiply, tiles.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), tiles, unit, partial,
+        multiply, tiles.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), tiles, factors, partial,
         **on.constants_of_x(), MAKES_X=bool(makes_x), OF_ROWS=of_rows, RANK=rank, ROWS=rows, COLUMNS=columns,
         ACROSS=across,
     )  # fmt: skip

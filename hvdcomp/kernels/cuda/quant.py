@@ -295,6 +295,12 @@ def _encode_codes(on, payload, length, mantissa=0, nearest=False):
 
 
 def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
+    length = find_runs(on, length, payload, norms)
+    _encode_codes(on, payload, length, mantissa, nearest)
+
+
+def find_runs(on, length, payload, norms):
+    """Launches what makes x and the scales of runs of `length` elements; returns it, or the largest tensor's size."""
     length = min(length, int(on.segments["size"].max()))
     at_once = _RUNS if on.interpreting else 1024
     wide = min(triton.next_power_of_2(length), at_once)
@@ -314,7 +320,7 @@ def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
         find_scales, found.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), found, payload, length,
         **constants,
     )  # fmt: skip
-    _encode_codes(on, payload, length, mantissa, nearest)
+    return length
 
 
 def _encode_terngrad(on, clip, payload):

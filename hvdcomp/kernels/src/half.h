@@ -14,6 +14,11 @@ enum { HVD_FLOAT, HVD_HALF, HVD_BFLOAT16 };
 #define HVD_LARGEST_HALF 65504.0f
 #define HVD_LARGEST_BFLOAT16 0x1.fep127f
 
+/* The value, or where half precision ends; NaN stays. */
+static inline float hvd_within_half(float value) {
+    return value > HVD_LARGEST_HALF ? HVD_LARGEST_HALF : value < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF : value;
+}
+
 /* Rounded to nearest, ties to even; what is beyond half precision becomes inf. */
 static inline uint16_t hvd_to_half(float value) {
     const uint32_t sign = hvd_bits(value) >> 16 & 0x8000u, bits = hvd_bits(value) & 0x7fffffffu;
