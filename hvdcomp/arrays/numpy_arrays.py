@@ -299,7 +299,7 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     ]
 
 
-def stream(x: Array) -> None:
+def stream(x: Array) -> Any:
     """The stream on which operations on `x` are queued now; None where nothing is queued."""
     return None
 
