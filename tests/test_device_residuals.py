@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,29 @@ def test_residuals_take_one_place_between_steps(
             engine.step(given())
             assert kept() == expected
     assert within == [expected, 2 * expected, 2 * expected]
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [("efsignsgd", 4.2), ("topk:ratio=0.01", 4.2), ("int8", 5.1), ("powersgd:rank=4", 4.2), ("dgc:ratio=0.01", 8.2)],
+)
+def test_little_else_stays_in_memory(spec: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensors that are alive: what is sent, and what kernels note of each piece."""
+
+    def alive() -> int:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+    memory = None if spec.startswith("dgc") else ErrorFeedback()
+    with on_device(monkeypatch), recorded():
+        gradients = {"w": torch.ones(1024, 2048)}
+        before = alive()
+        engine = Engine(LoopbackCommunicator(), infos({"w": (1024, 2048)}), parse_compressor(spec), memory, 0, 0, 0)
+        for _ in range(3):
+            engine.begin()
+            engine.step(gradients, in_place=True)
+        assert 4 < (alive() - before) / 2**21 < most
 
 
 @pytest.mark.usefixtures("in_interpreter")
