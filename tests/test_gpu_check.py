@@ -78,7 +78,8 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     """From the parts' own rows, of a tiny model on the CPU, which has no device's time."""
     monkeypatch.setitem(shapes._MODELS, "resnet50", lambda: {"matrix": (40, 48)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    found: dict[str, Any] = {name: {"failures": [], "rows": [], "notes": []} for name in ("bench", "roofline", "memory")}
+    names = "bench", "roofline", "memory"
+    found: dict[str, Any] = {name: {"failures": [], "rows": [], "notes": []} for name in names}
 
     def keep(part: str) -> Any:
         def into(row: Any = None, failure: str = "", note: str = "") -> None:
