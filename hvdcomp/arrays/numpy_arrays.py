@@ -299,6 +299,11 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     ]
 
 
+def stream(x: Array) -> Any:
+    """The stream on which operations on `x` are queued now; None where nothing is queued."""
+    return None
+
+
 def mark(like: Array, spare: float | None = None) -> float:
     """A point in time on the device of `like`.
 

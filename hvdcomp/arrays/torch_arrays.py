@@ -251,6 +251,10 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     ]
 
 
+def stream(x: Array) -> Any:
+    return torch.cuda.current_stream(x.device) if x.is_cuda else None
+
+
 def mark(like: Array, spare: Any = None) -> Any:
     if not like.is_cuda:
         return time.perf_counter()

@@ -125,14 +125,16 @@ class Buckets:
         """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self._grouped:
-                self._residuals = DeviceResiduals(self._sizes, xp, xp.astype(xp.flatten(arrays[0])[:0], "float32"))
+                # Not a part of the gradient: that would keep all of it.
+                like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
+                self._residuals = DeviceResiduals(self._sizes, xp, like)
             return placed if isinstance(self._residuals, DeviceResiduals) else None
         return xp.hosted(arrays, dtype) if kernels.available() and isinstance(self._residuals, Residuals) else None
 
     @property
     def kept_bytes(self) -> int:
-        """What residuals, velocities and the methods' own arrays take from step to step, with the places that a step
-        fills while it may still come to nothing."""
+        """What residuals, velocities and the methods' own arrays take from step to step; on the host with the places
+        that a step fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
         return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
 

@@ -31,7 +31,7 @@ from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
-from hvdcomp.torch.training import TorchTraining, on_host
+from hvdcomp.torch.training import TorchTraining
 
 
 class TorchBinding(TorchTraining):
@@ -43,6 +43,7 @@ class TorchBinding(TorchTraining):
     """
 
     overlaps_with_policy = True
+    overlaps = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
     optimizer_from = "hvd.DistributedOptimizer(..., compression=compression)"
 
@@ -52,8 +53,6 @@ class TorchBinding(TorchTraining):
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
             self._horovods = HorovodOptimizer(optimizer, parameters)
-            # Nobody has seen it on a device yet: there, whoever wants it asks for it.
-            self.overlaps = on_host(parameters) or setup.compression.settings.overlap is True
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
 

@@ -190,11 +190,6 @@ class TorchTraining(Binding):
         return self._optimizer
 
 
-def on_host(parameters: Mapping[str, torch.nn.Parameter]) -> bool:
-    """Whether all parameters are on the CPU."""
-    return all(parameter.device.type == "cpu" for parameter in parameters.values())
-
-
 def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
     if not parameter.dtype.is_floating_point:
         raise ConfigurationError(

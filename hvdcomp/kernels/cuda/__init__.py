@@ -18,7 +18,7 @@ from typing import Any
 from hvdcomp.errors import warn_alone
 
 __all__ = [
-    "METHODS", "MOST_ELEMENTS", "available", "compiled_ahead", "described", "placed", "serves", "serves_host",
+    "METHODS", "MOST_ELEMENTS", "available", "compiled_ahead", "described", "let_go", "placed", "serves", "serves_host",
     "serving_host", "split_like", "takes", "warn_where_none", "way_out", "why_not",
 ]  # fmt: skip
 
@@ -208,3 +208,12 @@ def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], li
     pieces = like.new_empty(sum(padded)).split(padded)
     parts = [piece[:size].view(x.shape) for piece, size, x in zip(pieces, sizes, arrays, strict=True)]
     return parts, [part.data_ptr() for part in parts]
+
+
+def let_go(array: Any) -> None:
+    """To be called before the last reference to an array goes that the current stream may still use: PyTorch may have
+    made it on another one."""
+    if array.is_cuda:
+        import torch
+
+        array.record_stream(torch.cuda.current_stream(array.device))

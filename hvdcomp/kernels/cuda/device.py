@@ -168,6 +168,10 @@ class DeviceKernels:
             found = self.room[name] = self.zeros(count, dtype)
         return found
 
+    def passing(self, count: int, dtype: str) -> torch.Tensor:
+        """Memory for this call alone, not filled: too much to be kept for the next one."""
+        return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
+
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
         """Numbers that follow from the tensors and levels alone, on the device."""
         found = self._memory.get(name)

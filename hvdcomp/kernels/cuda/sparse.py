@@ -264,7 +264,7 @@ def _encode(on, asked, payload):
     choices = on.static("choices", lambda: _choices(on, asked))
     state = on.scratch("state", tensors * STATE.value, "int32")
     histograms = on.scratch("histograms", tensors * QUERIES.value * 4 * BINS.value, "int32")
-    places, counts = on.scratch("places", tasks * on.piece, "int16"), on.scratch("noted", tasks, "int32")
+    places, counts = on.passing(tasks * on.piece, "int16"), on.scratch("noted", tasks, "int32")
     sums, largest = on.scratch("magnitudes", tasks, "float64"), on.scratch("largest", tasks, "int32")
     between, chosen = on.scratch("between", 2 * tasks, "int32"), on.scratch("chosen", 2 * tasks, "int32")
     read = {"KEEPS": on.keeps, "FROM": on.origin, "BLOCK": on.piece if on.interpreting else _LOOKED_AT}
