@@ -37,8 +37,12 @@ class Group:
 
     def columns(self) -> dict[str, float | None]:
         """What is known of a step in turns and on other networks."""
-        predicted = {} if self.turns is None or self.spec is None else self.turns.predicted_ms.get(self.spec, {})
-        return {"turns_ms": self.turns_ms, **{f"predicted_ms_{rate}": predicted.get(rate) for rate in RATES}}
+        known: dict[str, float | None] = {"turns_ms": self.turns_ms}
+        for rate in RATES:
+            predicted = self.turns and self.turns.predicted_ms.get(self.spec or "", {}).get(rate)
+            measured = self.turns and self.turns.measured_ms.get(rate, {}).get(self.spec or "")
+            known |= {f"predicted_ms_{rate}": predicted, f"measured_ms_{rate}": measured}
+        return known
 
     @property
     def setting(self) -> tuple[str | None, ...]:
