@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdcomp.compressors.evidence import DIVERGED, EVIDENCE, Evidence, excess_of, in_words, measured_specs
 from hvdcomp.commands.profile import HARMLESS
+from hvdcomp.compressors.evidence import DIVERGED, EVIDENCE, Evidence, excess_of, in_words, measured_specs
 from hvdcomp.compressors.first import FIRST
 from hvdcomp.compressors.parsing import parse_compressor
 
