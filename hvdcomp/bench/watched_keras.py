@@ -21,7 +21,7 @@ import torch
 
 from hvdcomp.bench.watched import Named, Watched, no_loss
 from hvdcomp.bench.workload import Workload
-from hvdcomp.bindings import kind_of
+from hvdcomp.bindings import caller_local, kind_of, left_as_written
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.tensorflow import by_name, matrix_of, refuse_keras_3
 from hvdcomp.train.options import SetupError
@@ -84,7 +84,7 @@ class KerasWatch:
     def _replace(self, owner: type, name: str, by: Callable[..., Any]) -> None:
         self._before[owner, name] = method = getattr(owner, name)
 
-        @tf.autograph.experimental.do_not_convert
+        @left_as_written
         @wraps(method)
         def replaced(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -125,10 +125,10 @@ class KerasWatch:
         tf.numpy_function(self._end_step, [read, *(passed.gradients[key] for key in keys)], [])
         return result
 
-    def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> None:
+    def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
         """Called in each step: when it began its backward pass, had the means, had stepped, and had each gradient."""
         if self.done:
-            return
+            return []
         self.seen += 1
         before, self._last = self._last, read[2]
         if before is not None and self.seen > self._warm_up:
@@ -141,6 +141,7 @@ class KerasWatch:
             except BaseException as error:
                 self.ended = error
                 raise
+        return []
 
     def _watched(self, gradients: tuple[np.ndarray, ...]) -> Watched:
         before, begin, exchanged, stepped, *ready = np.array(self._samples).T
@@ -164,7 +165,14 @@ def _when_there(tensors: Any) -> tf.Tensor:
     """The moment at which tensors are there, in seconds."""
     there = [one for one in tf.nest.flatten(tensors) if tf.is_tensor(one)]
     with tf.control_dependencies(there), tf.device("CPU:0"):
-        return tf.timestamp()
+        moment = tf.timestamp()
+    if not tf.executing_eagerly():
+        # What traces orders all operations that see the world by their place in the program; these are to wait for
+        # nothing but their tensors, and nothing for them.
+        order = caller_local("deps_ctx", lambda found: getattr(found, "_graph", None) is moment.graph)
+        if order is not None:
+            order.run_independently(moment.op)
+    return moment
 
 
 def _graphs() -> list[Any]:
