@@ -8,6 +8,8 @@ what they read. What the training computes stays the same.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,7 +142,9 @@ class KerasWatch:
                 self._then(self._watched(gradients))
             except BaseException as error:
                 self.ended = error
-                raise
+                if not isinstance(error, SystemExit) or threading.current_thread() is threading.main_thread():
+                    raise
+                _end_program()
         return []
 
     def _watched(self, gradients: tuple[np.ndarray, ...]) -> Watched:
@@ -203,6 +207,13 @@ def _check(passed: _Pass, variables: list[Any]) -> None:
                 f"{variable.name} is on a GPU, where TensorFlow tells when work was handed over, and not when it was "
                 "done: profile the training in PyTorch, or measure with hvdcomp calibrate --device cuda"
             )
+
+
+def _end_program() -> None:
+    """Raises SystemExit in the main thread, as soon as that is back in Python. Of one that is raised in its own threads
+    TensorFlow logs the traceback, as of an error."""
+    main = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(SystemExit))
 
 
 def _parameter(gradient: np.ndarray) -> torch.nn.Parameter:
