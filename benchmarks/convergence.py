@@ -10,9 +10,12 @@ already, complete and of the same settings, is not trained again, so that an int
 stopped. In the end all runs found there make the page --table and the plot beside it, and their figures go to
 trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
 
-A run is timed on several links at once (docs/simulated-ranks.md). What a rank computes is measured, on a machine that
-may be busy. So that rows can be compared, all rows of a workload get one time of computing a step: the median over its
-runs, or --compute-ms. What encoding and decoding take is the method's own.
+Trainings may run on any machine, busy ones and GPUs too: quality, steps and bytes are taken from them. What a step
+takes is measured by a few steps of each method, --times, on a machine that does nothing else, and on several links at
+once (docs/simulated-ranks.md). So that rows can be compared, all rows of a workload get one time of computing a step:
+the median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
+
+    python benchmarks/convergence.py --times --workers 1       # a quarter of an hour
 """
 
 from __future__ import annotations
@@ -63,16 +66,24 @@ class Workload:
         target: of the validation part, to which steps, bytes and seconds are counted.
         beside: the workload whose uncompressed runs are those to compare with; None for its own.
         only: the methods it is trained with; none for all.
+        ranks: how many.
     """
 
     options: dict[str, Any]
     target: str
     beside: str | None = None
     only: tuple[str, ...] = ()
+    ranks: int = RANKS
 
     @property
     def metric(self) -> str:
         return "perplexity" if self.options["data"] in TEXT_DATA else "accuracy"
+
+    @property
+    def lost(self) -> str:
+        """In what a method is compared with dense training: where there is an accuracy, by chance the loss differs by
+        many times more than that does."""
+        return "points of accuracy lost" if self.metric == "accuracy" else "loss above dense (%)"
 
 
 _GPT = {
@@ -85,13 +96,14 @@ _GPT = {
     "steps": 600,
     "evaluate_every": 25,
 }
+_LONG = {**_GPT, "steps": 6000, "evaluate_every": 300}
 WORKLOADS = {
     "mnist1d": Workload(
         {
             "model": "cnn1d",
             "data": "mnist1d",
             "optimizer": "sgd",
-            "lr": 0.2,
+            "lr": 0.1,  # at 0.2 dense training is near its edge, and ends 20 % apart by chance
             "schedule": "cosine",
             "warm_up": 1.0,
             "steps": 800,
@@ -107,6 +119,15 @@ WORKLOADS = {
         "loss=2.15",
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
+    ),
+    # 200 exchanges, beside an exchange in each step, and beside one rank that exchanges nothing.
+    "gpt-long": Workload(_LONG, "loss=1.6", only=("none", "int4")),
+    "gpt-rounds": Workload(
+        {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
+    ),
+    "gpt-alone": Workload(_LONG, "loss=1.6", beside="gpt-long", only=("none",), ranks=1),
+    "gpt-alone-rounds": Workload(
+        {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none",), ranks=1
     ),
     "lstm": Workload(
         {
@@ -162,6 +183,12 @@ METHODS = (
     *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
     *_methods("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16", "arctopk:ratio=0.02"),
     *_methods("chunkedtopk:chunk=512,k=8"),  # the published 1 in 64, in chunks that small tensors fill
+    # As `LocalSteps.sparseloco` has it.
+    Method(
+        "chunkedtopk",
+        {"gpt-rounds": {"memory": "error_feedback:decay=0.95", "outer_lr": 1.0, "outer_momentum": 0.0}},
+        left_out=dict.fromkeys(("mnist1d", "gpt", "gpt-frozen", "lstm"), "its chunks are for larger tensors"),
+    ),
     # Momentum is DGC's own: the optimizer has none.
     *_methods(
         "dgc:ratio=0.01",
@@ -172,7 +199,7 @@ METHODS = (
     # A vote has no magnitude. SGD's rate is to be that of signs, and clipping makes the norm that of dense steps.
     *_methods(
         "signsgd",
-        changes={"mnist1d": {"lr": 0.01}, "lstm": {"lr": 0.1}},
+        changes={"mnist1d": {"lr": 0.02}, "lstm": {"lr": 0.1}},
         left_out={"gpt-frozen": "its votes have no magnitude, and the frozen second moment is of gradients"},
     ),
     *_methods("onebit", "onebit:per_row=True"),
@@ -205,7 +232,7 @@ class MethodRun(Run):
     @cached_property
     def options(self) -> dict[str, Any]:
         own = self.method.options(WORKLOADS[self.workload], self.workload)
-        return {**own, "simulate_ranks": RANKS, "link": ALL_LINKS, "seed": self.seed}
+        return {**own, "simulate_ranks": WORKLOADS[self.workload].ranks, "link": ALL_LINKS, "seed": self.seed}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -219,9 +246,7 @@ class MethodRun(Run):
         """As `Outcome` has them. Waiting is for the links, from the first step to the target."""
         assert self.summary is not None
         metric = WORKLOADS[self.workload].metric
-        steps, evaluations = self.records("steps.jsonl"), self.records("evaluations.jsonl")
-        coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
-        alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+        evaluations = self.records("evaluations.jsonl")
         finite = [one for one in evaluations if one["loss"] is not None and one[metric] is not None]
         ended = self.summary["status"] == "finished" and evaluations and finite[-1:] == evaluations[-1:]
         last = evaluations[-1] if ended else {"loss": None, metric: None}
@@ -232,8 +257,6 @@ class MethodRun(Run):
             "factor": self.summary["compression_factor"],
             "loss": last["loss"],
             "quality": last[metric],
-            "compute_ms": statistics.median(alone),
-            "coding_ms": statistics.median(coding),
             "steps_to_target": None if reached is None else reached["step"],
             "bytes_to_target": None if reached is None else reached["bytes_sent"],
             **{
@@ -241,6 +264,41 @@ class MethodRun(Run):
                 for link in LINKS
             },
         }
+
+
+TIMED_STEPS = 24
+
+
+@dataclass(frozen=True)
+class TimedRun(MethodRun):
+    """Some steps of a method in a workload, which tell what a step takes."""
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        every = WORKLOADS[self.workload].options.get("local_steps", 1)
+        steps = -(-TIMED_STEPS // every) * every
+        return {**super().options, "steps": steps, "evaluate_every": steps}
+
+    @property
+    def target(self) -> str:
+        return ""
+
+    def figures(self) -> dict[str, Any]:
+        """Milliseconds of a step: computing, encoding with decoding, and waiting for each link."""
+        steps, (*_, last) = self.records("steps.jsonl"), self.records("evaluations.jsonl")
+        coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
+        alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
+        spent = [ms for ms in coding if ms > 0]  # in each step, or in each of local steps' exchanges
+        on_links = last["trained_seconds_on_links"]
+        return {
+            "compute_ms": statistics.median(alone),
+            "coding_ms": statistics.median(spent) * len(spent) / len(steps) if spent else 0.0,
+            **{f"wait_ms_{link}": 1000 * (on_links[link] - on_links[NO_TIME]) / len(steps) for link in LINKS},
+        }
+
+    @classmethod
+    def of(cls, run: MethodRun) -> TimedRun:
+        return cls(run.workload, 0, run.runs / "times", run.method)
 
 
 def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[MethodRun]:
@@ -273,7 +331,6 @@ class Outcome:
     Attributes:
         factor: dense bytes over those sent.
         loss, quality: of the validation part in the end; None if it diverged.
-        compute_ms, coding_ms: of a step, the computing without and the encoding and decoding of the method.
         steps_to_target, bytes_to_target: until the first evaluation that reached the target; None if none did.
         waits: seconds until then in which the rank waits for a link, by link.
     """
@@ -282,11 +339,19 @@ class Outcome:
     factor: float
     loss: float | None
     quality: float | None
-    compute_ms: float
-    coding_ms: float
     steps_to_target: int | None
     bytes_to_target: int | None
     waits: Mapping[str, float | None]
+
+    def lost_beside(self, dense: Outcome) -> float:
+        """As `Workload.lost` says."""
+        assert self.loss is not None
+        assert self.quality is not None
+        assert dense.loss is not None
+        assert dense.quality is not None
+        if WORKLOADS[self.run.workload].metric == "accuracy":
+            return 100 * (dense.quality - self.quality)
+        return 100 * (self.loss / dense.loss - 1)
 
     @classmethod
     def of(cls, run: MethodRun) -> Outcome | None:
@@ -298,12 +363,20 @@ class Outcome:
         waits = {link: record[f"waits_{link}"] for link in LINKS}
         return cls(run, **{name: record[name] for name in names}, waits=waits)
 
-    def seconds(self, link: str, compute_ms: float) -> float:
-        """To the target on a link, with so much computing in each step."""
-        waits = self.waits[link]
+    def seconds(self, link: str, compute_ms: float) -> float | None:
+        """To the target on a link, with so much computing in each step; None if steps of the method were not timed.
+
+        What a step waits for a link depends on the machine where gradients travel while others are computed: then it
+        is that of the timed steps. Steps of CompressedAdam are not alike, and none of its gradients travels so early.
+        """
+        waits, timed = self.waits[link], TimedRun.of(self.run).record
         assert self.steps_to_target is not None
         assert waits is not None
-        return waits + self.steps_to_target * (compute_ms + self.coding_ms) / 1000
+        if timed is None:
+            return None
+        if self.run.options["optimizer"] != "compressed-adam":
+            waits = self.steps_to_target * timed[f"wait_ms_{link}"] / 1000
+        return waits + self.steps_to_target * (compute_ms + timed["coding_ms"]) / 1000
 
 
 @dataclass(frozen=True)
@@ -311,13 +384,13 @@ class Row:
     """All finished runs of a method in a workload.
 
     Attributes:
-        dense: the losses of uncompressed training, by seed.
+        dense: what uncompressed training came to, by seed.
         label: the method, and the workload if it is not that of the table.
     """
 
     label: str
     outcomes: tuple[Outcome, ...]
-    dense: Mapping[int, float]
+    dense: Mapping[int, Outcome]
 
     @property
     def factor(self) -> float:
@@ -325,13 +398,11 @@ class Row:
 
     @property
     def difference(self) -> list[float]:
-        """By how many percent the loss is above that of dense training with the same seed; empty if any diverged."""
+        """What is lost beside dense training with the same seed, as `Workload.lost` says; empty if any diverged."""
         if any(one.loss is None for one in self.outcomes):
             return []
         return [
-            100 * (one.loss / self.dense[one.run.seed] - 1)
-            for one in self.outcomes
-            if one.loss is not None and one.run.seed in self.dense
+            one.lost_beside(self.dense[one.run.seed]) for one in self.outcomes if one.run.seed in self.dense
         ]
 
     @property
@@ -340,9 +411,8 @@ class Row:
 
     def seconds(self, link: str, compute_ms: float) -> float | None:
         """To the target, the mean; None unless all runs reached it."""
-        if len(self.reached) < len(self.outcomes):
-            return None
-        return statistics.mean(one.seconds(link, compute_ms) for one in self.reached)
+        seconds = [found for one in self.reached if (found := one.seconds(link, compute_ms)) is not None]
+        return statistics.mean(seconds) if len(seconds) == len(self.outcomes) else None
 
 
 @dataclass(frozen=True)
@@ -382,9 +452,9 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     own = [one for one in found if one.run.workload == name]
     if not own:
         return None
-    in_others = {one.run.seed: one.loss for one in found if (one.run.workload, one.run.method.spec) == (beside, "none")}
-    in_own = {one.run.seed: one.loss for one in own if one.run.method.spec == "none"}
-    dense = {seed: loss for seed, loss in (in_others or in_own).items() if loss is not None}
+    in_others = {one.run.seed: one for one in found if (one.run.workload, one.run.method.spec) == (beside, "none")}
+    in_own = {one.run.seed: one for one in own if one.run.method.spec == "none"}
+    dense = {seed: one for seed, one in (in_others or in_own).items() if one.loss is not None}
     grouped: dict[tuple[str, str], list[Outcome]] = {}
     for one in found:
         grouped.setdefault((one.run.workload, one.run.method.spec), []).append(one)
@@ -394,7 +464,8 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     ]
     rows.sort(key=lambda row: row.factor)
     failed = [run for run in everything if run.record is None and run.about.get("error") is not None]
-    chosen = compute_ms or statistics.median(one.compute_ms for one in own)
+    timed = [record["compute_ms"] for run in everything if (record := TimedRun.of(run).record) is not None]
+    chosen = compute_ms or (statistics.median(timed) if timed else math.nan)
     return Table(name, rows, chosen, [one.run for one in own], failed)
 
 
@@ -405,12 +476,12 @@ def lines_of(table: Table) -> list[str]:
     """A workload's section, in Markdown."""
     workload = table.workload
     options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
-    columns = ["method", "factor", "validation loss", workload.metric, "to dense (%)", "steps", "MB sent"]
+    columns = ["method", "factor", "validation loss", workload.metric, workload.lost, "steps", "MB sent"]
     columns += [f"s at {shown}" for shown in LINKS.values()]
     lines = [
         f"## {table.name}",
         "",
-        f"{options}; {RANKS} ranks, seeds {_listed(sorted({run.seed for run in table.runs}))}. Target: "
+        f"{options}; {workload.ranks} ranks, seeds {_listed(sorted({run.seed for run in table.runs}))}. Target: "
         f"{workload.target}. A step computes for {table.compute_ms:.1f} ms.",
         "",
         f"| {' | '.join(columns)} |",
@@ -457,7 +528,8 @@ def _row(table: Table, row: Row) -> str:
 
 def _time(table: Table, row: Row, link: str) -> str:
     seconds, plain = row.seconds(link, table.compute_ms), table.better_uncompressed(link)
-    assert seconds is not None
+    if seconds is None:
+        return "-"
     return f"{seconds:.1f}" + ("" if plain is None else f" ({plain / seconds:.2f} x)")
 
 
@@ -468,12 +540,12 @@ def _listed(values: Iterable[Any]) -> str:
 AT_LEAST, WITHIN, BEST = (15, 50), (1, 3), 5
 
 
-def best_of(table: Table, factor: float, percent: float) -> list[Row]:
-    """The rows that send so much less and whose mean loss is so close to dense, the best loss first."""
+def best_of(table: Table, factor: float, most: float) -> list[Row]:
+    """The rows that send so much less and lose so little, the best first."""
     chosen = [
         row
         for row in table.rows
-        if row.factor >= factor and row.difference and statistics.mean(row.difference) <= percent
+        if row.factor >= factor and row.difference and statistics.mean(row.difference) <= most
     ]
     return sorted(chosen, key=lambda row: statistics.mean(row.difference))
 
@@ -483,20 +555,20 @@ def best_lines(tables: Sequence[Table]) -> list[str]:
     lines = [
         "## The best that send little",
         "",
-        f"The {BEST} with the lowest loss, with their factors and what their loss is above dense.",
+        f"The {BEST} that lose least, with factors and what they lose: points of accuracy, or percent of the loss.",
         "",
-        "| workload | factor at least | loss within | methods |",
+        "| workload | factor at least | lost at most | methods |",
         "|---|--:|--:|---|",
     ]
     for table in tables:
         for factor in AT_LEAST:
-            for percent in WITHIN:
-                rows = best_of(table, factor, percent)
+            for most in WITHIN:
+                rows = best_of(table, factor, most)
                 shown = [
-                    f"{row.label} ({row.factor:.0f} x, {statistics.mean(row.difference):+.1f} %)" for row in rows[:BEST]
+                    f"{row.label} ({row.factor:.0f} x, {statistics.mean(row.difference):+.1f})" for row in rows[:BEST]
                 ]
                 more = f" and {len(rows) - BEST} more" if len(rows) > BEST else ""
-                lines.append(f"| {table.name} | {factor} | {percent} % | {_listed(shown) or 'none'}{more} |")
+                lines.append(f"| {table.name} | {factor} | {most} | {_listed(shown) or 'none'}{more} |")
     return [*lines, ""]
 
 
@@ -514,7 +586,7 @@ at commit {commits}. It trains the reference models of `hvdcomp train` on {RANKS
 defaults for the rest. Only the compressor differs, and:
 
 - with `dgc`, momentum is left to the compressor;
-- with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a hundredth, or, where the norm
+- with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a fiftieth, or, where the norm
   of a step is clipped as well, a tenth;
 - methods with `two_level` have two nodes of two ranks;
 - with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the
@@ -528,18 +600,19 @@ How to read the tables:
   sorted by it. The models are small: small tensors go dense, and with the numbers that ride along they bound the factor
   that a model of this size can reach.
 - **validation loss**, and accuracy in percent or perplexity, are those of the validation part at the end of the run:
-  means over the seeds, with the 95 % interval of the mean (Student's t). **to dense** is by how much the loss is above
-  that of `none`, seed by seed. What `fp16` differs by is chance: a difference as small says nothing.
+  means over the seeds, with the 95 % interval of the mean (Student's t). What is **lost** is beside `none`, seed by
+  seed. What `fp16` loses is chance: a difference as small says nothing.
 - **steps**, **MB sent** by a rank and **s**econds are those to the target, by the first evaluation that reaches it. In
   brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
 - Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
-  each rank, with the overlap that real ranks would have. All rows of a table have the same time of computing a step,
-  the median over all runs: a busy machine would else favour some. What encoding and decoding take is the median of the
-  method's own, on one core of a CPU. Casts are not counted.
+  each rank, with the overlap that real ranks would have. What a step takes is measured on one core of a CPU by
+  {TIMED_STEPS} steps of each method, apart from the trainings, which may be on a GPU. All rows of a table have the same
+  time of computing a step, the median over the methods. What encoding and decoding take is the median of the method's
+  own. Casts are not counted.
 - A run has a given number of steps, and the learning rate that suits dense training: methods that hold much back are
   still catching up when it ends, and the tables show that as it is.
 
-![Loss above dense over the compression factor]({plot})
+![What is lost over the compression factor]({plot})
 """
 
 
@@ -566,7 +639,7 @@ _FAMILIES = {
     "cast": ("fp16", "bf16"),
 }
 _COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
-_MOST = 30.0  # percent above dense, where the plot ends
+_MOST = 30.0  # points or percent, where the plot ends
 
 
 def family_of(spec: str) -> str | None:
@@ -576,7 +649,7 @@ def family_of(spec: str) -> str | None:
 
 
 def draw(tables: Sequence[Table]) -> bytes:
-    """The loss above dense over the factor, as a PNG."""
+    """What is lost over the factor, as a PNG."""
     import io
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -589,7 +662,7 @@ def draw(tables: Sequence[Table]) -> bytes:
         axes.set_title(table.name, fontsize=10)
         axes.set_xscale("log")
         axes.set_xlabel("compression factor")
-        axes.set_ylabel("validation loss above dense (%)")
+        axes.set_ylabel(table.workload.lost)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(alpha=0.3)
         for row in table.rows:
@@ -646,8 +719,9 @@ def _check(runs: Sequence[MethodRun]) -> None:
     multiple=True,
     callback=_compute_ms,
     metavar="WORKLOAD=MS",
-    help="What a rank computes in a step, for the page; default: the median of the runs.",
+    help="What a rank computes in a step, for the page; default: the median of the timed steps.",
 )
+@click.option("--times", is_flag=True, help="Time some steps of each method, in place of training.")
 @click.option("--dry-run", is_flag=True, help="List what would be trained, and end.")
 @click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
@@ -658,6 +732,7 @@ def main(
     runs: Path,
     table: Path,
     compute_ms: dict[str, float],
+    times: bool,
     dry_run: bool,
     page_only: bool,
 ) -> None:
@@ -668,12 +743,14 @@ def main(
             raise click.BadParameter(f"--only {pattern!r} fits no method; --dry-run lists all")
     _check(chosen)
     console = make_console(soft_wrap=True)
-    failed = [] if page_only else train_missing(chosen, console, workers=workers, dry_run=dry_run)
+    todo = [TimedRun.of(run) for run in chosen if run.seed == seeds[0]] if times else chosen
+    failed = [] if page_only else train_missing(todo, console, workers=workers, dry_run=dry_run)
     if dry_run:
         return
     # Of all seeds that are there, not only those of this command.
     everywhere = seeds_there(runs)
     keep_records(planned(WORKLOADS, everywhere, (), runs), runs)
+    keep_records([TimedRun.of(run) for run in planned(WORKLOADS, [0], (), runs)], runs / "times")
     if write_page(table, runs, everywhere, compute_ms):
         console.print(f"wrote {table} and {table.with_suffix('.png')}")
     else:

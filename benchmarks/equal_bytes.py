@@ -86,9 +86,8 @@ _SMALL: dict[str, Any] = {
     "extremes": {"topk": (0.1, 0.002)},
 }
 WORKLOADS = {
-    # At the rate of the other page, 0.2, training with few bytes is near its edge.
-    "mnist1d": Workload(_of_convergence("mnist1d", lr=0.1), rules="steps=40", **_SMALL),
-    "mnist1d-8": Workload(_of_convergence("mnist1d", 8, lr=0.1), rules="steps=40", **_SMALL),
+    "mnist1d": Workload(_of_convergence("mnist1d"), rules="steps=40", **_SMALL),
+    "mnist1d-8": Workload(_of_convergence("mnist1d", 8), rules="steps=40", **_SMALL),
     "gpt": Workload(
         _of_convergence("gpt-frozen"), levels={"topk": (0.03, 0.01, 0.003), "powersgd": (8, 4, 2)}, rules="steps=30"
     ),

@@ -10,7 +10,6 @@ from typing import Any
 from hvdcomp.adaptation.decision_log import FILE_BYTES, FILES, log_files
 from hvdcomp.bindings import frameworks
 from hvdcomp.bindings.decisions import check_files
-from hvdcomp.bindings.follows_ranks import FollowsRanks
 from hvdcomp.bindings.metrics import metrics_of, shown
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import checked
@@ -27,7 +26,7 @@ from hvdcomp.settings import Settings, check
 from hvdcomp.specs.levels import Level
 
 
-class Compression(FollowsRanks):
+class Compression:
     """Goes into `compression=` of `hvd.DistributedOptimizer`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
@@ -232,6 +231,42 @@ class Compression(FollowsRanks):
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
             )
 
+    # What elastic Horovod asks for, whose ranks change while a training runs.
+
+    def roll_back(self, state: Mapping[str, Any]) -> None:
+        """Goes back to what `state_dict` returned at an earlier time; to be called on every rank.
+
+        `hvd.elastic.TorchState(..., compression=compression)` calls it after a failure. The next step is then as the
+        first of a training: all ranks wait for each other, and have of what they share what rank 0 has.
+        """
+        if self._binding is None:
+            self._restored = dict(state) or None
+        else:
+            self._binding.roll_back(state)
+
+    def meet_ranks_early(self, optimizer: Any = None) -> None:
+        """Makes all ranks agree now, if the first step would be too late: a training loop reads `accumulation` before
+        it. To be called on every rank.
+
+        Args:
+            optimizer: what hvd.DistributedOptimizer returned, if that is known.
+
+        Raises:
+            ConfigurationError: if the optimizer is needed and not known, or the ranks cannot go on together.
+        """
+        if not changes_batch_size(self.settings.policy):
+            return
+        if self._binding is None:
+            optimizer = self._optimizer if optimizer is None else optimizer
+            if optimizer is None or not self._bind(optimizer):
+                raise ConfigurationError(
+                    f"the policy {self.settings.policy} changes the batch size: give the elastic state the optimizer "
+                    "too, hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
+                )
+        elif self._binding.is_stale:
+            self._binding.follow_ranks()
+        self._binding.meet_elastic_ranks()
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies. A copy serves another model, so it takes the names of parameters from Horovod's optimizer.
 
@@ -277,3 +312,16 @@ class Compression(FollowsRanks):
             binding.engine.set_level(self._level)
         self._binding = binding
         return binding
+
+    def _bind(self, optimizer: Any) -> bool:
+        """Makes the binding before the first gradient, if what is known is enough for it; says whether it did.
+
+        Args:
+            optimizer: as for `load_state_dict`.
+        """
+        if self._framework is None and optimizer is not None:
+            self._framework = frameworks.of_optimizer(optimizer)
+        if not self._framework or not frameworks.framework_named(self._framework).can_bind(self._parameters, optimizer):
+            return False
+        self.serve(frameworks.maker(self._framework), self._optimizer if optimizer is None else optimizer)
+        return True

@@ -132,12 +132,17 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
     assert "0 of 1 runs are there already, 1 to train" in done.output
     assert "[1/1] mnist1d topk:ratio=0.01 seed 4: finished, loss " in done.output
     page = page_file.read_text()
-    assert re.search(r"\| `topk:ratio=0.01` \| \d+\.\d \| \d\.\d{4} \| \d+\.\d\d \| - \| 3 \| 0\.0", page), page
+    assert re.search(r"\| `topk:ratio=0.01` \| \d+\.\d \| \d\.\d{4} \| \d+\.\d\d \| - \| 3 \| 0\.\d+ \| -", page), page
     assert page_file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    again = CliRunner().invoke(benchmark_file.main, [*words, "--times"])
+    assert "0 of 1 runs are there already, 1 to train" in again.output
     again = CliRunner().invoke(benchmark_file.main, words)
     assert "1 of 1 runs are there already, 0 to train" in again.output
+    page = page_file.read_text()
+    assert re.search(r"\| 3 \| 0\.\d+ \| \d+\.\d \| \d+\.\d \|", page), page
 
-    shutil.rmtree(tmp_path / "mnist1d")  # what is left is the file of records
+    for place in (tmp_path, tmp_path / "times"):
+        shutil.rmtree(place / "mnist1d")  # what is left is the file of records
     page_file.unlink()
     from_records = CliRunner().invoke(benchmark_file.main, words)
     assert "1 of 1 runs are there already, 0 to train" in from_records.output
@@ -162,8 +167,19 @@ def test_what_is_given_is_checked(benchmark_file: ModuleType, tmp_path: Path) ->
     assert "there is no finished run in" in done.output
 
 
-def _written(run: Any, losses: list[float | None], sent: int, waits: float, coding: float = 0.0) -> None:
-    """A run that evaluates after 10, 20, ... steps, waits so long for 100mbit in each, and computes for 5 ms."""
+def _timed(benchmark_file: ModuleType, run: Any, waits: float, coding: float = 0.0) -> None:
+    """Timed steps of a run's method, of which each computes for 5 ms."""
+    timed = benchmark_file.TimedRun.of(run)
+    _write(timed, status="finished")
+    steps = benchmark_file.TIMED_STEPS
+    seconds = {"none": 0.123 * steps, "100mbit": (0.123 + waits) * steps, "1gbit": (0.123 + waits / 10) * steps}
+    (timed.folder / "evaluations.jsonl").write_text(json.dumps({"trained_seconds_on_links": seconds}) + "\n")
+    step = {"ms": 5.0 + coding, "encode_ms": coding or None, "decode_ms": 0.0 if coding else None}
+    (timed.folder / "steps.jsonl").write_text((json.dumps(step) + "\n") * steps)
+
+
+def _written(run: Any, losses: list[float | None], sent: int, waits: float) -> None:
+    """A run that evaluates after 10, 20, ... steps, and waits so long for 100mbit in each."""
     ended = losses[-1] is not None
     _write(run, status="finished" if ended else "diverged", compression_factor=4000 / sent, validation_loss=losses[-1])
     metric = benchmark_file_metric(run)
@@ -172,12 +188,9 @@ def _written(run: Any, losses: list[float | None], sent: int, waits: float, codi
             step = 10 * number
             computed = 0.123 * step
             seconds = {"none": computed, "100mbit": computed + waits * step, "1gbit": computed + waits * step / 10}
-            record = {"step": step, "loss": loss, metric: None if loss is None else loss / 2}
+            quality = None if loss is None else 1 - loss / 2 if metric == "accuracy" else loss / 2
+            record = {"step": step, "loss": loss, metric: quality}
             record |= {"trained_seconds": computed, "trained_seconds_on_links": seconds, "bytes_sent": sent * step}
-            file.write(json.dumps(record) + "\n")
-    with (run.folder / "steps.jsonl").open("w") as file:
-        for _ in range(10 * len(losses)):
-            record = {"ms": 5.0 + coding, "encode_ms": coding or None, "decode_ms": 0.0 if coding else None}
             file.write(json.dumps(record) + "\n")
     (run.folder / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 9.0, "error": None}))
 
@@ -198,12 +211,18 @@ def page(benchmark_file: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for seed in (0, 1):
         _written(runs["mnist1d", "none", seed], [1.2, 0.8, 0.5 + 0.1 * seed], 4000, 0.020)
         _written(runs["mnist1d", "fp16", seed], [1.2, 0.8, 0.5], 2000, 0.010)
-        _written(runs["mnist1d", "topk:ratio=0.01", seed], [1.2, 0.9, 0.504 + 0.1008 * seed], 200, 0.001, coding=2.0)
+        _written(runs["mnist1d", "topk:ratio=0.01", seed], [1.2, 0.9, 0.504 + 0.1008 * seed], 200, 0.001)
         _written(runs["mnist1d", "signsgd", seed], [1.2, [0.8, 0.9][seed], 0.9], 125, 0.001)
         _written(runs["gpt", "none", seed], [3.5, 2.0], 4000, 0.020)
         _written(runs["gpt-frozen", "none", seed], [3.5, 2.75], 4000, 0.020)
         _written(runs["gpt-frozen", "int4", seed], [3.5, 2.02], 80, 0.001)
     _written(runs["mnist1d", "qsgd:bits=2", 0], [1.2, None], 500, 0.001)
+    for name, spec, waits in (
+        ("mnist1d", "none", 0.020), ("mnist1d", "fp16", 0.010), ("gpt", "none", 0.020), ("gpt-frozen", "none", 0.020)
+    ):  # fmt: skip
+        _timed(benchmark_file, runs[name, spec, 0], waits)
+    _timed(benchmark_file, runs["mnist1d", "topk:ratio=0.01", 0], 0.001, coding=2.0)
+    _timed(benchmark_file, runs["gpt-frozen", "int4", 0], 123.0)  # of CompressedAdam, waits are those of its training
     failed = runs["mnist1d", "atomo:rank=2", 1].folder
     failed.mkdir(parents=True)
     (failed / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 9.0, "error": "Error: no room"}))
@@ -224,12 +243,12 @@ def test_the_page_is_made_of_the_runs_that_are_there(page: str) -> None:
     rows = [line for line in mnist1d.splitlines() if line.startswith("| `")]
     # Two seeds: 12.706 standard errors. 20 or 30 steps of 5 ms, and what encoding and the link take.
     assert rows == [
-        "| `none` | 1.0 | 0.5500 ± 0.6353 | 27.50 ± 31.76 | +0.00 ± 0.00 | 20 | 0.08 | 0.5 (0.60 x) | 0.1 (0.86 x) |",
-        "| `fp16` | 2.0 | 0.5000 ± 0.0000 | 25.00 ± 0.00 | -8.33 ± 105.88 | 20 | 0.04 | 0.3 (1.00 x) | 0.1 (1.00 x) |",
+        "| `none` | 1.0 | 0.5500 ± 0.6353 | 72.50 ± 31.76 | +0.00 ± 0.00 | 20 | 0.08 | 0.5 (0.60 x) | 0.1 (0.86 x) |",
+        "| `fp16` | 2.0 | 0.5000 ± 0.0000 | 75.00 ± 0.00 | -2.50 ± 31.77 | 20 | 0.04 | 0.3 (1.00 x) | 0.1 (1.00 x) |",
         "| `qsgd:bits=2`; 1 of 1 diverged | 8.0 | - | - | - | 1 of 1 missed it | - | - | - |",
-        "| `topk:ratio=0.01` | 20.0 | 0.5544 ± 0.6404 | 27.72 ± 32.02 | +0.80 ± 0.00 | 30 | 0.01 | 0.2 (1.25 x) "
+        "| `topk:ratio=0.01` | 20.0 | 0.5544 ± 0.6404 | 72.28 ± 32.02 | +0.22 ± 0.25 | 30 | 0.01 | 0.2 (1.25 x) "
         "| 0.2 (0.56 x) |",
-        "| `signsgd` | 32.0 | 0.9000 ± 0.0000 | 45.00 ± 0.00 | +65.00 ± 190.59 | 1 of 2 missed it | - | - | - |",
+        "| `signsgd` | 32.0 | 0.9000 ± 0.0000 | 55.00 ± 0.00 | +17.50 ± 31.77 | 1 of 2 missed it | - | - | - |",
     ]
     assert "seeds 0, 1. Target: loss=0.85. A step computes for 5.0 ms." in mnist1d
     assert "Failed: `atomo:rank=2`, seed 1: Error: no room" in mnist1d
@@ -245,9 +264,9 @@ _TABLES = ("mnist1d", "gpt", "gpt-frozen")
 
 
 def test_the_best_are_those_that_send_little_and_lose_little(page: str) -> None:
-    assert "| mnist1d | 15 | 1 % | `topk:ratio=0.01` (20 x, +0.8 %) |" in page
-    assert "| mnist1d | 50 | 3 % | none |" in page
-    assert "| gpt-frozen | 50 | 3 % | `int4` (50 x, +1.0 %) |" in page
+    assert "| mnist1d | 15 | 1 | `topk:ratio=0.01` (20 x, +0.2)" in page
+    assert "| mnist1d | 50 | 3 | none |" in page
+    assert "| gpt-frozen | 50 | 3 | `int4` (50 x, +1.0) |" in page
 
 
 def test_an_interval_is_of_students_t(benchmark_file: ModuleType) -> None:

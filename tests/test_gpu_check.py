@@ -108,7 +108,7 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("part", "rows"), [("ranks", 30), ("training", 8)])
+@pytest.mark.parametrize(("part", "rows"), [("ranks", 32), ("training", 8)])
 def test_trainings_run_under_torchrun(part: str, rows: int) -> None:
     """Here over Gloo, in the host's memory."""
     found: list[Any] = []

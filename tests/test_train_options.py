@@ -42,7 +42,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         assert open_options <= {
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
             "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout", "steps", "until", "evaluate_every",
-            "simulate_ranks", "link", "freeze_after", "refreshes_per_gap",
+            "simulate_ranks", "link", "freeze_after", "refreshes_per_gap", "outer_lr", "outer_momentum",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -101,6 +101,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "--refreshes-per-gap 16 does not go with --local-steps 2",
         ),
         ({"local_steps": 0}, "--local-steps 0: at least 1"),
+        ({"outer_lr": 0.5}, "--outer-lr 0.5 is of --local-steps"),
+        ({"local_steps": 2, "steps": 4, "outer_momentum": 1.5}, "--outer-momentum 1.5: from 0 to 1"),
         ({"local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         (
@@ -224,7 +226,8 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
         "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
         "data", "data_dir", "framework", "freeze_after", "freeze_compression", "gamma", "image_size", "label_noise",
         "local_steps", "lr", "memory", "milestones", "model",
-        "momentum", "nesterov", "optimizer", "output", "policy", "refreshes_per_gap", "samples", "schedule", "seed",
+        "momentum", "nesterov", "optimizer", "outer_lr", "outer_momentum", "output", "policy",
+        "refreshes_per_gap", "samples", "schedule", "seed",
         "sequence_length",
         "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip

@@ -19,13 +19,13 @@ from typing import Any
 from hvdcomp.adaptation.channel import Broadcaster, DecisionChannel
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
-from hvdcomp.adaptation.kept import Kept
 from hvdcomp.adaptation.observers import Observers
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.adaptation.run_log import RunLog
 from hvdcomp.adaptation.step_counter import Progress, Rates, StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
@@ -34,7 +34,7 @@ from hvdcomp.policies.decisions import BatchSize, Decision
 from hvdcomp.policies.request import Candidates, LearningRates, Statistic, Statistics
 
 
-class Coordinator(Kept):
+class Coordinator:
     """Drives one policy for one engine.
 
     Args:
@@ -82,6 +82,11 @@ class Coordinator(Kept):
         self._partial = False  # whether rank 0 has not seen all of the period under way, which then has no decision
         self.decision: Decision = BatchSize()
         self._obey(policy.decision(self.channel.state))
+
+    @property
+    def policy(self) -> Policy[Any]:
+        """The policy that is driven."""
+        return self.channel.policy
 
     @property
     def batch_size(self) -> BatchSize:
@@ -197,6 +202,46 @@ class Coordinator(Kept):
         self._end_period(statistics)
         if self._ended is None:
             self._first_rates = None
+
+    # What outlives a restart.
+
+    def shared_state(self) -> dict[str, Any]:
+        """What all ranks know, between two steps, after `receive`."""
+        return {
+            "policy": str(self.policy),
+            "state": self.policy.to_json(self.channel.state),
+            "progress": [self.progress.step, self.progress.epoch, self.progress.taken],
+            "steps_per_epoch": self.progress.steps_per_epoch,
+            "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
+            "period_rates": self._first_rates,
+            **({"partial": True} if self._partial else {}),  # where it is so: earlier versions know nothing of it
+        }
+
+    def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
+        """What only rank 0 knows."""
+        return {
+            "latest": self.policy.to_json(self.channel.latest),
+            "ended": None if self._ended is None else self._ended.known(),
+            **self.observers.state(copy),
+        }
+
+    def restore(
+        self, shared: Mapping[str, Any], own: Mapping[str, Any] | None, place: Callable[[Array, str], Array]
+    ) -> None:
+        """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
+        self._partial = shared.get("partial", False)
+        if own is None and self.channel.decides and not self._partial:
+            raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
+        self.channel.enter(self.policy.from_json(shared["state"]))
+        self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
+        self._put_in_force(self.policy.decision(self.channel.state))
+        self.progress.go_on_after(shared.get("steps_per_epoch"), self.batch_size.accumulation)
+        self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
+        self._first_rates = shared["period_rates"] and tuple(shared["period_rates"])
+        if own is not None and self.channel.decides:
+            self.channel.be_ahead(self.policy.from_json(own["latest"]))
+            self._ended = None if own["ended"] is None else Statistics(**own["ended"])
+            self.observers.restore(own, place)
 
     # What these are made of.
 

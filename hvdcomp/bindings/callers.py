@@ -16,7 +16,7 @@ def caller_local(name: str, suits: Callable[[Any], Any], function: str | None = 
         function: the name of the only functions to look at. A frame that was looked at keeps what its variables
             held, so those of the user's own training had better be left alone.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # its documented name
     while frame is not None:
         if function in (None, frame.f_code.co_name) and suits(found := frame.f_locals.get(name)):
             return found

@@ -152,6 +152,8 @@ _START = (
     type=int,
     metavar="K",
 )
+@_option("--outer-lr", "Of the outer step after local steps.", type=float, metavar="LR", shown="0.7")
+@_option("--outer-momentum", "Of the outer step after local steps.", type=float, metavar="M", shown="0.9")
 @_option(
     "--refreshes-per-gap",
     "Of compressed-adam: refreshes of the frozen second moment before the gap between two of them doubles, 16 as in "

@@ -35,6 +35,7 @@ class SimulatedGroup(InProcessGroup):
         costs: of collectives on each link; None for one that takes no time. The clock of the first link is the one that
             ranks go by.
         timer: seconds for which the calling thread has computed.
+        finish: waits until an accelerator has done all that the calling thread has asked of it.
         ranks_per_node: as of `InProcessGroup`. What the ranks of one of several nodes exchange takes no time.
     """
 
@@ -43,11 +44,13 @@ class SimulatedGroup(InProcessGroup):
         size: int,
         costs: Sequence[LinkCost | None] = (None,),
         timer: Callable[[], float] = time.thread_time,
+        finish: Callable[[], None] = lambda: None,
         ranks_per_node: int | None = None,
     ) -> None:
         super().__init__(size, ranks_per_node)
         self._costs = costs
         self._timer = timer
+        self._finish_computing = finish
         self._clocks = np.zeros((size, len(costs)))  # of each rank, up to its latest mark
         self._marks: dict[int, float] = {}  # of the timer, of ranks that compute
         self._starts: dict[int, Moment] = {}  # when each rank's part of the collective under way was ready
@@ -63,6 +66,7 @@ class SimulatedGroup(InProcessGroup):
     def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> Array:
         """`meet` for a collective that was started earlier on the rank's clocks."""
         self._starts[rank] = start
+        self._finish_computing()
         self.moment(rank)
         result = self.meet(rank, contribution)
         self._marks[rank] = self._timer()
@@ -70,6 +74,7 @@ class SimulatedGroup(InProcessGroup):
 
     def share(self, rank: int, value: Any, name: str) -> list[Any]:
         """The values of all ranks, copies. It takes no time on any link."""
+        self._finish_computing()
         self.moment(rank)
         everyone = tuple(range(self.world_size))
         packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), everyone))

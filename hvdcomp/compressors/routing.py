@@ -118,11 +118,12 @@ class Router(Compressor):
 
     def __str__(self) -> str:
         """The JSON object that makes this router again."""
-        return json.dumps(self._as_json())
+        return json.dumps(self.as_json())
 
-    def _as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
+        """The rules, by condition, with the specs of compressors."""
         return {
-            condition: choice._as_json() if isinstance(choice, Router) else str(choice)
+            condition: choice.as_json() if isinstance(choice, Router) else str(choice)
             for condition, choice in self.rules().items()
         }
 

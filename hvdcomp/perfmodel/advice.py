@@ -277,7 +277,7 @@ class Adviser:
 
     def _with(self, early_bytes: float) -> Adviser:
         other = copy(self)
-        other._early_bytes = early_bytes
+        other._early_bytes = early_bytes  # noqa: SLF001
         return other
 
 

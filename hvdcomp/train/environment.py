@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.files import VERSION
 from hvdcomp.launch.promise import LAUNCHERS, check_size
 from hvdcomp.train.options import SetupError
 
@@ -104,9 +105,10 @@ def controller(hvd: Any) -> str:
 def versions(framework: str = "torch", backend: str = "horovod") -> dict[str, str]:
     """The versions that a result depends on."""
     modules = ("torch",) if framework == "torch" else ("tensorflow", "tf_keras")
-    packages = ("hvdcomp", "horovod") if backend == "horovod" else ("hvdcomp",)
+    packages = ("horovod",) if backend == "horovod" else ()
     return {
         "python": platform.python_version(),
+        "hvdcomp": VERSION,
         **{name: importlib.metadata.version(name) for name in packages},
         **{name: importlib.import_module(name).__version__ for name in modules},
     }

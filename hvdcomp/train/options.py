@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ class TrainingOptions:
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
     local_steps: int = 1  # from one exchange to the next; with compressed-adam after that
+    outer_lr: float | None = None  # of the step after local steps; None: that of `LocalSteps`
+    outer_momentum: float | None = None
     refreshes_per_gap: int | None = None  # compressed-adam, after that: of the second moment; None for no refresh
     weight_decay: float | None = None
     schedule: str = "step"
@@ -149,8 +152,8 @@ class TrainingOptions:
             sequence_length=_either(self.sequence_length, _SEQUENCES.get(self.data, 35)),
             text_size=_either(self.text_size, _TEXT_SIZES.get(self.data, 400_000)),
         )
-        chosen._check_values()
-        chosen._check_target()
+        chosen.check_values()
+        chosen.check_target()
         return chosen
 
     def _check_names(self) -> None:
@@ -175,7 +178,8 @@ class TrainingOptions:
         if self.data not in FOLDER_DATA and self.data_dir is not None:
             raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
 
-    def _check_values(self) -> None:
+    def check_values(self) -> None:
+        """Refuses numbers that are out of range."""
         assert self.lr is not None
         assert self.weight_decay is not None
         assert self.clip_norm is not None
@@ -284,6 +288,7 @@ class TrainingOptions:
                 f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
             ),
             *self._checks_of_local_steps(),
+            *self._checks_of_outer_step(),
             *self._checks_of_refreshes(),
             *self._checks_of_simulation(),
             (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
@@ -342,6 +347,13 @@ class TrainingOptions:
             ),
         ]
 
+    def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
+        has_outer = self.local_steps > 1 and self.optimizer != "compressed-adam"
+        for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
+            what = f"{name} {value}"
+            yield value is None or has_outer, f"{what} is of --local-steps with another optimizer than compressed-adam"
+            yield value is None or 0 <= value <= 1, f"{what}: from 0 to 1"
+
     def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
         refreshes, what = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
         return [
@@ -385,7 +397,8 @@ class TrainingOptions:
             ),
         ]
 
-    def _check_target(self) -> None:
+    def check_target(self) -> None:
+        """Refuses a target of what is not measured."""
         if self.until is None:
             return
         try:

@@ -17,12 +17,10 @@ from hvdcomp.train.torch_learner import TorchLearner, loss_of
 
 
 class SimulatedLearner(TorchLearner):
-    """See `Learner`. It computes on the CPU."""
+    """See `Learner`. On a GPU if there is one, which all ranks share."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
-        self._device = torch.device("cpu")
-        self._model.to(self._device)
         self._communicator = cast(SimulatedRanks, ranks).communicator
 
     @staticmethod
@@ -31,7 +29,7 @@ class SimulatedLearner(TorchLearner):
 
     def broadcast(self) -> None:
         self._begin()  # all ranks have drawn the same weights
-        self._random = torch.get_rng_state()
+        self._random = self._drawn()
 
     def distribute(self, compression: Compression) -> None:
         if self._steps_alone:
@@ -41,12 +39,19 @@ class SimulatedLearner(TorchLearner):
         self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        # All ranks share PyTorch's generator, and each has a state of its own.
-        torch.set_rng_state(self._random)
+        # All ranks share PyTorch's generators, and each has states of its own.
+        torch.set_rng_state(self._random[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._random[1], self._device)
         loss = loss_of(self._model(inputs), targets) / passes
         loss.backward()
-        self._random = torch.get_rng_state()
+        self._random = self._drawn()
         return loss.detach()
+
+    def _drawn(self) -> list[Tensor]:
+        """States of PyTorch's generators: that of the CPU, and that of the GPU if there is one."""
+        of_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_gpu]
 
     def _update(self) -> None:
         if not self._steps_alone:

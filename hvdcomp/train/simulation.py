@@ -57,19 +57,28 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
         ConfigurationError: for nodes that these ranks cannot have, as the environment asks for them.
     """
     assert options.simulate_ranks is not None
-    # PyTorch computes in the thread that asks for it, TensorFlow in others.
-    timer = time.thread_time if options.framework == "torch" else time.perf_counter
     links = links_of(options.link)
     costs = [_cost(link) for link in links] or [None]
     ranks_per_node = asked_ranks_per_node()
     check_ranks_per_node(ranks_per_node)
-    group = SimulatedGroup(options.simulate_ranks, costs, timer, ranks_per_node or None)
+    group = SimulatedGroup(options.simulate_ranks, costs, *_clock(options.framework), ranks_per_node or None)
 
     def run_one(communicator: Any) -> Any:
         # Where nobody has asked for nodes, each rank counts as on a host of its own.
         return run(SimulatedRanks(communicator, links, ranks_per_node or 1))
 
     return group.run(run_one)[0]
+
+
+def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
+    """Seconds for which the ranks have computed, of which one does so at a time, and a wait for their device."""
+    if framework != "torch":
+        return time.perf_counter, lambda: None  # TensorFlow computes in threads of its own
+    import torch
+
+    if torch.cuda.is_available():
+        return time.perf_counter, torch.cuda.synchronize
+    return time.thread_time, lambda: None
 
 
 def _cost(link: str) -> LinkCost | None:

@@ -129,8 +129,9 @@ class TorchLearner(Learner):
     def _distribute_steps(self, compression: Compression, **options: Any) -> None:
         """`distribute` where the ranks exchange no gradients; options as of `LocalSteps`."""
         self._compression = compression
-        every = self._options.local_steps
-        self._optimizer = LocalSteps(self._optimizer, every, compression=compression, **options)
+        every, outer = self._options.local_steps, ("outer_lr", "outer_momentum")
+        given = {name: value for name in outer if (value := getattr(self._options, name)) is not None}
+        self._optimizer = LocalSteps(self._optimizer, every, compression=compression, **given, **options)
 
     @property
     def _clips(self) -> bool:

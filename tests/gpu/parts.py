@@ -129,8 +129,18 @@ def bandwidth(
 
 
 def ranks(place: str, keep: Keep) -> None:
-    """Trainings with every method on two ranks."""
+    """Trainings with every method on two ranks, and with some on simulated ranks."""
     _under_torchrun(place, keep, 2, "--check")
+    for method in ("none", "topk:ratio=0.01"):
+        options = "--model gpt --data text --optimizer adamw --steps 4 --seed 0 --no-progress --simulate-ranks 2"
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "hvdcomp", "train", *options.split(), "--compression", method]
+            done = subprocess.run([*command, "--output", folder], capture_output=True, text=True)
+            summary = Path(folder) / "summary.json"
+            same = summary.exists() and json.loads(summary.read_text())["identical"]
+        keep(row={"method": f"{method} on simulated ranks"})
+        if done.returncode or not same:
+            keep(failure=f"{method} on simulated ranks: {(done.stdout + done.stderr)[-1000:]}")
 
 
 def training(place: str, keep: Keep) -> None:
