@@ -142,4 +142,4 @@ def test_beside_tensorflow_alone(tmp_path: Path, wheel: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(_TAPE + _ON_THREADS.replace("GRADIENT", _BY["tensorflow"]))
     _trained(_said(python, program))
-    assert "Horovod is not installed. Fix: hvdcomp build-horovod" in _said(python, "-m", "hvdcomp", "doctor", code=1)
+    assert "Horovod is not installed. -> hvdcomp build-horovod" in _said(python, "-m", "hvdcomp", "doctor", code=1)
