@@ -37,10 +37,12 @@ class Group:
 
     def columns(self) -> dict[str, float | None]:
         """What is known of a step in turns and on other networks."""
-        known: dict[str, float | None] = {"turns_ms": self.turns_ms}
+        known = {"turns_ms": self.turns_ms}
         for rate in RATES:
-            predicted = self.turns and self.turns.predicted_ms.get(self.spec or "", {}).get(rate)
-            measured = self.turns and self.turns.measured_ms.get(rate, {}).get(self.spec or "")
+            predicted = measured = None
+            if self.turns is not None and self.spec is not None:
+                predicted = self.turns.predicted_ms.get(self.spec, {}).get(rate)
+                measured = self.turns.measured_ms.get(rate, {}).get(self.spec)
             known |= {f"predicted_ms_{rate}": predicted, f"measured_ms_{rate}": measured}
         return known
 
