@@ -38,13 +38,13 @@ class _Pass:
     Attributes:
         graph: in which it is; None for none.
         begin: when it began.
-        gradients, ready: by variable, and when each was there.
+        gradients, ready: by the identity of a variable, and when each was there.
     """
 
     graph: Any
     begin: tf.Tensor
-    gradients: dict[Any, Any]
-    ready: dict[Any, tf.Tensor]
+    gradients: dict[int, Any]
+    ready: dict[int, tf.Tensor]
 
 
 class KerasWatch:
@@ -101,7 +101,7 @@ class KerasWatch:
         begin = _when_there(target)
         given = method(tape, target, sources, *args, **kw)
         pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(given), strict=True)
-        gradients = {source.ref(): one for source, one in pairs if one is not None}
+        gradients = {id(source): one for source, one in pairs if one is not None}
         ready = {variable: _when_there(one) for variable, one in gradients.items()}
         self._passes.append(_Pass(_graphs()[0], begin, gradients, ready))
         return given
@@ -110,7 +110,7 @@ class KerasWatch:
         refuse_keras_3(optimizer)
         pairs = [*grads_and_vars]
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        own = [one for one in self._passes if all(variable.ref() in one.gradients for variable in variables)]
+        own = [one for one in self._passes if all(id(variable) in one.gradients for variable in variables)]
         if self._optimizer is None:
             self._optimizer, self._variables = optimizer, variables
         if optimizer is not self._optimizer:
@@ -122,7 +122,7 @@ class KerasWatch:
         exchanged = _when_there([gradient for gradient, _ in pairs])
         result = method(optimizer, pairs, *args, **kw)
         stepped = _when_there([variable.read_value() for variable in variables])
-        keys = [variable.ref() for variable in variables]
+        keys = [id(variable) for variable in variables]
         read = tf.stack([passed.begin, exchanged, stepped, *(passed.ready[key] for key in keys)])
         tf.numpy_function(self._end_step, [read, *(passed.gradients[key] for key in keys)], [])
         return result
@@ -197,7 +197,7 @@ def _check(passed: _Pass, variables: list[Any]) -> None:
             "training, put both into one tf.function, or use Keras fit"
         )
     for variable in variables:
-        if isinstance(passed.gradients[variable.ref()], tf.IndexedSlices):
+        if isinstance(passed.gradients[id(variable)], tf.IndexedSlices):
             raise SetupError(
                 f"the gradient of {variable.name} is sparse, as that of an embedding, and hvdcomp profile does not "
                 "know how Horovod sends it: profile the model with tf.one_hot and a matrix in its place"
