@@ -15,12 +15,14 @@ takes is measured by a few steps of each method, --times, on a machine that does
 once (docs/simulated-ranks.md). So that rows can be compared, all rows of a workload get one time of computing a step:
 the median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
 
-    python benchmarks/convergence.py --times --workers 1       # a quarter of an hour
+    python benchmarks/convergence.py --times --workers 1       # half an hour
+    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json
 """
 
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 import re
 import statistics
@@ -45,7 +47,8 @@ from trainings import (
     with_interval,
 )
 
-from hvdcomp.files import replace_files
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.files import replace_files, replace_text
 from hvdcomp.terminal import make_console
 from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
 from hvdcomp.train.target import Target
@@ -285,11 +288,11 @@ class TimedRun(MethodRun):
 
     def figures(self) -> dict[str, Any]:
         """Milliseconds of a step: computing, encoding with decoding, and waiting for each link."""
-        steps, (*_, last) = self.records("steps.jsonl"), self.records("evaluations.jsonl")
+        assert self.summary is not None
+        steps, on_links = self.records("steps.jsonl"), self.summary["trained_seconds_on_links"]
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
         spent = [ms for ms in coding if ms > 0]  # in each step, or in each of local steps' exchanges
-        on_links = last["trained_seconds_on_links"]
         return {
             "compute_ms": statistics.median(alone),
             "coding_ms": statistics.median(spent) * len(spent) / len(steps) if spent else 0.0,
@@ -616,19 +619,20 @@ How to read the tables:
 """
 
 
-def write_page(file: Path, runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> bool:
-    """Writes the page of all runs that are there, and the plot beside it; False if there are none."""
+def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> list[Table]:
+    """The tables of all runs that are there."""
     found = [table_of(name, seeds, runs, compute_ms.get(name)) for name in WORKLOADS]
-    tables = [table for table in found if table is not None]
-    if not tables:
-        return False
+    return [table for table in found if table is not None]
+
+
+def write_page(file: Path, tables: Sequence[Table]) -> None:
+    """Writes the page of all tables, and the plot beside it."""
     findings = findings_of(file)
     plot = file.with_suffix(".png")
     sections = [line for table in tables for line in lines_of(table)]
     text = "\n".join([introduction(tables, findings, plot.name), *best_lines(tables), *sections]).rstrip() + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_files({file: text.encode(), plot: draw(tables)})
-    return True
 
 
 _FAMILIES = {
@@ -688,6 +692,33 @@ def draw(tables: Sequence[Table]) -> bytes:
     return image.getvalue()
 
 
+OPTIMIZERS = {"sgd": "SGD", "adamw": "Adam", "compressed-adam": "CompressedAdam"}
+_OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
+"""Methods that say nothing of others: casts, and those that were trained in another way."""
+
+
+def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
+    """What `hvdcomp.compressors.evidence` knows: from trainings whose ranks exchange in each step. None: diverged."""
+    records = []
+    for table in tables:
+        options = table.workload.options
+        lost: dict[str, float | None] = {}
+        for row in table.rows:
+            run = row.outcomes[0].run
+            if run.workload != table.name or re.split("[:(]", run.method.spec)[0] in _OTHERWISE:
+                continue
+            spec = str(parse_compressor(run.method.spec))
+            if any(outcome.loss is None for outcome in row.outcomes):
+                lost[spec] = None
+            elif row.difference:
+                lost[spec] = round(statistics.mean(row.difference) / 100, 4)
+        if lost and "local_steps" not in options:
+            metric = "accuracy" if table.workload.metric == "accuracy" else "loss"
+            optimizer = OPTIMIZERS[options["optimizer"]]
+            records.append({"optimizer": optimizer, "training": table.name, "metric": metric, "lost": lost})
+    return records
+
+
 # The command.
 
 
@@ -721,6 +752,7 @@ def _check(runs: Sequence[MethodRun]) -> None:
     metavar="WORKLOAD=MS",
     help="What a rank computes in a step, for the page; default: the median of the timed steps.",
 )
+@click.option("--evidence", type=click.Path(path_type=Path), help="A file for what `auto` goes by.")
 @click.option("--times", is_flag=True, help="Time some steps of each method, in place of training.")
 @click.option("--dry-run", is_flag=True, help="List what would be trained, and end.")
 @click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
@@ -732,6 +764,7 @@ def main(
     runs: Path,
     table: Path,
     compute_ms: dict[str, float],
+    evidence: Path | None,
     times: bool,
     dry_run: bool,
     page_only: bool,
@@ -751,8 +784,12 @@ def main(
     everywhere = seeds_there(runs)
     keep_records(planned(WORKLOADS, everywhere, (), runs), runs)
     keep_records([TimedRun.of(run) for run in planned(WORKLOADS, [0], (), runs)], runs / "times")
-    if write_page(table, runs, everywhere, compute_ms):
+    tables = tables_of(runs, everywhere, compute_ms)
+    if tables:
+        write_page(table, tables)
         console.print(f"wrote {table} and {table.with_suffix('.png')}")
+        if evidence is not None:
+            replace_text(evidence, json.dumps(evidence_of(tables), indent=1) + "\n")
     else:
         console.print(f"there is no finished run in {runs}")
     end_if_failed(failed, console)

@@ -1,4 +1,5 @@
-"""`examples/ddp.py` and `examples/horovod_torch.py`: as a user starts them, and again where one rank has saved more."""
+"""`ddp.py`, `horovod_torch.py` and `embeddings.py` of `examples/`: as a user starts them; the first two again where one
+rank has saved more."""
 
 from __future__ import annotations
 
@@ -58,6 +59,14 @@ def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
     stop_after_40(whole, stopped)
     assert train(stopped)[0][0] == 50
     assert_same_weights(whole, stopped)
+
+
+def test_the_click_model_learns() -> None:
+    said = run_ranks(2, "torchrun", [str(EXAMPLES / "embeddings.py")], timeout=120).stdout
+    losses, factors = zip(*re.findall(r"step \d+: loss ([\d.]+); tables in (\d+), layers in", said), strict=True)
+    assert len(losses) == 4, said
+    assert float(losses[-1]) < 0.55
+    assert int(factors[-1]) > 500
 
 
 @pytest.mark.thorough
