@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdcomp.commands.profile import HARMLESS
 from hvdcomp.compressors.evidence import DIVERGED, EVIDENCE, Evidence, excess_of, in_words, measured_specs
 from hvdcomp.compressors.first import FIRST
 from hvdcomp.compressors.parsing import parse_compressor
@@ -76,6 +77,7 @@ def test_what_is_not_known_of_a_method_or_an_optimizer() -> None:
 def test_what_to_try_first_was_measured() -> None:
     for optimizer, specs in FIRST.items():
         assert all(excess(spec, optimizer) is not None for spec in specs)
+        assert excess(specs[0], optimizer) <= HARMLESS
 
 
 def test_a_sentence_on_a_method() -> None:
