@@ -51,7 +51,7 @@ def _chunk(table, segments, chunks, chunk):
 @triton.jit
 def chunks_choose(
     table, segments, flag, factor, decay, momentum, chunks, values, places, chunk,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x of a chunk, and its largest elements, in their order; of equal ones the first."""
     segment, start, end, first, count = _chunk(table, segments, chunks, chunk)
@@ -59,7 +59,7 @@ def chunks_choose(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         x = make_x(
-            table, segments, segment, i, i < end, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED
+            table, segments, segment, i, i < end, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM
         )
         largest = tl.maximum(largest, magnitude(x))
     report(flag, largest)
@@ -72,7 +72,7 @@ def chunks_choose(
         reaching = tl.zeros((BLOCK,), tl.int32)
         for block in range(start, end, BLOCK):
             i = block + tl.arange(0, BLOCK)
-            x = made(table, segments, segment, i, i < end, KEEPS, SOURCED)
+            x = made(table, segments, segment, i, i < end, KEEPS, FROM)
             reaching += ((i < end) & (bits_of(x) >= middle)).to(tl.int32)
         total = tl.sum(reaching, 0)
         above = tl.where(total < count, total, above)
@@ -82,7 +82,7 @@ def chunks_choose(
     equal = tl.zeros((), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
-        x = made(table, segments, segment, i, i < end, KEEPS, SOURCED)
+        x = made(table, segments, segment, i, i < end, KEEPS, FROM)
         bits = bits_of(x)
         ties = ((i < end) & (bits == low)).to(tl.int32)
         sends = (i < end) & ((bits > low) | ((ties != 0) & (equal + tl.cumsum(ties, 0) <= count - above)))

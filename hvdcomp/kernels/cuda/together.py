@@ -30,7 +30,7 @@ def _slot(table, segments, slots, chosen):
 
 @triton.jit
 def together_take(
-    table, segments, slots, chosen, wire, KEEPS: tl.constexpr, SOURCED: tl.constexpr, BLOCK: tl.constexpr
+    table, segments, slots, chosen, wire, KEEPS: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Puts a block of x, which is made, on the wire, and takes it off x."""
     segment, place, start, length, inside = _slot(table, segments, slots, chosen)
@@ -38,7 +38,7 @@ def together_take(
     for block in range(0, length, BLOCK):
         j = block + tl.arange(0, BLOCK)
         there = j < inside
-        x = made(table, segments, segment, start + j, there, KEEPS, SOURCED)
+        x = made(table, segments, segment, start + j, there, KEEPS, FROM)
         tl.store(to + j, x, mask=j < length)
         if KEEPS:
             kept = floats(table, segments, segment, X) + start + j
@@ -126,7 +126,7 @@ def _encode(on, judged, numbers, counts, chosen, wire):
         on.plans["together"] = _Plan(on, counts, numbers)
     plan = on.plans["together"]
     chosen.copy_(plan.choose(judged))
-    _launch(on, together_take, plan.slots, chosen, wire, KEEPS=on.keeps, SOURCED=on.sourced)
+    _launch(on, together_take, plan.slots, chosen, wire, KEEPS=on.keeps, FROM=on.origin)
 
 
 def _decode(on, mean, chosen):
