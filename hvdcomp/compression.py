@@ -50,7 +50,7 @@ class Compression:
         seed: of the random choices of compressors.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
         overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`), or at
-            its end (`False`); `"auto"`: early, if possible. It changes no more than last bits of sums.
+            its end (`False`); `"auto"`: early, if possible and on the CPU. It changes no more than last bits of sums.
         bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
             Default: what the calibration of the policy `Auto` finds best, or else 25 MiB.
         process_set: the Horovod process set of the optimizer, if it is not the global one.

@@ -31,7 +31,7 @@ from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
-from hvdcomp.torch.training import TorchTraining
+from hvdcomp.torch.training import TorchTraining, may_overlap
 
 
 class TorchBinding(TorchTraining):
@@ -43,7 +43,6 @@ class TorchBinding(TorchTraining):
     """
 
     overlaps_with_policy = True
-    overlaps = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
     optimizer_from = "hvd.DistributedOptimizer(..., compression=compression)"
 
@@ -53,6 +52,7 @@ class TorchBinding(TorchTraining):
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
             self._horovods = HorovodOptimizer(optimizer, parameters)
+            self.overlaps = may_overlap(setup, parameters)
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
 

@@ -24,11 +24,10 @@ from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCom
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
-from hvdcomp.policies import Policy
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import by_name, plain_names, unique
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
 from hvdcomp.torch.unaveraged import Unaveraged
 from hvdcomp.torch.uses import Uses
 
@@ -81,14 +80,11 @@ class DDPBinding(TorchTraining):
             parameters = trained if setup.parameters is None else _as_given(setup, trained)
             names = unique(model.module.named_parameters() if setup.parameters is None else _given(setup).items())
             finds_unused = model.find_unused_parameters and not model.static_graph
-            settings, on_device = setup.compression.settings, any(one.is_cuda for one in trained.values())
             # torch.distributed matches collectives by their order, and on a device a backward pass may have some of its
             # own, as with SyncBatchNorm: all ranks must start a bucket between the same two. So none asks whether the
             # others' answer has come by now: it waits. The device has work for longer.
-            self._everyone = Everyone(communicator, waits=on_device)
-            # A policy may let rank 0 alone look at gradients, whose buckets then start at the end.
-            may = not on_device or settings.overlap is True or not isinstance(settings.policy, Policy)
-            self.overlaps = may and not finds_unused
+            self._everyone = Everyone(communicator, waits=any(one.is_cuda for one in trained.values()))
+            self.overlaps = may_overlap(setup, trained) and not finds_unused
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
             self._register(model)

@@ -41,12 +41,12 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 """Of PyTorch: what makes the state of each, and the hook."""
 
-AT_END = ", at the end"
+EARLY = ", in the backward pass"
 """Of a method whose buckets do not start in the backward pass."""
 
 TIMED = (
     DENSE, *HOOKS, "none", "fp16", "bf16", "int8", "int4", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01",
-    "dgc:ratio=0.01", "powersgd:rank=4", "efsignsgd" + AT_END, "topk:ratio=0.01" + AT_END, "powersgd:rank=4" + AT_END,
+    "dgc:ratio=0.01", "powersgd:rank=4", "efsignsgd" + EARLY, "topk:ratio=0.01" + EARLY, "powersgd:rank=4" + EARLY,
 )  # fmt: skip
 OVERLAP = " with and without overlap"
 OVERFLOW = 3  # the step in which the loss of the last rank is infinite
@@ -124,7 +124,7 @@ def check(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
 def check_overlap(spec: str, place: str) -> Iterator[str]:
     """Says how a training whose buckets start in the backward pass differs from one whose do not."""
     early: list[int] = []
-    found, expected = train(spec, place, early=early.append), train(spec, place, overlap=False)
+    found, expected = train(spec, place, early=early.append, overlap=True), train(spec, place, overlap=False)
     if place == "cuda" and not sum(early):  # on the host a small model may be too quick
         yield "nothing started in the backward pass"
     if not torch.equal(found[1], expected[1]):
@@ -170,12 +170,12 @@ class Training:
         self.tokens = torch.randint(0, 256, (count, length + 1), device=place)
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        spec = method.removesuffix(AT_END)
+        spec = method.removesuffix(EARLY)
         if method in HOOKS:
             make_state, hook = HOOKS[method]
             self.model.register_comm_hook(make_state(), hook)
         elif method != DENSE:
-            overlap: bool | str = "auto" if method == spec else False
+            overlap: bool | str = "auto" if method == spec else True
             hvdcomp.ddp.register(self.model, hvdcomp.Compression.from_spec(spec, overlap=overlap), self.optimizer)
 
     def step(self) -> None:
