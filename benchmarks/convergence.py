@@ -239,7 +239,11 @@ class MethodRun(Run):
         assert self.summary is not None
         metric = WORKLOADS[self.workload].metric
         evaluations = self.records("evaluations.jsonl")
-        finite = [one for one in evaluations if one["loss"] is not None and one[metric] is not None]
+        finite = [
+            evaluation
+            for evaluation in evaluations
+            if evaluation["loss"] is not None and evaluation[metric] is not None
+        ]
         ended = self.summary["status"] == "finished" and evaluations and finite[-1:] == evaluations[-1:]
         last = evaluations[-1] if ended else {"loss": None, metric: None}
         target = Target.parse(self.target)
@@ -386,20 +390,22 @@ class Row:
 
     @property
     def factor(self) -> float:
-        return statistics.mean(one.factor for one in self.outcomes)
+        return statistics.mean(outcome.factor for outcome in self.outcomes)
 
     @property
     def difference(self) -> list[float]:
         """What is lost beside dense training with the same seed, as `Workload.lost` says; empty if any diverged."""
-        if any(one.loss is None for one in self.outcomes):
+        if any(outcome.loss is None for outcome in self.outcomes):
             return []
         return [
-            one.lost_beside(self.dense[one.run.seed]) for one in self.outcomes if one.run.seed in self.dense
+            outcome.lost_beside(self.dense[outcome.run.seed])
+            for outcome in self.outcomes
+            if outcome.run.seed in self.dense
         ]
 
     @property
     def reached(self) -> list[Outcome]:
-        return [one for one in self.outcomes if one.steps_to_target is not None]
+        return [outcome for outcome in self.outcomes if outcome.steps_to_target is not None]
 
     def seconds(self, link: str, compute_ms: float) -> float | None:
         """To the target, the mean; None unless all runs reached it."""
@@ -446,7 +452,7 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
         return None
     in_others = {one.run.seed: one for one in found if (one.run.workload, one.run.method.spec) == (beside, "none")}
     in_own = {one.run.seed: one for one in own if one.run.method.spec == "none"}
-    dense = {seed: one for seed, one in (in_others or in_own).items() if one.loss is not None}
+    dense = {seed: in_other for seed, in_other in (in_others or in_own).items() if in_other.loss is not None}
     grouped: dict[tuple[str, str], list[Outcome]] = {}
     for one in found:
         grouped.setdefault((one.run.workload, one.run.method.spec), []).append(one)
@@ -492,10 +498,10 @@ def lines_of(table: Table) -> list[str]:
 
 
 def _row(table: Table, row: Row) -> str:
-    losses = [one.loss for one in row.outcomes if one.loss is not None]
-    qualities = [one.quality for one in row.outcomes if one.quality is not None]
+    losses = [outcome.loss for outcome in row.outcomes if outcome.loss is not None]
+    qualities = [outcome.quality for outcome in row.outcomes if outcome.quality is not None]
     percent = table.workload.metric == "accuracy"
-    shown = [100 * one for one in qualities] if percent else qualities
+    shown = [100 * quality for quality in qualities] if percent else qualities
     diverged = len(row.outcomes) - len(losses)
     cells = [
         row.label + (f"; {diverged} of {len(row.outcomes)} diverged" if diverged else ""),

@@ -197,7 +197,9 @@ def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
         engine = Engine(LoopbackCommunicator(), list(tensors), parse_compressor(spec))
         plan = engine.planner.plan_for(engine.compressor)
         ranks = workload.options["simulate_ranks"]
-        sums.append(sum(plan[one.name].payload_bytes(one.shape, dtype=one.dtype, ranks=ranks) for one in tensors))
+        sums.append(
+            sum(plan[tensor.name].payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks) for tensor in tensors)
+        )
     return sums[0], sums[1]
 
 

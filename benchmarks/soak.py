@@ -83,7 +83,7 @@ def look(step: int, log: Path, model: Any) -> dict[str, int]:
         "open_files": len(os.listdir("/proc/self/fd")),
         "log_files": len(files),
         "log_bytes": sum(files),
-        "weights": zlib.crc32(b"".join(one.detach().numpy().tobytes() for one in model.parameters())),
+        "weights": zlib.crc32(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())),
     }
 
 
@@ -137,7 +137,7 @@ def spoiled(parameters: list[Any], fault: str | None) -> Iterator[None]:
         first.view(-1)[0] = float(fault)
         hooks = [parameters[0].register_hook(lambda gradient: gradient + first)]
     elif fault == "huge":
-        hooks = [one.register_hook(lambda gradient: gradient * 1e12) for one in parameters]
+        hooks = [parameter.register_hook(lambda gradient: gradient * 1e12) for parameter in parameters]
     try:
         yield
     finally:

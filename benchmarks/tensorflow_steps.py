@@ -54,7 +54,7 @@ def gradients_of(rank: int) -> list[np.ndarray]:
 def step_of_tensorflow(name: str, compression: Any) -> Step:
     """A traced step with Horovod's tape, or without it if the compression is None."""
     gradients = [tf.constant(one) for one in gradients_of(hvd.rank())]
-    variables = [tf.Variable(tf.ones_like(one), name=f"{name}{place}") for place, one in enumerate(gradients)]
+    variables = [tf.Variable(tf.ones_like(gradient), name=f"{name}{place}") for place, gradient in enumerate(gradients)]
     if isinstance(compression, str):
         compression = hvdcomp.Compression.from_spec(compression, variables=variables)
 
@@ -79,7 +79,9 @@ def step_of_torch(name: str, compression: Any) -> Step:
     torch.set_num_threads(1)
     hvd_torch.init()
     gradients = [torch.from_numpy(one) for one in gradients_of(hvd.rank())]
-    named = [(f"{name}{place}", torch.nn.Parameter(torch.ones_like(one))) for place, one in enumerate(gradients)]
+    named = [
+        (f"{name}{place}", torch.nn.Parameter(torch.ones_like(gradient))) for place, gradient in enumerate(gradients)
+    ]
     optimizer: Any = torch.optim.SGD([parameter for _, parameter in named], lr=_RATE)
     if isinstance(compression, str) and compression.startswith("hvd."):
         compression = getattr(hvd_torch.Compression, compression.removeprefix("hvd."))

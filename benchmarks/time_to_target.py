@@ -134,7 +134,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
         return False
     commits = commits_of(runs)
     first, lines = runs[0], []
-    rates = list(dict.fromkeys(one["rate"] for one in records))
+    rates = list(dict.fromkeys(record["rate"] for record in records))
     chosen = "" if tuple(rates) == RATES else "".join(f" --rate {rate}" for rate in rates)
     options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
     for one in records:

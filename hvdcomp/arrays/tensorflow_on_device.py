@@ -85,8 +85,8 @@ class DeviceTensors:
     def arrays(self, tensors: Sequence[tf.Tensor]) -> list[torch.Tensor]:
         """The arrays of PyTorch that have the elements of eager tensors in their storage; waits for TensorFlow."""
         done_with = [number for number, storage in self._of_torch.items() if _holders(storage) == 1]
-        capsules = [_numbered(tf.experimental.dlpack.to_dlpack(one), self.device.index) for one in tensors]
-        arrays = [dlpack.from_dlpack(one).to(self.device) for one in capsules]  # int32 may be on the host
+        capsules = [_numbered(tf.experimental.dlpack.to_dlpack(tensor), self.device.index) for tensor in tensors]
+        arrays = [dlpack.from_dlpack(capsule).to(self.device) for capsule in capsules]  # int32 may be on the host
         for number in done_with:
             del self._of_torch[number]
         self._of_tensorflow += arrays
@@ -97,7 +97,10 @@ class DeviceTensors:
 
         An array that is not row-major, or begins at no multiple of 64 bytes, is copied.
         """
-        ready = [one if one.is_contiguous() and one.data_ptr() % _ALIGNMENT == 0 else _copied(one) for one in arrays]
+        ready = [
+            array if array.is_contiguous() and array.data_ptr() % _ALIGNMENT == 0 else _copied(array)
+            for array in arrays
+        ]
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         for one in ready:

@@ -90,7 +90,7 @@ def calibrate(
             beside=beside,
         )
         facts[model] = probe.facts
-        readings |= {f"{model}, {what}": one for what, one in probe.readings.items()}
+        readings |= {f"{model}, {what}": reading for what, reading in probe.readings.items()}
         gc.collect()  # optimizers and their hooks hold each other
     return put_together(name, "hvdcomp calibrate", network, facts, readings, carrier, device)
 
@@ -103,8 +103,8 @@ def levels_for(compressors: Sequence[Compressor], carrier: Carrier) -> Levels:
         ConfigurationError: as of `find_levels`.
     """
     levels = find_levels(carrier.communicator())
-    for one in compressors:
-        levels.check(one)
+    for compressor in compressors:
+        levels.check(compressor)
     return levels
 
 
@@ -142,7 +142,7 @@ def put_together(
         source: the command that has measured.
         readings: of the models, by what they are.
     """
-    every = {f"network, {what}": one for what, one in network.readings.items()} | dict(readings)
+    every = {f"network, {what}": reading for what, reading in network.readings.items()} | dict(readings)
     noisy = {what: one for what, one in every.items() if one.noisy}
     calibration = Calibration(
         name=name,

@@ -150,7 +150,7 @@ def _way(compressor: Compressor, exchange: Exchange) -> str:
     """How most of it travels."""
     if needs_nodes(compressor):
         return TWO_LEVELS
-    kinds = {one.kind for collectives in exchange.rounds for one in collectives}
+    kinds = {collective.kind for collectives in exchange.rounds for collective in collectives}
     return next(way for kind, way in _WAYS.items() if kind in kinds)
 
 

@@ -38,8 +38,8 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
     Args:
         repetitions: each a list of seconds, not all empty.
     """
-    medians = [float(np.median(one)) for one in repetitions if len(one)]
-    middle = float(np.median(np.concatenate([np.asarray(one, float) for one in repetitions])))
+    medians = [float(np.median(repetition)) for repetition in repetitions if len(repetition)]
+    middle = float(np.median(np.concatenate([np.asarray(repetition, float) for repetition in repetitions])))
     return Reading(middle, (max(medians) - min(medians)) / middle if middle > 0 else 0.0)
 
 

@@ -50,7 +50,7 @@ def compile_for(capability: int) -> int:
             engine = Engine(ranks, tensors, compressor, parse_memory(memory), min_numel=0, min_ndim=0)
             for _ in range(2):
                 engine.begin()
-                engine.step({one.name: torch.zeros(one.shape, dtype=getattr(torch, dtype)) for one in tensors})
+                engine.step({tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in tensors})
     return len(compiled)
 
 
@@ -74,5 +74,5 @@ def _without_device(triton: Any, capability: int, compiled: set[str]) -> Any:
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:] or [one.replace(".", "") for one in wanted_capabilities()]:
+    for one in sys.argv[1:] or [wanted_capability.replace(".", "") for wanted_capability in wanted_capabilities()]:
         print(f"compute capability {int(one) / 10}: {compile_for(int(one))} kernels")

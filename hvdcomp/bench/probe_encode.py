@@ -53,7 +53,11 @@ def encode_time(
     first, then = _alone(compressor, workload, everyone, ranks, inside)
     measured = max(measured, first + then)
     each, decoded = 0.0, float(exchange.decoded(ranks))
-    if any(one.kind == "allgather" and one.among != "node" for collectives in exchange.rounds for one in collectives):
+    if any(
+        collective.kind == "allgather" and collective.among != "node"
+        for collectives in exchange.rounds
+        for collective in collectives
+    ):
         gathering = _gathered(compressor)
         fewer, more = (_decoding(gathering, workload, everyone, size, inside) for size in (ranks, 2 * ranks))
         senders = ranks // inside if isinstance(compressor, TwoLevel) else ranks

@@ -185,13 +185,13 @@ def _ways(
         "dense": Training(dense, carrier.with_stock(dense, carrier.stock[0], "dense")),
         "numbers": Training(numbers, one_number),
     }
-    for one in specs:
-        engine = Engine(NoPayload(str(one), levels.ranks), numbers.tensors(), one)
+    for spec in specs:
+        engine = Engine(NoPayload(str(spec), levels.ranks), numbers.tensors(), spec)
         if not engine.passthrough:
-            ways[str(one)] = Training(numbers, one_number, _through(engine, numbers))
+            ways[str(spec)] = Training(numbers, one_number, _through(engine, numbers))
         elif not all(kind.lossless for kind in engine.plan.values()):
             cast = fresh()
-            ways[str(one)] = Training(cast, carrier.with_cast(cast, one, str(one)))
+            ways[str(spec)] = Training(cast, carrier.with_cast(cast, spec, str(spec)))
     trial = trial_of(specs, plain.tensors(), carrier)
     if trial is not None:
         for name in (AT_END, EARLY):

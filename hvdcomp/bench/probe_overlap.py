@@ -76,11 +76,11 @@ def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier
     level; None if there is none."""
     ranks = carrier.ranks.size
     sent = {
-        one: exchange.bytes
-        for one in specs
-        if one.has_bucket_form
-        and not isinstance(one, TwoLevel)
-        and not (exchange := exchange_of(one, tensors, ranks)).overlapped
+        spec: exchange.bytes
+        for spec in specs
+        if spec.has_bucket_form
+        and not isinstance(spec, TwoLevel)
+        and not (exchange := exchange_of(spec, tensors, ranks)).overlapped
     }
     if not sent:
         return None

@@ -91,7 +91,7 @@ def take_turns(
         ranks.barrier()
         step_s[name] = sum(parts_of(training.step()))
     step_s = ranks.broadcast(step_s, "turn")
-    round_s = sum(one * sum(turn_of(one)) for one in step_s.values())
+    round_s = sum(step_ * sum(turn_of(step_)) for step_ in step_s.values())
     rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / round_s)))
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(rounds):
@@ -151,7 +151,7 @@ def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Rank
     """
     # The middle of the steps on each rank, then of the ranks.
     times = np.median(everywhere(shares, ranks), axis=1).mean(axis=0)
-    sizes = np.array([one.numel() * one.element_size() for one in parameters], float)
+    sizes = np.array([parameter.numel() * parameter.element_size() for parameter in parameters], float)
     order = [place for place in np.argsort(times, kind="stable") if sizes[place]]
     sent = np.cumsum(sizes[order]) / sizes.sum()
     sent[-1] = 1.0

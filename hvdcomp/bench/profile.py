@@ -105,17 +105,17 @@ def profile(
     encode = {UNCOMPRESSED: replace(beside, source=SOURCE)}
     readings = {"step of the training": step, "computing of a step": computing}
     each = (1 - _NETWORK_SHARE) * seconds / max(1, len(compressors) + _TRIED)
-    for one in compressors:
-        spec = str(one)
-        engine = Engine(NoPayload(spec, levels.ranks), tensors, one)
+    for compressor in compressors:
+        spec = str(compressor)
+        engine = Engine(NoPayload(spec, levels.ranks), tensors, compressor)
         if engine.passthrough:
             continue  # the library sends it itself, and what the cast takes shows only in another training
         show(f"encoding and decoding of {spec}")
         taken = _exchanges(engine, workload, carrier, each)
         readings[f"exchange without payload of {spec}"] = taken
-        exchange_of_it = exchange_of(one, tensors, ranks.size, levels.ranks_per_node)
+        exchange_of_it = exchange_of(compressor, tensors, ranks.size, levels.ranks_per_node)
         beyond = taken.seconds - latency_s(exchange_of_it, probe.network, ranks.size)
-        encode[spec] = replace(encode_time(one, workload, exchange_of_it, beyond, ranks), source=SOURCE)
+        encode[spec] = replace(encode_time(compressor, workload, exchange_of_it, beyond, ranks), source=SOURCE)
     facts = ModelFacts(
         tuple(tensors),
         replace(compute, encode=encode),

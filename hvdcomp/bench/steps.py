@@ -56,7 +56,7 @@ class Options:
 
 def left_out(hosts: Sequence[Hosts], options: Options) -> str:
     """What is not measured somewhere although it was asked for, in a sentence; empty if nothing is."""
-    where = [one for one in hosts if options.compressors_on(one) != options.compressors]
+    where = [host for host in hosts if options.compressors_on(host) != options.compressors]
     if not where:
         return ""
     found = [spec for spec in options.compressors if spec not in options.compressors_on(where[0])]
@@ -72,8 +72,8 @@ def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
     """
     try:
         for rate in rates:
-            for one in hosts:
-                Cluster(one.number, rate)
+            for host in hosts:
+                Cluster(host.number, rate)
     except ClusterError as error:
         raise StepsError(str(error)) from None
 

@@ -230,4 +230,4 @@ def trainings_of(
 def _may_overlap(method: str) -> bool:
     if method in STOCK_SPECS:
         return False
-    return any(one.wire_dtype("float32") is None for one in parse_compressor(method).leaves())
+    return any(leaf.wire_dtype("float32") is None for leaf in parse_compressor(method).leaves())

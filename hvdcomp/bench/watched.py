@@ -185,15 +185,15 @@ class Watch:
 
     def _watched(self, passes: int) -> Watched:
         parts, ready = [], []
-        for one in self._samples:
-            backward = seconds_between(one["begin"], one["computed"])
-            exchange = seconds_between(one["computed"], one["exchanged"])
-            optimizer = seconds_between(one["exchanged"], one["stepped"])
-            whole = seconds_between(one["before"], one["end"])
+        for sample in self._samples:
+            backward = seconds_between(sample["begin"], sample["computed"])
+            exchange = seconds_between(sample["computed"], sample["exchanged"])
+            optimizer = seconds_between(sample["exchanged"], sample["stepped"])
+            whole = seconds_between(sample["before"], sample["end"])
             parts.append([max(0.0, whole - backward - exchange - optimizer), backward, exchange, optimizer])
             ready.append(
                 [
-                    seconds_between(one["begin"], one["ready"].get(name, one["computed"])) / backward
+                    seconds_between(sample["begin"], sample["ready"].get(name, sample["computed"])) / backward
                     for name in self._parameters
                 ]
             )

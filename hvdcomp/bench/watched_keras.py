@@ -102,7 +102,7 @@ class KerasWatch:
         given = method(tape, target, sources, *args, **kw)
         pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(given), strict=True)
         gradients = {id(source): one for source, one in pairs if one is not None}
-        ready = {variable: _when_there(one) for variable, one in gradients.items()}
+        ready = {variable: _when_there(gradient) for variable, gradient in gradients.items()}
         self._passes.append(_Pass(_graphs()[0], begin, gradients, ready))
         return given
 
@@ -153,7 +153,7 @@ class KerasWatch:
         parts = [np.maximum(0, begin - before), computed - begin, exchanged - computed, stepped - exchanged]
         shares = (np.array(ready) - begin) / np.maximum(computed - begin, 1e-9)
         names = by_name(self._variables)
-        parameters = {name: _parameter(one) for name, one in zip(names, gradients, strict=True)}
+        parameters = {name: _parameter(gradient) for name, gradient in zip(names, gradients, strict=True)}
         helper = getattr(self._optimizer, "_agg_helper", None)  # Horovod's, which adds up gradients of several passes
         return Watched(
             Workload(Named(parameters), no_loss),

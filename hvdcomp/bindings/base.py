@@ -65,7 +65,7 @@ class Binding(Training):
                 "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
                 'leave it at "auto"'
             )
-        setup.compression.settings.require_matches(names or [one.name for one in self._tensors])
+        setup.compression.settings.require_matches(names or [tensor.name for tensor in self._tensors])
         self.meet(communicator)
 
     def meet(self, communicator: Ranks) -> None:

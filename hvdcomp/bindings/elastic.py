@@ -54,7 +54,7 @@ def survivor(state: Mapping[str, Any]) -> Survivor:
     """What a rank that survived tells, given its state before the change."""
     own = state["own"]
     residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # the residual is the last of a memory's
-    norms = [float(arrays_for(one).norms([one])[0]) for one in residuals]
+    norms = [float(arrays_for(residual).norms([residual])[0]) for residual in residuals]
     return Survivor(own["rank"], own["size"], math.fsum(norm * norm for norm in norms))
 
 

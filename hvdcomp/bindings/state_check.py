@@ -236,7 +236,7 @@ def _tensor(engine: Engine, name: str) -> TensorInfo:
 def _check_level(level: Any, compressor: Compressor) -> None:
     if isinstance(level, tuple | list):
         sizes: Any = typed(tuple[tuple[float | None, ...], ...], level, "level")
-        if not sizes or any(len(one) != 2 or one[1] is None for one in sizes) or sizes[-1][0] is not None:
+        if not sizes or any(len(size) != 2 or size[1] is None for size in sizes) or sizes[-1][0] is not None:
             raise ValueError(f"level: {level!r} must be pairs of a size and a level, the last with None for a size")
         for _, one in sizes:
             compressor.at_level(one)

@@ -197,7 +197,7 @@ class _Sum:
             )
         else:
             arrays = map(known_array, kept["arrays"])
-            self._arrays = [_wide(total) + _wide(one) for total, one in zip(self._arrays, arrays, strict=True)]
+            self._arrays = [_wide(total) + _wide(array) for total, array in zip(self._arrays, arrays, strict=True)]
         self._count += 1
 
     def times(self, factor: float) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
 def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
     """Prints in how many set-ups compression pays."""
     given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
-    options = {one.name: one.opts[0] for one in context.command.params}
+    options = {param.name: param.opts[0] for param in context.command.params}
     if wrong := [options[name] for name in given if name not in ("count", "calibration", "compressors")]:
         raise click.UsageError(f"--count goes through set-ups of its own: leave out {', '.join(wrong)}")
     try:

@@ -98,7 +98,7 @@ def as_markdown(facts: Facts, problems: list[Problem]) -> str:
     rows = describe(facts)
     width = max(len(name) for name, _ in rows)
     lines = ["```text", *(f"{name:<{width}}  {value}" for name, value in rows), "```"]
-    lines += [f"- {'Problem' if one.stops else 'Note'}: {one.what} ({one.remedy})" for one in problems]
+    lines += [f"- {'Problem' if problem.stops else 'Note'}: {problem.what} ({problem.remedy})" for problem in problems]
     text = "\n".join(lines)
     return text if home == "/" else text.replace(home, "~")
 

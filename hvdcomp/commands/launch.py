@@ -48,7 +48,7 @@ def refusals() -> Iterator[None]:
 
 def _with_flag(error: ConfigurationError, context: click.Context) -> str:
     """What is wrong with a setting begins with the setting's name; its flag beside that, if the command has one."""
-    flags = {one.name: one.opts[0] for one in context.command.params if isinstance(one, click.Option)}
+    flags = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     if isinstance(context.command, ProgramGroup):
         flags["command"] = "-- PROGRAM"
 

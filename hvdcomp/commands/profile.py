@@ -135,18 +135,18 @@ def command(
     try:
         _run(program, arguments, as_module)
     except (Exception, SystemExit) as error:
-        ended = next((one.ended for one in watches if one.ended is not None), error)
+        ended = next((watch.ended for watch in watches if watch.ended is not None), error)
         if isinstance(ended, SetupError):  # of what is watched: on every rank, in the same step
             raise click.ClickException(str(ended)) from None
-        if any(one.done for one in watches) or not isinstance(ended, SystemExit) or ended.code not in (None, 0):
+        if any(watch.done for watch in watches) or not isinstance(ended, SystemExit) or ended.code not in (None, 0):
             raise ended from None
     finally:
         sys.meta_path.remove(before_import)
         for one in watches:
             one.stop()
-    if not any(one.done for one in watches):
+    if not any(watch.done for watch in watches):
         raise click.ClickException(
-            f"{program} ended after {max(one.seen for one in watches)} steps of its optimizer, and {_WARM_UP} + "
+            f"{program} ended after {max(watch.seen for watch in watches)} steps of its optimizer, and {_WARM_UP} + "
             f"{steps} were to be watched: give it more to train, or give fewer --steps"
         )
 

@@ -43,7 +43,7 @@ def command(names: tuple[str, ...], quick: bool, output: Path, plot: bool, page:
 def _chosen(names: tuple[str, ...]) -> list[Artefact]:
     chosen: dict[str, Artefact] = {}
     for name in names:
-        found = {key: one for key, one in artefacts().items() if name in (key, one.paper)}
+        found = {key: artefact for key, artefact in artefacts().items() if name in (key, artefact.paper)}
         if not found:
             raise click.UsageError(f"{name!r} is no table or figure; `hvdcomp reproduce` lists all names")
         chosen |= found

@@ -101,10 +101,13 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         return one.result
 
     def _run(self, collectives: Sequence[_Collective]) -> None:
-        given = [one.array for one in collectives]
+        given = [collective.array for collective in collectives]
         on_device = None if isinstance(given[0], np.ndarray) else self.on_device
         tensors = list(map(tensor_of, given)) if on_device is None else on_device.tensors(given)
-        signature = tuple((one.kind, tensor.dtype, one.name) for one, tensor in zip(collectives, tensors, strict=True))
+        signature = tuple(
+            (collective.kind, tensor.dtype, collective.name)
+            for collective, tensor in zip(collectives, tensors, strict=True)
+        )
         try:
             results = self._operation(signature)(*tensors)
         except tf.errors.OpError as error:
@@ -120,7 +123,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
     def _make_operation(self, signature: Signature) -> Callable[..., list[tf.Tensor]]:
         def operation(*tensors: tf.Tensor) -> list[tf.Tensor]:
-            return [self._node(kind, one, name) for (kind, _, name), one in zip(signature, tensors, strict=True)]
+            return [self._node(kind, tensor, name) for (kind, _, name), tensor in zip(signature, tensors, strict=True)]
 
         specs = [tf.TensorSpec([None], dtype) for _, dtype, _ in signature]
         return tf.function(operation, input_signature=specs, autograph=False).get_concrete_function()

@@ -180,7 +180,7 @@ def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Arra
     xp, ranks = arrays_for(arrays[0]), range(len(arrays))
     if kind == "alltoall":
         rows = [xp.reshape(array, (len(arrays), array.shape[0] // len(arrays))) for array in arrays]
-        return [xp.reshape(xp.concatenate([one[rank] for one in rows]), rows[0].shape) for rank in ranks]
+        return [xp.reshape(xp.concatenate([row[rank] for row in rows]), rows[0].shape) for rank in ranks]
     if kind.startswith("reducescatter"):
         whole = _combine(kind.replace("reducescatter", "allreduce"), arrays, add)
         length = whole.shape[0] // len(arrays)

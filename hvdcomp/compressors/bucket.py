@@ -159,7 +159,10 @@ class Bucket:
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
         function = getattr(kernels.library(release=self.table.elements > _QUICK), f"hvd_{kernel}")
-        addresses = (one.__array_interface__["data"][0] if isinstance(one, np.ndarray) else one for one in arguments)
+        addresses = (
+            argument.__array_interface__["data"][0] if isinstance(argument, np.ndarray) else argument
+            for argument in arguments
+        )
         return bool(function(self.table.address, *addresses))
 
     def sums_of(self, kernel: str) -> Array:
@@ -235,7 +238,7 @@ class BucketStates:
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
         """Where in each vector the arrays of some tensors lie, which are at these places of the bucket."""
         empty = [np.zeros(0, np.int64)]
-        ranges = [[np.arange(starts[one], starts[one + 1]) for one in members] for starts in self._starts]
+        ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]
         return [np.concatenate(empty + kind) for kind in ranges]
 
     @property

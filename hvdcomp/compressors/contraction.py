@@ -44,7 +44,7 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
     What one method has kept is still to be sent when another one follows, and what that one does not send of it is kept
     as well. So error feedback, once begun, goes on whatever follows.
     """
-    methods = [method for one in compressors for method in one.leaves()]
+    methods = [method for compressor in compressors for method in compressor.leaves()]
     for keeper in methods:
         for method in methods:
             if _grows(method, keeper.default_memory):

@@ -176,7 +176,7 @@ def compressed(bucket: Bucket) -> list[np.ndarray]:
 
 def _arrays(bucket: Bucket, name: str) -> list[np.ndarray]:
     addresses = bucket.segments[name].tolist()
-    return [_floats(address, one) for address, one in zip(addresses, bucket.tensors, strict=True)]
+    return [_floats(address, tensor) for address, tensor in zip(addresses, bucket.tensors, strict=True)]
 
 
 def _floats(address: int, tensor: TensorInfo) -> np.ndarray:
@@ -191,5 +191,5 @@ def _numpy(array: Array) -> np.ndarray:
 
 def _cast_too_large(requests: Iterable[Request]) -> bool:
     """Whether a cast to half precision, for the wire, has made numbers infinite."""
-    sums = [_numpy(one.array) for one in requests if isinstance(one, AllReduce)]
+    sums = [_numpy(request.array) for request in requests if isinstance(request, AllReduce)]
     return bool(numpy_arrays.found_inf([one for one in sums if one.dtype == np.float16])[0] != 0)

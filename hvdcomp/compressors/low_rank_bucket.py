@@ -28,7 +28,7 @@ class LowRankBucket:
     """
 
     def __init__(self, bucket: Bucket, shapes: Sequence[tuple[int, int]]) -> None:
-        ranks = [min(one.rank, *shape) for one, shape in zip(bucket.compressors, shapes, strict=True)]
+        ranks = [min(compressor.rank, *shape) for compressor, shape in zip(bucket.compressors, shapes, strict=True)]
         ends = np.cumsum(np.array(shapes) * np.array(ranks)[:, None], axis=0)
         segments = bucket.segments
         segments["count"] = ranks

@@ -77,7 +77,7 @@ class QSGD(Multiples):
         return encode_multiples(xp, size, buckets, xp.row_norms(buckets), self.bits, self.name, context)
 
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        return MultiplesLayout(bucket, [one.bits for one in bucket.compressors], self.bucket, self.name)
+        return MultiplesLayout(bucket, [compressor.bits for compressor in bucket.compressors], self.bucket, self.name)
 
     def encode_bucket(self, bucket: Bucket) -> None:
         encode_multiples_of_bucket(bucket, "qsgd_encode", bucket.layout.length)
@@ -294,7 +294,7 @@ class _GlobalLayout:
         for one in set(bucket.compressors):
             one.levels(bucket.context.world_size)  # refuses too many ranks
         segments = bucket.segments
-        segments["count"] = [one.bits for one in bucket.compressors]
+        segments["count"] = [compressor.bits for compressor in bucket.compressors]
         words = -(-segments["size"] // (32 // segments["count"]))
         segments["place"][:, 0] = np.cumsum(words) - words
         self.maxima = bucket.zeros(len(words), "float32")

@@ -288,8 +288,8 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
     Raises:
         SpecError: for a pattern that matches none; says which names are nearest to it.
     """
-    patterns = (one for one in dict.fromkeys(compressor.name_patterns()) if one != ANY)
-    wrong = [one for one in patterns if not any(fnmatchcase(name, one) for name in names)]
+    patterns = (fromkey for fromkey in dict.fromkeys(compressor.name_patterns()) if fromkey != ANY)
+    wrong = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if not wrong:
         return
     told = [f"{one!r} (nearest are {', '.join(_nearest(one, names))})" for one in wrong[:_PATTERNS_SHOWN]]

@@ -171,7 +171,7 @@ class _Own:
         self._chunk = chunk
         self._copies = Bucket(chunk.bucket.tensors, chunk.bucket.compressors, bucket.memory)
         self._means = Bucket(
-            [TensorInfo(f"{one.name}#mean", one.shape) for one in chunk.bucket.tensors],
+            [TensorInfo(f"{tensor.name}#mean", tensor.shape) for tensor in chunk.bucket.tensors],
             chunk.bucket.compressors,
             ErrorFeedback() if bucket.keeps else NoMemory(),
         )

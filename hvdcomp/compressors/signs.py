@@ -251,7 +251,9 @@ class _VotesLayout:
 
     def __init__(self, bucket: Bucket, by_rows: bool) -> None:
         sizes = bucket.segments["size"]
-        rows = np.array([matrix_shape(one.shape)[0] if by_rows else one.size for one in bucket.tensors], np.int64)
+        rows = np.array(
+            [matrix_shape(tensor.shape)[0] if by_rows else tensor.size for tensor in bucket.tensors], np.int64
+        )
         bytes_of = packed_bytes(1, np.stack([sizes, rows]))
         ends = np.cumsum(bytes_of, axis=1)
         bucket.segments["count"] = sizes // rows

@@ -65,7 +65,8 @@ class SparsePlaces:
         self.type = NARROW[sparse_payload.carried_dtype(values, bucket.dtype)]
         sizes = [tensor.size for tensor in bucket.tensors]
         counts = [
-            sparse_payload.elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)
+            sparse_payload.elements_kept(compressor.ratio, size)
+            for compressor, size in zip(bucket.compressors, sizes, strict=True)
         ]
         value_bytes = sparse_payload.value_bytes(values, bucket.dtype)
         parts = []  # bytes of an element, of the part, and which it is
@@ -116,7 +117,7 @@ class Asked:
         if method == SAMPLED:
             self.stride = np.array([sample_stride(size) for size in sizes.tolist()])
             self.sampled = -(-sizes // self.stride)
-            ratios = [one.ratio for one in bucket.compressors]
+            ratios = [compressor.ratio for compressor in bucket.compressors]
             self.reaching = np.array(
                 [elements_of_sample(ratio, size) for ratio, size in zip(ratios, self.sampled.tolist(), strict=True)]
             )

@@ -30,7 +30,7 @@ class _Layout:
         bucket.segments["count"] = counts
         places[:, 0] = np.cumsum(values) - values
         places[:, 1] = values.sum() + np.cumsum(codes) - codes
-        places[:, 2] = [one.k for one in bucket.compressors]
+        places[:, 2] = [compressor.k for compressor in bucket.compressors]
         places[:, 3] = np.cumsum(counts) - counts
         self.payload = bucket.payload(int(values.sum() + codes.sum()))
         self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]

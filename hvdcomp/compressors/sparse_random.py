@@ -31,7 +31,9 @@ class _Layout:
     def __init__(self, bucket: Bucket, half: bool) -> None:
         segments = bucket.segments
         sizes = segments["size"].tolist()
-        counts = [elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)]
+        counts = [
+            elements_kept(compressor.ratio, size) for compressor, size in zip(bucket.compressors, sizes, strict=True)
+        ]
         segments["count"] = counts
         segments["place"][:, 0] = np.cumsum(counts) - counts
         tasks = np.bincount(bucket.table.tasks["segment"], minlength=len(segments))

@@ -37,10 +37,10 @@ def bill() -> dict[str, Any]:
 
 def _python_packages() -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for one in distributions():
-        name = re.sub(r"[-_.]+", "-", one.name).lower()
+    for distribution in distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.name).lower()
         # Of two of a name, the first is what `import` finds.
-        found.setdefault(name, _component("pypi", name, one.version) | _licence_of(one))
+        found.setdefault(name, _component("pypi", name, distribution.version) | _licence_of(distribution))
     return [found[name] for name in sorted(found)]
 
 

@@ -321,7 +321,7 @@ class Group:
         arrays, addresses = self._fresh_arrays()
         if self._on_device:
             return arrays, addresses
-        found = [xp.from_numpy(one, like=self.arrays[0]) for one in arrays]
+        found = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
         return [xp.bitcast(one, self.bucket.dtype) for one in found] if self.bucket.widens else found, addresses
 
     def put(self, places: Sequence[int] | np.ndarray) -> None:
@@ -336,7 +336,7 @@ class Group:
             self._wide = cuda.split_like(self.arrays, wide=True)
         elif self._wide is None:
             arrays, places = Recycled([tensor.shape for tensor in self.bucket.tensors]).arrays()
-            self._wide = [xp.from_numpy(one, like=self.arrays[0]) for one in arrays], places
+            self._wide = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays], places
         self.bucket.segments["result"] = self._wide[1]
         if not self.bucket.keeps:
             self.bucket.segments["x"] = self._wide[1]

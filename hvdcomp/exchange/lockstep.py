@@ -63,8 +63,8 @@ class Lockstep:
     def start(self) -> None:
         """Starts the collectives that come first, and waits for nothing."""
         self._clock.start()
-        turns = [(one, one.advance(())) for one in self.steps]
-        self._flag = flag_of([one.found_inf for one in self.steps])
+        turns = [(step, step.advance(())) for step in self.steps]
+        self._flag = flag_of([step.found_inf for step in self.steps])
         self._send(turns)
 
     def advance(self) -> bool:
@@ -84,7 +84,7 @@ class Lockstep:
 
     def found_inf(self) -> Array:
         """The element that is NaN if what any rank would send, or what came of it, is not finite; after the end."""
-        return flag_with(self._xp, self._flag, [one.found_inf_after for one in self.steps], self._like)
+        return flag_with(self._xp, self._flag, [step.found_inf_after for step in self.steps], self._like)
 
     @property
     def _like(self) -> Array:

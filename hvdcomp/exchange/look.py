@@ -41,7 +41,7 @@ class Look(Mapping[str, Array]):
     ) -> None:
         self.xp = xp
         self._steps = steps
-        self._step_of = {name: one for one in steps for name in one.names}
+        self._step_of = {name: step for step in steps for name in step.names}
         self._previews = previews
         self._context = context
         self._factor = factor
@@ -64,8 +64,8 @@ class Look(Mapping[str, Array]):
     def energies(self, names: Sequence[str]) -> Energies:
         """||x||^2 of some tensors."""
         wanted, found = set(names), Energies()
-        for one in self._steps:
-            found.extend(one.energies(wanted))
+        for step in self._steps:
+            found.extend(step.energies(wanted))
         return found
 
     def gradient_energies(self, names: Sequence[str]) -> Energies:
@@ -93,7 +93,7 @@ class Look(Mapping[str, Array]):
             compressors: by name; the same object for the same compressors is quickest.
             sources: what is compressed in place of x, of the tensors where that is something else.
         """
-        addresses = {name: place for one in self._steps for name, place in one.addresses.items()}
+        addresses = {name: place for step in self._steps for name, place in step.addresses.items()}
         return self._previews.lost(self.xp, names, self, addresses, compressors, self._context, sources or {})
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
@@ -103,8 +103,8 @@ class Look(Mapping[str, Array]):
             It, of those of the tensors where it will be known, and their names. It will not be where this rank's C(x)
             does not follow from its x alone, and where nothing is kept of x.
         """
-        for one in self._steps:
-            one.make_x()
+        for step in self._steps:
+            step.make_x()
         told = {name for name in names if self._plan[name].sent_is_own and self._step_of[name].keeps_x}
         self._asked.append((found := Energies(), told))
         return found, told
@@ -112,5 +112,5 @@ class Look(Mapping[str, Array]):
     def tell(self) -> None:
         """Notes what the step has lost, for `lost_when_sent`; to be called when all generators have ended."""
         for found, told in self._asked:
-            for one in self._steps:
-                found.extend(one.lost(told))
+            for step in self._steps:
+                found.extend(step.lost(told))

@@ -118,7 +118,9 @@ class Planner(Chooser):
 
     def costs_of_nothing(self, names: Set[str]) -> dict[str, Cost]:
         """What some tensors cost, by name, in a step in which they are not sent."""
-        sizes = {name: one.size * dtype_bytes(one.dtype) for name, one in self.tensors.items() if name in names}
+        sizes = {
+            name: tensor.size * dtype_bytes(tensor.dtype) for name, tensor in self.tensors.items() if name in names
+        }
         return {name: Cost(dense_bytes=size) for name, size in sizes.items()}
 
     def _cost_of_cast(self, name: str) -> Cost:

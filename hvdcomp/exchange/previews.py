@@ -190,7 +190,7 @@ class _Room:
         if len(self._vectors[0]) < ends[-1]:
             self._vectors = [np.empty(ends[-1], np.float32) for _ in range(2)]
         offsets = 4 * (ends - sizes).astype(np.uint64)
-        return [(np.split(one[: ends[-1]], ends[:-1]), one.ctypes.data + offsets) for one in self._vectors]
+        return [(np.split(vector[: ends[-1]], ends[:-1]), vector.ctypes.data + offsets) for vector in self._vectors]
 
 
 class _Bucket:

@@ -85,11 +85,11 @@ class SeparateStep:
 
     def energies(self, names: Set[str]) -> Energies:
         """||x||^2 of those of the tensors that have these names."""
-        return of_arrays(self._xp, {name: one.x for name, one in self._tensors.items() if name in names})
+        return of_arrays(self._xp, {name: tensor.x for name, tensor in self._tensors.items() if name in names})
 
     def lost(self, names: Set[str]) -> Energies:
         """||x - C(x)||^2 of the same, once the generators have ended."""
-        pairs = {name: (one.x, one.sent) for name, one in self._tensors.items() if name in names}
+        pairs = {name: (tensor.x, tensor.sent) for name, tensor in self._tensors.items() if name in names}
         return of_errors(self._xp, pairs)
 
     # The step.
@@ -103,9 +103,9 @@ class SeparateStep:
     ) -> None:
         """Makes the generators; arguments as of `BucketStep.open`. No result takes a gradient's place."""
         self._sums = sums
-        for name, one in self._tensors.items():
+        for name, tensor in self._tensors.items():
             with self._clock.around(self._spans[name].encoding):
-                one.open(sources.get(name, one.x))
+                tensor.open(sources.get(name, tensor.x))
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
         """Gives the generators the answers to their last requests, at first none; their next requests, none at the end
@@ -134,7 +134,7 @@ class SeparateStep:
             and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
             and xp.dtype_name(self.x(name)) != "float16"
         ]
-        return xp.found_inf([one.x for one in self._tensors.values()] + casts)
+        return xp.found_inf([tensor.x for tensor in self._tensors.values()] + casts)
 
     @property
     def found_inf_after(self) -> Array:
@@ -142,18 +142,18 @@ class SeparateStep:
 
         Sums overflow within a method, or over the ranks, although all that was put in is finite.
         """
-        outcomes = [one.made for one in self._tensors.values()]
+        outcomes = [tensor.made for tensor in self._tensors.values()]
         return self._xp.found_inf([array for result, state in outcomes for array in (result, *state)])
 
     def parts(self) -> list[tuple[Part, Spans]]:
         """What each tensor cost, once its generator has ended, and when it was under way."""
-        return [({name: one.cost}, self._spans[name]) for name, one in self._tensors.items()]
+        return [({name: tensor.cost}, self._spans[name]) for name, tensor in self._tensors.items()]
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """As `BucketStep.finish`."""
         results, sums = {}, self._sums
         if sums is not None and not sums.of_results:
-            sums.add({name: one.gradient for name, one in self._tensors.items()}, found_inf)
+            sums.add({name: tensor.gradient for name, tensor in self._tensors.items()}, found_inf)
         for name, one in self._tensors.items():
             with self._clock.around(self._spans[name].decoding):
                 results[name] = one.finish(found_inf)
@@ -164,9 +164,9 @@ class SeparateStep:
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
         """As `BucketStep.forget_sent`."""
         sent = [
-            (one.state, one.state.memory)
-            for name, one in self._tensors.items()
-            if one.had_residual and sends_all(name, one.compressor)
+            (tensor.state, tensor.state.memory)
+            for name, tensor in self._tensors.items()
+            if tensor.had_residual and sends_all(name, tensor.compressor)
         ]
 
         def forget() -> None:

@@ -144,7 +144,9 @@ class Adviser:
                 wanted += [both for one in wanted if (both := in_two_levels(one)) is not None]
         self.compressors: dict[str, Compressor] = {str(one): one for one in wanted}
         of_nodes = (self.facts.tensors, self.ranks_per_node)
-        self.encode = {spec: encode_time_of(one, known, *of_nodes) for spec, one in self.compressors.items()}
+        self.encode = {
+            spec: encode_time_of(compressor, known, *of_nodes) for spec, compressor in self.compressors.items()
+        }
         self._exchanges: dict[tuple[str, int], Exchange] = {}
         for spec, encode in self.encode.items():
             if encode is None and not self.exchange(spec, 1).overlapped:
@@ -179,7 +181,7 @@ class Adviser:
     def _alike(self, spec: str, ranks: int) -> int:
         """A number of ranks with which a method sends the same: few methods send anything else with another number."""
         compressor = self.compressors[spec]
-        if any(one.payloads_sent(ranks) != 1 for one in compressor.leaves()):
+        if any(leaf.payloads_sent(ranks) != 1 for leaf in compressor.leaves()):
             return ranks
         if not needs_nodes(compressor):
             return 1

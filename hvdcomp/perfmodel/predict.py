@@ -110,7 +110,9 @@ def _carried(
     step, backward = passes(compute, setting)
     gamma, ranks = compute.gamma, setting.world_size
     if compute.ready:
-        dtype = max((one for collectives in exchange.rounds for one in collectives), key=lambda one: one.bytes).dtype
+        dtype = max(
+            (collective for collectives in exchange.rounds for collective in collectives), key=lambda one: one.bytes
+        ).dtype
         parts = when_ready(step, backward, gamma, compute.ready, size, bucket_bytes, cost_of, ranks, dtype)
     else:
         whole = cut(exchange.bytes, bucket_bytes)

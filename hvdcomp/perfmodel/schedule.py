@@ -157,7 +157,10 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
 
 def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
     """Time of collectives that start together, one after the other; bytes are multiplied by `payload`."""
-    costs = [cost_of(one.kind, one.bytes * payload, dtype=one.dtype, among=one.among) for one in collectives]
+    costs = [
+        cost_of(collective.kind, collective.bytes * payload, dtype=collective.dtype, among=collective.among)
+        for collective in collectives
+    ]
     start = np.maximum.reduce([np.asarray(cost.start, float) for cost in costs])
     return Seconds(sum(cost.latency for cost in costs), sum(cost.transfer for cost in costs), start)
 
@@ -220,7 +223,7 @@ def early(
     """
     at_once = encode if exchange.encodes_first else 0.0
     first, *others = exchange.rounds
-    rest = 1.0 - sum(one.share for one in buckets)
+    rest = 1.0 - sum(bucket.share for bucket in buckets)
     rest = rest if rest > 1e-9 else 0.0
 
     def cost(collectives: Round, share: float) -> Seconds:
@@ -236,7 +239,7 @@ def early(
     slowed = (np.asarray(gamma) - 1) * hidden
     ends = ends + slowed
     network = np.maximum(network, ends)
-    shares = [*(one.share for one in buckets), *([rest] if rest else [])]
+    shares = [*(bucket.share for bucket in buckets), *([rest] if rest else [])]
     if rest:
         spent = spent + (taken := cost(first, rest))
         network = network + taken.total

@@ -174,7 +174,7 @@ class Auto(Policy[AutoState]):
         """Takes the fastest by the model."""
         self.of_tensors(dict.fromkeys(told.order), dict.fromkeys(state.order), "candidates")
         candidates = told.candidates
-        if not candidates or not all(0 < one.seconds < math.inf for one in candidates.values()):
+        if not candidates or not all(0 < candidate.seconds < math.inf for candidate in candidates.values()):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
         state = dataclasses.replace(state, order=tuple(told.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
@@ -201,9 +201,9 @@ class Auto(Policy[AutoState]):
     def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
         """Enters what was tried, by how much longer its steps took than the rival's before and after."""
         sides = [state.trial.of_rival, *after]
-        seconds = sum(one.seconds for one in sides) / len(sides)
+        seconds = sum(side.seconds for side in sides) / len(sides)
         change = sides[-1].seconds - sides[0].seconds
-        error = math.hypot(*(one.error for one in sides), change) / len(sides)
+        error = math.hypot(*(side.error for side in sides), change) / len(sides)
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
         rival = state.trial.rival or state.chosen
         found = trial.seconds * state.measured[rival].seconds / seconds

@@ -67,7 +67,7 @@ class Decision:
             LookupError: if a field is not there.
             ValueError: if one holds what such a decision cannot.
         """
-        names = [one.name for one in dataclasses.fields(cls) if one.name in data or one.name not in cls.later]
+        names = [field.name for field in dataclasses.fields(cls) if field.name in data or field.name not in cls.later]
         decision: Decision = typed(cls, {name: data[name] for name in names}, cls.kind)
         return decision
 

@@ -59,7 +59,7 @@ def common_of_largest(training: Mapping[str, Any], share: float = 0.1) -> float:
     for number in (1, 2, 3):
         gradients = at_work.epoch(number)
     count = int(share * gradients[0].numel())
-    largest = [set(one.abs().topk(count).indices.tolist()) for one in gradients[:12]]
+    largest = [set(gradient.abs().topk(count).indices.tolist()) for gradient in gradients[:12]]
     return 100 * statistics.fmean(len(a & b) / count for a, b in itertools.combinations(largest, 2))
 
 

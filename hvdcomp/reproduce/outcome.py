@@ -128,7 +128,7 @@ def read(file: Path) -> Outcome:
     content = json.loads(file.read_text())
     del content["verdict"]
     content["rows"] = [Row(**row) for row in content["rows"]]
-    content["curves"] = {label: [Curve(**one) for one in curves] for label, curves in content["curves"].items()}
+    content["curves"] = {label: [Curve(**curve) for curve in curves] for label, curves in content["curves"].items()}
     return Outcome(**content)
 
 

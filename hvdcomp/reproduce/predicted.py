@@ -305,7 +305,7 @@ def factors(artefact: Artefact) -> Outcome:
             sum(float(network.seconds("allgather", 8 * max(1, size // factor), 32, TEN).total) for size in tensors)
             for factor in candidates
         ]
-        speedups = [seconds[0] / one for one in seconds]
+        speedups = [seconds[0] / second for second in seconds]
         curves.append(Curve(label=name, x=candidates, y=speedups))
         published = artefact.published[f"{name}: saturates at factor"]
         # Where twice the factor makes the exchange less than a tenth faster.

@@ -393,7 +393,11 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
 def _norms(run: Trained) -> dict[str, list[float]]:
     """By tensor, the norms of accumulated gradients that Accordion saw."""
     names = list(run.decisions[0]["tensors"])
-    lists = [one["statistics"]["norms"]["by_tensor"] for one in run.decisions if "norms" in one.get("statistics", {})]
+    lists = [
+        decision["statistics"]["norms"]["by_tensor"]
+        for decision in run.decisions
+        if "norms" in decision.get("statistics", {})
+    ]
     return {name: [float(values[number]) for values in lists] for number, name in enumerate(names)}
 
 
@@ -402,8 +406,8 @@ def _levels_chosen(run: Trained) -> dict[str, list[float]]:
     names = list(run.decisions[0]["tensors"])
     now = list(run.decisions[0]["decision"]["levels"]["by_tensor"])
     chosen = [list(now)]
-    for one in run.decisions[1:]:
-        new = one["decision"].get("changed", {}).get("levels", {})
+    for decision in run.decisions[1:]:
+        new = decision["decision"].get("changed", {}).get("levels", {})
         now = list(new.get("by_tensor", now))
         for number, level in new.get("changed", {}).items():
             now[int(number)] = level
@@ -584,7 +588,9 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     # A window that does not end, so that the gain of 10x is looked at all along.
     looking = "gravac:min=10,max=1000,epsilon=0.99,window=100000,smoothing=1,factor=elements"
     log = t.train(workload, "topk:ratio=0.1", looking, seeds=1)[0]
-    gains = [one["statistics"]["gains"] for one in log.decisions if one.get("statistics", {}).get("gains")]
+    gains = [
+        decision["statistics"]["gains"] for decision in log.decisions if decision.get("statistics", {}).get("gains")
+    ]
     robust = artefact.settings["network"] == "VGG16"  # which loses nothing at 1000x in the paper
     rows = [
         found.gain("10x", "dense", "no loss"),
@@ -678,7 +684,7 @@ def early(artefact: Artefact, t: Trainings) -> Outcome:
         norms = [sum(values) for values in zip(*_norms(run).values(), strict=True)][:windows]
         changes.append([abs(b / a - 1) for a, b in itertools.pairwise(norms)])
     first, last = (
-        100 * statistics.fmean(statistics.fmean(one[part]) for one in changes)
+        100 * statistics.fmean(statistics.fmean(change[part]) for change in changes)
         for part in (slice(0, 4), slice(-4, None))
     )
     what = f"change of the norm from {WINDOW_STEPS} steps to the next, first 80 of {windows * WINDOW_STEPS} steps (%)"

@@ -284,7 +284,7 @@ def _outcome(run: Run, about: Mapping[str, Any]) -> str:
 
 def _left(left: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
     """About how long the rest takes, by the runs of the same workload so far, or of all."""
-    everything = statistics.mean(one for values in seconds.values() for one in values)
+    everything = statistics.mean(value for values in seconds.values() for value in values)
     total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in left)
     minutes = total / max(1, min(workers, len(left))) / 60
     return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"

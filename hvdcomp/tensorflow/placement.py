@@ -20,7 +20,11 @@ def device_of(variables: Iterable[tf.Variable], says: bool) -> DeviceTensors | N
     Args:
         says: whether it warns if gradients lie on a GPU and are compressed on the host all the same.
     """
-    there = [one for one in variables if (cuda.serves_host() or _on_gpu(one)) and one.shape.num_elements()]
+    there = [
+        variable
+        for variable in variables
+        if (cuda.serves_host() or _on_gpu(variable)) and variable.shape.num_elements()
+    ]
     if not there or tf.is_symbolic_tensor(getattr(there[0], "handle", there[0])):  # of a session of TensorFlow 1
         return None
     reason = _why_not(there[0])

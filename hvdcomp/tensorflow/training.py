@@ -56,10 +56,10 @@ class TensorFlowTraining(Binding):
     def means_of(self, names: Sequence[str], gradients: Sequence[Array]) -> list[Array]:
         """`run_engine` on gradients of the variables' shapes, in an order of the caller's."""
         tensors = [self.engine.tensors[name] for name in names]
-        given = {one.name: x.reshape(one.shape) for one, x in zip(tensors, gradients, strict=True)}
+        given = {tensor.name: x.reshape(tensor.shape) for tensor, x in zip(tensors, gradients, strict=True)}
         self._add_momenta(given)
         results = self.run_engine(given)
-        return [results[one.name].reshape(one.own_shape) for one in tensors]
+        return [results[tensor.name].reshape(tensor.own_shape) for tensor in tensors]
 
     def _add_momenta(self, gradients: dict[str, Array]) -> None:
         """Puts what is to be sent in the place of gradients; it changes no array."""

@@ -36,7 +36,7 @@ class CompressionHandler(StateHandler):
     def sync(self) -> None:
         state = caller_local("self", lambda one: isinstance(one, TorchState))
         handlers = () if state is None else state._handlers.values()
-        optimizers = (one.value for one in handlers if compression_of(one.value) is self.value)
+        optimizers = (handler.value for handler in handlers if compression_of(handler.value) is self.value)
         self.value.meet_ranks_early(next(optimizers, None))
 
 

@@ -133,4 +133,4 @@ def _local(sharded: Any) -> Any:
 
 def modules_of(model: torch.nn.Module) -> list[Any]:
     """The FSDP modules in a model, itself included."""
-    return [one for one in model.modules() if isinstance(one, FSDPModule)]
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -122,7 +122,7 @@ class ShardsBinding:
         """`Compression.state_dict`."""
         engine, memory = self.engine, str(self.engine.memory)
         residuals = {
-            name: {"memory": memory, "arrays": [one.clone() for one in arrays]}
+            name: {"memory": memory, "arrays": [array.clone() for array in arrays]}
             for name, arrays in engine.states.items()
             if arrays
         }

@@ -95,7 +95,7 @@ class LocalSteps(torch.optim.Optimizer):
         self._share_groups()
         self._steps = 0  # since the latest exchange
         self._restored = False  # whether the anchors are those of a checkpoint
-        anchors = [one.detach().clone() for one in self._parameters()]
+        anchors = [parameter.detach().clone() for parameter in self._parameters()]
         self.outer = torch.optim.SGD(
             anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
         )

@@ -70,14 +70,14 @@ class LocalStepsBinding(TorchTraining):
         self.begin()
         asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
         self.check_presence(int(self.communicator.wait(asked)))
-        moved = {name: self._anchors[name] - one.detach() for name, one in self._parameters.items()}
+        moved = {name: self._anchors[name] - parameter.detach() for name, parameter in self._parameters.items()}
         means = self.run_engine(moved)
         if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:  # it is NaN then
             raise ConfigurationError(self._what_is_not_finite())
         return [means[name] for name in self._parameters]
 
     def _what_is_not_finite(self) -> str:
-        bad = [name for name, one in self._parameters.items() if not torch.isfinite(one.detach()).all()]
+        bad = [name for name, parameter in self._parameters.items() if not torch.isfinite(parameter.detach()).all()]
         where = f"on this rank in {', '.join(bad[:3])}" if bad else "on another rank, whose message names the tensors"
         return (
             f"LocalSteps: weights are inf or NaN after the local steps, {where}. Nothing of them was exchanged: outer "
@@ -153,12 +153,12 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
     parameters = [one for group in groups for one in group["params"]]
     if setup.parameters is not None:
         given = {one: name for name, one in by_name(setup.parameters, None).items()}
-        if missing := sum(one not in given for one in parameters):
+        if missing := sum(parameter not in given for parameter in parameters):
             raise ConfigurationError(
                 f"named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's {len(parameters)} "
                 "parameters; give it named_parameters=model.named_parameters() of the model that is trained"
             )
-        names = [given[one] for one in parameters]
+        names = [given[parameter] for parameter in parameters]
     elif all("param_names" in group for group in groups):  # made of model.named_parameters(), from PyTorch 2.6 on
         names = plain_names(name for group in groups for name in group["param_names"])
     else:

@@ -67,15 +67,15 @@ class RowExchange:
         self._ranks: Any = started_ranks() if communicator is None else communicator
         with refused_on_every_rank(self._ranks, _ON_HOST):
             self._tables = _tables_of(model, tables, wire_dtype)
-        weights = {name: one.weight for name, one in self._tables.items()}
-        shapes = {f"table {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in weights.items()}
+        weights = {name: table.weight for name, table in self._tables.items()}
+        shapes = {f"table {name}": f"{weight.dtype} {tuple(weight.shape)}" for name, weight in weights.items()}
         facts = {"tables of RowExchange": list(weights), **shapes, "wire_dtype of RowExchange": str(wire_dtype)}
         require_agreement(self._ranks, facts, _ON_HOST)
         _leave_alone(model, weights.values())
-        self._wires = [wire_dtype or one.dtype for one in weights.values()]
-        self._columns = [one.shape[1] for one in weights.values()]
+        self._wires = [wire_dtype or weight.dtype for weight in weights.values()]
+        self._columns = [weight.shape[1] for weight in weights.values()]
         self._row_bytes = [wire.itemsize * n for wire, n in zip(self._wires, self._columns, strict=True)]
-        self._id_dtype = torch.int32 if max(len(one) for one in weights.values()) <= 2**31 else torch.int64
+        self._id_dtype = torch.int32 if max(len(weight) for weight in weights.values()) <= 2**31 else torch.int64
         self._sent = 0  # bytes, in this step
         self.ledger = Ledger()
 
@@ -121,7 +121,7 @@ class RowExchange:
     ) -> tuple[list[torch.Tensor], list[int]]:
         """The mean rows of each table, in the order of its union; and how many numbers this rank sent for it."""
         size, rank = self._ranks.world_size, self._ranks.rank
-        sums = [len(one) for one in unions]
+        sums = [len(union) for union in unions]
         whole = max(self._bytes(of_rank) for of_rank in lengths)
         to_owners = np.zeros((size, size), np.int64)
         for row_bytes, of_table in zip(self._row_bytes, places, strict=True):
@@ -130,11 +130,11 @@ class RowExchange:
         part, back = int(to_owners.max()), self._bytes([-(-length // size) for length in sums])
         if whole <= part + back:
             gathered = self._gather(rows, "gathered", whole)
-            return self._sums(gathered, places, sums), [one.numel() for one in rows]
+            return self._sums(gathered, places, sums), [row.numel() for row in rows]
 
         own = [of_table[rank] % size for of_table in places]  # the owner of each row of this rank
         chunks = [
-            _packed([one[to == owner] for one, to in zip(rows, own, strict=True)], part) for owner in range(size)
+            _packed([row[to == owner] for row, to in zip(rows, own, strict=True)], part) for owner in range(size)
         ]
         self._sent += size * part
         received = self._ranks.wait(self._ranks.start_alltoall(torch.cat(chunks), "hvdcomp.rows.parts"))
@@ -145,7 +145,7 @@ class RowExchange:
         for owner, packed in enumerate(self._gather(mine, "means", back)):
             for mean, one in zip(means, self._unpack(packed, of_owner[owner]), strict=True):
                 mean[owner::size] = one
-        return means, [one.numel() + mean.numel() for one, mean in zip(rows, mine, strict=True)]
+        return means, [row.numel() + mean.numel() for row, mean in zip(rows, mine, strict=True)]
 
     def _sums(self, received: torch.Tensor, places: Sequence[Any], lengths: Sequence[int]) -> list[torch.Tensor]:
         """The means, as they travel, of rows that came from all ranks."""
@@ -170,7 +170,7 @@ class RowExchange:
 
     def _bytes(self, lengths: Iterable[int]) -> int:
         """Of so many rows of each table."""
-        return sum(length * one for length, one in zip(lengths, self._row_bytes, strict=True))
+        return sum(length * row_byte for length, row_byte in zip(lengths, self._row_bytes, strict=True))
 
     def _unpack(self, packed: torch.Tensor, lengths: Iterable[int]) -> list[torch.Tensor]:
         """So many rows of each table."""
@@ -214,7 +214,7 @@ def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict
 
 def _leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
     """Tells DistributedDataParallel, under all names that the weights have, beside what it was told before."""
-    ours = {id(one) for one in weights}
+    ours = {id(weight) for weight in weights}
     names = [name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in ours]
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
@@ -245,7 +245,7 @@ def _put(table: Any, ids: torch.Tensor, rows: torch.Tensor) -> None:
 
 def _packed(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """The bytes of tensors, with zeros up to a length."""
-    packed = torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in parts])
+    packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
     return torch.nn.functional.pad(packed, (0, length - len(packed)))
 
 

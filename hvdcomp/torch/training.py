@@ -152,7 +152,7 @@ class TorchTraining(Binding):
         if not isinstance(self._optimizer, CompressedAdam):
             return {}
         momenta = self._optimizer.momenta()
-        return {name: momenta[one] for name, one in self._parameters.items() if one in momenta}
+        return {name: momenta[parameter] for name, parameter in self._parameters.items() if parameter in momenta}
 
     def momentum_of_optimizer(self) -> str | None:
         for group in getattr(self._optimizer, "param_groups", ()):
@@ -215,4 +215,4 @@ def may_overlap(setup: Setup, parameters: Mapping[str, torch.nn.Parameter]) -> b
     Each bucket is launched by itself. On an H100 whose host was what a step waited for, that took longer than all
     buckets together at the end: 1.6 times the step (docs/encoding.md).
     """
-    return setup.compression.settings.overlap is True or not any(one.is_cuda for one in parameters.values())
+    return setup.compression.settings.overlap is True or not any(parameter.is_cuda for parameter in parameters.values())

@@ -84,8 +84,10 @@ class Unaveraged:
             modules = list(model.modules())
             self._lists = [found for module in modules for found in (module._parameters, module._modules)]
             self._seen = self._in_lists()
-            parameters = (one for module in modules for one in module._parameters.values() if one is not None)
-            self._unknown = [one for one in parameters if id(one) not in self._known]
+            parameters = (
+                parameter for module in modules for parameter in module._parameters.values() if parameter is not None
+            )
+            self._unknown = [parameter for parameter in parameters if id(parameter) not in self._known]
         return self._unknown
 
     def _in_lists(self) -> list[Any]:

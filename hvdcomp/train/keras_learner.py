@@ -88,7 +88,13 @@ class KerasLearner(Learner):
             common |= {"freeze_after": options.freeze_after, "warm_up": options.freeze_compression}
             common |= {"refreshes_per_gap": options.refreshes_per_gap}
             optimizer = CompressedAdam(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
-        optimizer.exclude_from_weight_decay([one for one in self._model.trainable_variables if len(one.shape) <= 1])
+        optimizer.exclude_from_weight_decay(
+            [
+                trainable_variable
+                for trainable_variable in self._model.trainable_variables
+                if len(trainable_variable.shape) <= 1
+            ]
+        )
         return optimizer
 
     def compression(self, spec: str, **options: Any) -> Compression:

@@ -40,7 +40,7 @@ class SimulatedKerasLearner(KerasLearner):
         tf.random.set_seed(self._options.seed + self._rank * 2**31)
         self._gradients = tf.function(self._gradients_of_step, input_signature=self._batch).get_concrete_function()
         self._update = tf.function(
-            self._apply, input_signature=[[tf.TensorSpec(one.shape, one.dtype) for one in variables]]
+            self._apply, input_signature=[[tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]]
         )
 
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:

@@ -76,7 +76,11 @@ def earlier(text: str) -> Earlier:
 def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> list[Row]:
     """Each measurement beside its peer and an earlier one, and whether it is steady; in the order given."""
     kept = steady(measurements)
-    hooks = {one.request.threads: one.step_ms.median for one in measurements if one.request.method == POWERSGD}
+    hooks = {
+        measurement.request.threads: measurement.step_ms.median
+        for measurement in measurements
+        if measurement.request.method == POWERSGD
+    }
     found = []
     for place, one in enumerate(measurements):
         hook = hooks.get(one.request.threads)
@@ -116,8 +120,8 @@ def _equally_fast(measurements: Sequence[Measurement]) -> set[int]:
 
 def _same_copies(measurements: Sequence[Measurement]) -> list[list[int]]:
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for place, one in enumerate(measurements):
-        request = one.request
+    for place, measurement in enumerate(measurements):
+        request = measurement.request
         groups.setdefault((request.framework, request.device, request.threads), []).append(place)
     return list(groups.values())
 

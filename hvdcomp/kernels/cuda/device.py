@@ -268,7 +268,7 @@ def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any],
     launched = for_all_numbers(function)
     kernel = launched[(programs,)](*numbers, **constants, enable_fp_fusion=False)
     if kernel is not None:  # a hook of Triton's may take the launch for itself
-        names = [one.name for one in launched.params if one.is_constexpr]
+        names = [param.name for param in launched.params if param.is_constexpr]
         _compiled[key] = kernel, tuple(constants[name] for name in names)
 
 
@@ -279,7 +279,7 @@ def _type_of(number: Any) -> Any:
 
 def numbers_of(arguments: Sequence[Any]) -> list[Any]:
     """What kernels are given: of tensors the addresses."""
-    return [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
+    return [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
 
 
 @functools.cache

@@ -51,7 +51,7 @@ def read_state(
         return MPIJobState("deleted", "the MPIJob is gone")
     pods = list(pods)
     conditions = {one["type"]: one for one in (job.get("status") or {}).get("conditions") or ()}
-    holding = {kind for kind, one in conditions.items() if one.get("status") == "True"}
+    holding = {kind for kind, condition in conditions.items() if condition.get("status") == "True"}
     launcher = newest_launcher(pods)
     if "Succeeded" in holding:
         return MPIJobState("succeeded", "", 0)
@@ -83,7 +83,7 @@ def read_state(
 def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str:
     """The operator's last warning about the job; empty if there is none."""
     uid = job["metadata"]["uid"]
-    own = [one for one in events if one.get("type") == "Warning" and one["involvedObject"].get("uid") == uid]
+    own = [event for event in events if event.get("type") == "Warning" and event["involvedObject"].get("uid") == uid]
     last = max(own, key=lambda one: one.get("lastTimestamp") or one.get("eventTime") or "", default=None)
     return "" if last is None else f"the mpi-operator says {last.get('reason')}: {last.get('message')}"
 
@@ -123,7 +123,7 @@ def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
 
 def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
     statuses = pod["status"].get("containerStatuses") or [{}]
-    return next((one for one in statuses if one.get("name") == LAUNCHER), statuses[0])
+    return next((statuse for statuse in statuses if statuse.get("name") == LAUNCHER), statuses[0])
 
 
 def _exit_code(launcher: Mapping[str, Any] | None) -> int | None:
@@ -132,7 +132,7 @@ def _exit_code(launcher: Mapping[str, Any] | None) -> int | None:
 
 def _is_ready(pod: Mapping[str, Any]) -> bool:
     conditions = pod["status"].get("conditions") or ()
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
 
 
 def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
