@@ -74,5 +74,5 @@ def _without_device(triton: Any, capability: int, compiled: set[str]) -> Any:
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:] or [wanted_capability.replace(".", "") for wanted_capability in wanted_capabilities()]:
+    for one in sys.argv[1:] or [one.replace(".", "") for one in wanted_capabilities()]:
         print(f"compute capability {int(one) / 10}: {compile_for(int(one))} kernels")
