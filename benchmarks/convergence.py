@@ -33,22 +33,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from trainings import (
-    MEASURED,
-    Run,
-    commits_of,
-    end_if_failed,
-    findings_of,
-    keep_records,
-    mean_and_interval,
-    parse_seeds,
-    seeds_there,
-    train_missing,
-    with_interval,
-)
+from pages import MEASURED, commits_of, end_if_failed, findings_of, mean_and_interval, parse_seeds, with_interval
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import replace_files, replace_text
+from hvdcomp.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.terminal import make_console
 from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
 from hvdcomp.train.target import Target

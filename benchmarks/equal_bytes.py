@@ -1,6 +1,6 @@
 """What adaptive levels are worth: each policy beside a fixed level that sends as many bytes, over five seeds.
 
-    python benchmarks/equal_bytes.py --dry-run                  # what would be trained first
+    python benchmarks/equal_bytes.py --dry-run                  # what would be trained first, and for how long
     python benchmarks/equal_bytes.py                            # everything; many hours of each core
     python benchmarks/equal_bytes.py --workload mnist1d --only budget --seeds 0,1
     python benchmarks/equal_bytes.py --page-only                # the page, from the runs that are there
@@ -24,29 +24,21 @@ from typing import Any
 
 import click
 import convergence
-from trainings import (
-    MEASURED,
-    Run,
-    commits_of,
-    end_if_failed,
-    findings_of,
-    keep_records,
-    mean_and_interval,
-    parse_seeds,
-    seeds_there,
-    train_missing,
-    with_interval,
-)
+from pages import MEASURED, commits_of, end_if_failed, findings_of, mean_and_interval, parse_seeds, with_interval
 
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.files import csv_of, replace_files
+from hvdcomp.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.terminal import make_console
 from hvdcomp.train.options import TrainingOptions
 
-POLICIES = ("budget", "lgreco", "accordion")
+POLICIES = ("budget", "lgreco", "accordion", "gravac", "adaqs")
+# With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
+GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
+GRAVACS_LINK = "100mbit"  # it looks at throughput
 ALIKE = 0.005
 """Share by which the bytes of a policy and of its control may differ."""
 LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
@@ -59,14 +51,16 @@ class Workload:
     Attributes:
         options: of `hvdcomp train`.
         levels: by compressor, the fixed levels of three budgets, from many bytes to few.
-        extremes: by compressor, the levels between which the published rules choose: low and high compression.
-        rules: the settings of Accordion, whose intervals are those of long trainings.
+        extremes: by compressor, the levels between which Accordion chooses: low and high compression. GraVAC and AdaQS
+            begin at low.
+        window: steps of Accordion between comparisons, and of GraVAC for a candidate: published ones are of long
+            trainings.
     """
 
     options: dict[str, Any]
     levels: Mapping[str, tuple[float, ...]]
     extremes: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    rules: str = ""
+    window: int = 0
 
     @property
     def metric(self) -> str:
@@ -77,20 +71,17 @@ class Workload:
         return self.metric == "accuracy"
 
 
-def _of_convergence(name: str, ranks: int = convergence.RANKS, **changes: Any) -> dict[str, Any]:
-    return {**convergence.WORKLOADS[name].options, "simulate_ranks": ranks, **changes}
+def _of_convergence(name: str, ranks: int = convergence.RANKS) -> dict[str, Any]:
+    return {**convergence.WORKLOADS[name].options, "simulate_ranks": ranks}
 
 
-_SMALL: dict[str, Any] = {
-    "levels": {"topk": (0.03, 0.008, 0.002), "powersgd": (4, 2, 1)},
-    "extremes": {"topk": (0.1, 0.002)},
-}
+_LEVELS = {"topk": (0.03, 0.008, 0.002), "powersgd": (4, 2, 1)}
+_EXTREMES = {"topk": (0.1, 0.002)}
+_LONG = {"topk": (0.03, 0.01, 0.003), "powersgd": (8, 4, 2)}
 WORKLOADS = {
-    "mnist1d": Workload(_of_convergence("mnist1d"), rules="steps=40", **_SMALL),
-    "mnist1d-8": Workload(_of_convergence("mnist1d", 8), rules="steps=40", **_SMALL),
-    "gpt": Workload(
-        _of_convergence("gpt-frozen"), levels={"topk": (0.03, 0.01, 0.003), "powersgd": (8, 4, 2)}, rules="steps=30"
-    ),
+    "mnist1d": Workload(_of_convergence("mnist1d"), levels=_LEVELS, extremes=_EXTREMES, window=40),
+    "mnist1d-8": Workload(_of_convergence("mnist1d", 8), levels=_LEVELS),
+    "gpt": Workload(_of_convergence("gpt-frozen"), levels=_LONG),
     # So short that few bytes cost accuracy: with more steps all levels end near 99 %.
     "resnet20": Workload(
         {
@@ -106,12 +97,11 @@ WORKLOADS = {
             "evaluate_every": 20,
             "simulate_ranks": convergence.RANKS,
         },
-        rules="steps=10",
-        **_SMALL,
+        levels=_LEVELS,
+        extremes=_EXTREMES,
+        window=10,
     ),
-    "lstm": Workload(
-        _of_convergence("lstm"), levels={"topk": (0.03, 0.01, 0.003), "powersgd": (8, 4, 2)}, rules="steps=25"
-    ),
+    "lstm": Workload(_of_convergence("lstm"), levels=_LONG),
 }
 
 
@@ -150,8 +140,10 @@ def rows_of(workload: Workload) -> list[Row]:
             rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
     for compressor, (low, high) in workload.extremes.items():
         rows.append(Row("fixed", compressor, low))
-        accordion = f"accordion:low={low:g},high={high:g},{workload.rules}"
+        accordion = f"accordion:low={low:g},high={high:g},steps={workload.window}"
         rows.append(Row("accordion", compressor, high, accordion))
+        rows.append(Row("gravac", compressor, low, f"gravac:window={workload.window},{GRAVAC}"))
+        rows.append(Row("adaqs", compressor, low, "adaqs:start=64,fall=0.5"))
     return list(dict.fromkeys(rows))
 
 
@@ -168,6 +160,8 @@ class LevelRun(Run):
     @cached_property
     def options(self) -> dict[str, Any]:
         policy = {} if self.row.policy is None else {"policy": self.row.policy}
+        if self.row.kind == "gravac":
+            policy["link"] = GRAVACS_LINK
         return {**WORKLOADS[self.workload].options, "compression": self.row.spec, **policy, "seed": self.seed}
 
     def figures(self) -> dict[str, Any]:
@@ -465,7 +459,8 @@ ones. A policy's control is the fixed level of the same compressor whose trainin
 on average, found by bisection; of ranks, which are whole numbers, the lowest that sends at least as many. `schedule` is
 a second control of a rule with two levels: as many bytes, with the less compressed steps in mid-training. A **gain** is
 the mean of the differences seed by seed, with its 95 % interval (Student's t): a policy counts as better only where
-zero is outside of it. The figures are also in the CSV file beside this page.""",
+zero is outside of it. The figures are also in the CSV file beside this page. What the papers show of their policies
+beside low compression and beside each other is in [reproduction.md](reproduction.md).""",
         "",
         findings_of(file),
         "",
@@ -499,7 +494,10 @@ def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
     return sorted({seed for pair in pairs for seed in pair.policy.qualities})
 
 
-_COLOURS = {"fixed": "#000000", "budget": "#0072b2", "lgreco": "#009e73", "accordion": "#d55e00", "mid": "#cc79a7"}
+_COLOURS = {
+    "fixed": "#000000", "budget": "#0072b2", "lgreco": "#009e73", "accordion": "#d55e00", "mid": "#cc79a7",
+    "gravac": "#e69f00", "adaqs": "#56b4e9",
+}  # fmt: skip
 
 
 def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:

@@ -21,20 +21,11 @@ from typing import Any
 
 import click
 import convergence
-from trainings import (
-    MEASURED,
-    Run,
-    commit,
-    commits_of,
-    end_if_failed,
-    findings_of,
-    keep_records,
-    parse_seeds,
-    with_interval,
-)
+from pages import MEASURED, commits_of, end_if_failed, findings_of, parse_seeds, with_interval
 
 from hvdcomp.bench.cluster import Cluster, ClusterError
 from hvdcomp.files import csv_of, replace_files
+from hvdcomp.reproduce.trainings import Run, commit, keep_records
 from hvdcomp.terminal import make_console
 
 METHODS = ("none", "fp16", "powersgd:rank=4", "topk:ratio=0.01")

@@ -37,11 +37,13 @@ SPECS = (
     "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "mstopk:ratio=0.01",
     "redsync:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
     "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
+    "topkc:ratio=0.05", "arctopk:ratio=0.2,sketch=2", "chunkedtopk", "chunkedtopk:chunk=128,k=4,values=float32",
 )  # fmt: skip
 
 COMPILED = (
     *SPECS, "powersgd:rank=32", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic", "fp8:format=e5m2",
-    "fp8:rounding=stochastic,format=e5m2,block=100",
+    "fp8:rounding=stochastic,format=e5m2,block=100", "arctopk:ratio=0.2,sketch=32",
+    "chunkedtopk:chunk=65536,k=3000,values=fp16",
 )  # fmt: skip
 
 MOST_SPILLED = 64  # bytes a thread
@@ -125,6 +127,7 @@ def launches(
     ranks: int = 1,
     watched: bool = False,
     sources: bool = False,
+    dtype: str = "float32",
 ) -> list[Launch]:
     """What some ranks together launch in some steps.
 
@@ -133,7 +136,7 @@ def launches(
     """
     import torch
 
-    tensors = [TensorInfo(f"t{number}", shape, "float32") for number, shape in enumerate(shapes)]
+    tensors = [TensorInfo(f"t{number}", shape, dtype) for number, shape in enumerate(shapes)]
 
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
@@ -142,7 +145,7 @@ def launches(
             watch(engine, sources)
         for step in range(steps):
             engine.begin()
-            given = {one.name: torch.zeros(one.shape) for one in tensors}
+            given = {one.name: torch.zeros(one.shape, dtype=getattr(torch, dtype)) for one in tensors}
             engine.step(given, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
         assert engine.buckets.now
         assert engine.buckets.now[0].bucket.device is not None
@@ -161,6 +164,8 @@ def every_form() -> list[Launch]:
         of_spec = [launches(spec, shapes, memory, ranks=3) for memory in (NoMemory(), ErrorFeedback(), momentum)]
         of_spec += [launches(spec, shapes, memory, 2, 3, True, True) for memory in (NoMemory(), ErrorFeedback())]
         of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
+        for dtype, memory in itertools.product(("float16", "bfloat16"), (NoMemory(), ErrorFeedback(), momentum)):
+            of_spec += [launches(spec, shapes, memory, 2, 3, watched, dtype=dtype) for watched in (False, True)]
         for kernel, types, constants in itertools.chain(*of_spec):
             found[kernel.__name__, types, constants] = kernel, types, constants
     return list(found.values())

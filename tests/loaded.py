@@ -27,3 +27,8 @@ def load_file(path: str, name: str) -> ModuleType:
         sys.path.append(folder)
     spec.loader.exec_module(module)
     return module
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """The module of a program of benchmarks/."""
+    return load_file(f"benchmarks/{name}.py", f"benchmark_{name}")

@@ -216,7 +216,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert "two are" in text.splitlines()
     assert "| topk:ratio=0.01 | 2 | " in text  # its errors, over both
     assert "| 2 | 1gbit | m | topk:ratio=0.01 | 3.00 | 2.00 |" in text
-    assert "| m, 2 hosts, 1gbit | 1 | m, passes (42%) |" in text
+    assert "medians of 1 differ by more than 15%, at most by 42% (m, passes; m, 2 hosts, 1gbit)." in text
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
 
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.reproduce.trainings import Trainer
 from hvdcomp.train.options import TrainingOptions
 from tests.loaded import load_file
 
@@ -119,7 +120,7 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sys.modules["trainings"].Trainer(2, say).train([unfinished[0], failing, unfinished[1]], {"lstm": [100.0]})
+        Trainer(2, say).train([unfinished[0], failing, unfinished[1]], {"lstm": [100.0]})
     assert "[1/3] mnist1d topk:ratio=2 seed 0: failed: Error: topk: ratio=2.0 is not allowed" in said[0]
     assert said[0].endswith("min left")
     assert "ratio=2.0" in failing.about["error"]
@@ -226,7 +227,7 @@ def page(benchmark_file: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     failed.mkdir(parents=True)
     (failed / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 9.0, "error": "Error: no room"}))
     file = tmp_path / "page.md"
-    marks = sys.modules["trainings"]
+    marks = sys.modules["pages"]
     file.write_text(f"# Old\n{marks.FINDINGS}\nKept.\n{marks.END_OF_FINDINGS}\nGone.\n")
     words = ["--page-only", "--runs", str(tmp_path / "runs"), "--table", str(file), "--compute-ms", "gpt=7"]
     done = CliRunner().invoke(benchmark_file.main, words)

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.bench.places import Place
-from tests.test_benchmark_policies import load
+from tests.loaded import load_benchmark
 from tests.test_cluster import _why_not
 
 MEASURED = {
@@ -23,7 +23,7 @@ MEASURED = {
 
 @pytest.fixture(scope="module")
 def benchmark_file() -> ModuleType:
-    return load("ddp_hooks")
+    return load_benchmark("ddp_hooks")
 
 
 def run(rate: str = "1gbit", **times: list[float]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_ratios_are_those_of_rounds(benchmark_file: ModuleType) -> None:
 
 def test_every_default_method_is_known_and_its_hooks_are_the_workers(benchmark_file: ModuleType) -> None:
     pytest.importorskip("torch")
-    worker = load("ddp_hooks_worker")
+    worker = load_benchmark("ddp_hooks_worker")
     assert (benchmark_file.COMPUTE, benchmark_file.DENSE) == (worker.COMPUTE, worker.DENSE)
     assert set(benchmark_file.THEIRS) == {worker.DENSE, *worker.HOOKS}
     kinds = {method: benchmark_file.kind_of(method) for method in benchmark_file.METHODS}

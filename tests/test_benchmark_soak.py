@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hvdcomp.policies import POLICIES, parse_policy
-from tests.test_benchmark_policies import ROOT, load
+from tests.loaded import ROOT, load_benchmark
 
-soak = load("soak")
+soak = load_benchmark("soak")
 
 
 def looks(memory: float = 0, **last: int) -> list[dict[str, int]]:

@@ -56,10 +56,8 @@ def _namespaces() -> set[str]:
 def _everything() -> set[str]:
     """All that a cluster could leave behind on this machine."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    etc = Path("/etc/netns")
-    files = {etc, *etc.iterdir()} if etc.exists() else set()
     names = {line.split(":")[1] for line in links.splitlines()}
-    return {*_namespaces(), *names, *map(str, files), *records.names()}
+    return {*_namespaces(), *names, *map(str, records.FOLDER.glob("*.hosts")), *records.names()}
 
 
 @pytest.fixture
@@ -113,12 +111,53 @@ def test_the_bucket_holds_a_frame_and_little_time() -> None:
 
 def test_without_root_or_programs_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match="needs root: run it with sudo"):
+    with pytest.raises(ClusterError, match=r"needs root if its hosts are to stay.*run it with sudo"):
         Cluster(2, "1gbit")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ClusterError, match=r"'ip', of the package iproute2.*install-system-packages"):
         Cluster(2, "1gbit")
+
+
+AS_A_USER = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+
+
+@pytest.mark.cluster
+def test_without_root_a_run_makes_its_hosts_in_a_user_namespace() -> None:
+    """The user that the test makes has no rights beyond its own files."""
+    try:
+        tried = subprocess.run([*AS_A_USER, "unshare", "-Urnm", "true"], capture_output=True, text=True)
+        reason = tried.stderr.strip()
+    except FileNotFoundError as error:
+        reason = str(error)
+    if MISSING or reason:
+        pytest.skip(f"no user can make hosts here: {reason or MISSING}")
+    hosts = ["--hosts", "2", "--rate", "100mbit"]
+    said = ["sh", "-c", "echo rank $RANK on $(hostname), beside $(getent hosts host1), by $(tc qdisc show dev eth0)"]
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        full = [*AS_A_USER, sys.executable, "-m", "hvdcomp.bench.cluster", *words]
+        return subprocess.run(full, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+    done = run("run", *hosts, "--backend", "torch", "--", *said)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"rank {rank} ")]
+        assert f"on host{rank}, beside 10.77.0.2 host1" in " ".join(line.split())
+        assert "tbf" in line
+        assert "rate 100Mbit" in line
+    up = run("up", *hosts)
+    assert (up.returncode, "needs root if its hosts are to stay" in up.stderr) == (1, True), up.stderr
+
+
+def test_a_kernel_without_user_namespaces_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for program in ("ip", "tc", "hostname", "unshare"):
+        (tmp_path / program).write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2; exit 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ClusterError, match=r"user namespaces \(unshare failed: Operation not permitted\): run it with"):
+        namespaces.become_root()
 
 
 def test_namespaces_tell_whose_they_are() -> None:

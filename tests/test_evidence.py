@@ -12,14 +12,14 @@ from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence, in_words, lost_with, measured_specs
 from hvdcomp.compressors.first import FIRST
 from hvdcomp.compressors.parsing import parse_compressor
-from tests.loaded import load_file
+from tests.loaded import load_benchmark
 
 FILE = Path(evidence.__file__).with_name("evidence.json")
 
 
 def test_the_file_is_made_of_the_trainings() -> None:
     """If not: `python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json`."""
-    benchmark: Any = load_file("benchmarks/convergence.py", "benchmark_convergence")
+    benchmark: Any = load_benchmark("convergence")
     runs = benchmark.MEASURED / "convergence"
     tables = benchmark.tables_of(runs, benchmark.seeds_there(runs), {})
     assert json.loads(FILE.read_text()) == benchmark.evidence_of(tables)

@@ -1,4 +1,5 @@
-"""`examples/ddp.py` and `examples/horovod_torch.py`: as a user starts them, and again where one rank has saved more."""
+"""`ddp.py`, `fsdp.py`, `horovod_torch.py` and `embeddings.py` of `examples/`: as a user starts them; all but the last
+again where a rank has saved more."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 from tests.launch import run_ranks
 
 torch = pytest.importorskip("torch")
+dcp_to_torch_save = pytest.importorskip("torch.distributed.checkpoint.format_utils").dcp_to_torch_save
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -58,6 +60,30 @@ def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
     stop_after_40(whole, stopped)
     assert train(stopped)[0][0] == 50
     assert_same_weights(whole, stopped)
+
+
+def test_the_click_model_learns() -> None:
+    said = run_ranks(2, "torchrun", [str(EXAMPLES / "embeddings.py")], timeout=120).stdout
+    losses, factors = zip(*re.findall(r"step \d+: loss ([\d.]+); tables in (\d+), layers in", said), strict=True)
+    assert len(losses) == 4, said
+    assert float(losses[-1]) < 0.55
+    assert int(factors[-1]) > 500
+
+
+def test_fsdp_trains_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDCOMP_RANKS_PER_NODE", "1")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    steps, losses, factors = zip(*train(whole, example="fsdp.py"), strict=True)
+    assert steps == tuple(range(10, 101, 10))
+    assert losses[-1] < 1
+    assert factors[-1] > 6
+    for step in range(10, 41, 10):
+        shutil.copytree(whole / str(step), stopped / str(step))
+    assert train(stopped, example="fsdp.py")[0][0] == 50
+    for folder in (whole, stopped):
+        dcp_to_torch_save(folder / "100", folder / "weights.pt")
+    ours, theirs = (torch.load(folder / "weights.pt", weights_only=False)["model"] for folder in (whole, stopped))
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
 @pytest.mark.thorough

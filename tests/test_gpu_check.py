@@ -78,7 +78,8 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     """From the parts' own rows, of a tiny model on the CPU, which has no device's time."""
     monkeypatch.setitem(shapes._MODELS, "resnet50", lambda: {"matrix": (40, 48)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    found: dict[str, Any] = {name: {"failures": [], "rows": [], "notes": []} for name in ("bench", "roofline")}
+    names = "bench", "roofline", "memory"
+    found: dict[str, Any] = {name: {"failures": [], "rows": [], "notes": []} for name in names}
 
     def keep(part: str) -> Any:
         def into(row: Any = None, failure: str = "", note: str = "") -> None:
@@ -89,6 +90,8 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
 
     parts.bench("cpu", keep("bench"), ["resnet50"], ["efsignsgd", "topk:ratio=0.01"], 0.0)
     parts.bandwidth("cpu", keep("roofline"), [TensorInfo("matrix", (40, 48))], ["efsignsgd"], 2)
+    monkeypatch.setattr(parts, "KEPT", {"efsignsgd": 4.3})
+    parts.memory("cpu", keep("memory"), [(40, 48)])
     assert all(aim[3] == "not measured" for aim in list(report.aims(found))[:-1])
     found["bench"]["rows"][0] |= {"device_ms": 2.6, "device_copy_ms": 1.0}
     found["bench"]["rows"][1] |= {"device_ms": 3.9, "device_copy_ms": 1.0}
@@ -103,6 +106,7 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     assert "| training | passed; 1 ranks over nccl |" in page
     assert "| int8 | 33 | 31 to 35 |" in page
     assert "| efsignsgd on ResNet-50 | at most 2.5 device copies | 2.6 | missed |" in page
+    assert "| efsignsgd | 0.0 | 0.0 |" in page  # on the host nothing is counted
     assert "| efsignsgd | two_values_encode |" in page
     assert {one["kernel"] for one in found["roofline"]["rows"]} >= {"copy", "two_values_encode", "two_values_decode"}
 

@@ -49,14 +49,16 @@ LONG: Tensors = {
 
 QUICK = (
     "fp16", "bf16", "topk:ratio=0.3,values=fp16", "randomk:ratio=0.1", "signsgd", "qsgd:bits=4", "terngrad", "natural",
-    "globalqsgd", "int8", "fp8:rounding=stochastic",
+    "globalqsgd", "int8", "fp8:rounding=stochastic", "topkc:ratio=0.3,chunk=100",
 )  # fmt: skip
 EXACT = (
     *QUICK, "none", "topk:ratio=0.01", "topk:ratio=0.3", "randomk:ratio=0.1,unbiased=True,values=fp16",
     "signsgd:zeros=elements", "qsgd:bits=1,bucket=100", "qsgd:bits=7", "qsgd:bits=8,bucket=5000", "terngrad:clip=0",
     "globalqsgd:bits=5", "int8:rounding=stochastic,block=5000", "int4", "int4:block=7", "int4:rounding=stochastic",
     "fp16:rounding=stochastic,exchange=gather", "bf16:rounding=stochastic",
-    "fp8", "fp8:block=100", "fp8:format=e5m2", "fp8:format=e5m2,rounding=stochastic",
+    "topkc:ratio=0.1,chunk=5000", "chunkedtopk:chunk=300,k=20", "chunkedtopk", "chunkedtopk:chunk=200,k=3,values=fp16",
+    "chunkedtopk:chunk=9000,k=100,values=float32", "fp8", "fp8:block=100", "fp8:format=e5m2",
+    "fp8:format=e5m2,rounding=stochastic",
 )  # fmt: skip
 
 
@@ -165,7 +167,7 @@ def test_the_bits_with_momentum(spec: str) -> None:
     "spec",
     [
         "topk:ratio=0.01", "randomk:ratio=0.1", "signsgd", "qsgd:bits=8,bucket=5000", "terngrad", "globalqsgd:bits=5",
-        "int4:block=5000", "int8:block=100000", "fp8",
+        "int4:block=5000", "int8:block=100000", "fp8", "topkc:ratio=0.02", "chunkedtopk:chunk=65536,k=500",
     ],
 )  # fmt: skip
 def test_the_bits_of_long_tensors(spec: str) -> None:

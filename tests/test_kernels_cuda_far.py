@@ -32,7 +32,7 @@ DECODED = {
     "bf16": "bfloat16_decode", "fp16:exchange=gather": "half_decode",
     "efsignsgd": "two_values_decode", "onebit": "two_values_decode",
     "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "fp8": "float8_decode", "natural": "natural_decode",
-    "topk:ratio=0.3": "sparse_decode",
+    "topk:ratio=0.3": "sparse_decode", "chunkedtopk:chunk=50,k=5": "chunks_decode",
 }  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def far_apart() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(
-    "spec", [pytest.param(one, marks=[pytest.mark.thorough] * one.startswith("topk")) for one in DECODED]
+    "spec", [pytest.param(one, marks=[pytest.mark.thorough] * ("topk" in one)) for one in DECODED]
 )
 def test_payloads_of_more_than_two_gigabytes(spec: str, far_apart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"matrix": (3, 40)}

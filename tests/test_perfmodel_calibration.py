@@ -101,7 +101,7 @@ def test_compressors_are_found_however_they_are_written() -> None:
 
 
 def test_the_example_of_the_manual_is_one() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "performance-model.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "docs" / "calibration-file.md").read_text(encoding="utf-8")
     example = from_json(json.loads(text.partition("```json\n")[2].partition("```")[0]))
     assert example.network.inner is not None
     assert example.network.allreduce.transfer

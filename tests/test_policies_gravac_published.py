@@ -16,8 +16,11 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.low_rank import fit_columns
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.policies.gravac import GraVAC
+from hvdcomp.train.data import load_data
+from hvdcomp.train.options import TrainingOptions
 from tests.driven import Driven
 from tests.harness import DTYPES, needing
+from tests.loaded import load_file
 
 SHAPES = {"conv": (8, 4, 3, 3), "linear": (24, 40)}
 RANKS, STEPS = 2, 13
@@ -206,3 +209,15 @@ def test_decisions_gains_and_what_is_sent_are_those_of_numpy(
     for (found, _), step in zip(sent, right, strict=True):
         for name in SHAPES:
             np.testing.assert_allclose(found[name], step[4][name], rtol=1e-4, atol=5e-3, err_msg=f"{step[:3]} {name}")
+
+
+def test_the_residual_makes_gravacs_gain_small_and_its_published_code_leaves_it_out() -> None:
+    pytest.importorskip("torch")
+    gains = load_file("benchmarks/gravac_gain.py", "benchmark_gravac_gain")
+    settings = TrainingOptions(model="cnn", data="digits", batch_size=16, epochs=1, samples=320).resolved()
+    found = gains.measure(load_data(settings), settings, gains.ratio_of(10.0))
+    assert found.text < 0.8 * found.alone
+    assert found.code > 1
+    assert found.residual > 0.2
+    assert gains.ratio_of(10.0) == 0.05
+    assert gains.ratio_of(10.0, "elements") == 0.1

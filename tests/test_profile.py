@@ -217,6 +217,86 @@ def test_a_training_in_horovod_is_ended_with_advice(tmp_path: Path) -> None:
     assert "Wrote " in done.stdout
 
 
+# In both, weights and data are random: what counts is that they stay the same.
+_KERAS = """
+import sys
+import horovod.tensorflow.keras as hvd
+import numpy as np
+import tf_keras
+
+hvd.init()
+tf_keras.utils.set_random_seed(1)
+layers = [tf_keras.layers.Dense(128, "relu", input_shape=(64,)), tf_keras.layers.Dense(10)]
+model = tf_keras.Sequential(layers)
+optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.AdamW(1e-3, jit_compile=False))
+model.compile(optimizer, tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+rng = np.random.default_rng(hvd.rank())
+count = int(sys.argv[1]) * 8
+inputs, classes = rng.normal(size=(count, 64)).astype(np.float32), rng.integers(0, 10, count)
+model.fit(inputs, classes, batch_size=8, shuffle=False, verbose=0)
+if hvd.rank() == 0:
+    print("weights:", sum(one.astype(np.float64).sum() for one in model.get_weights()))
+"""
+_TAPE = """
+import horovod.tensorflow as hvd
+import tensorflow as tf
+import tf_keras
+
+hvd.init()
+variables = [tf.Variable(tf.random.stateless_normal([3, 3, 8, 16], [1, 2])), tf.Variable(tf.zeros([64 * 16, 10]))]
+optimizer = tf_keras.optimizers.SGD(0.1, jit_compile=False)
+
+@tf.function
+def step(images, classes):
+    with tf.GradientTape() as tape:
+        hidden = tf.reshape(tf.nn.relu(tf.nn.conv2d(images, variables[0], 1, "SAME")), [8, 64 * 16])
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(classes, hidden @ variables[1]))
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+    optimizer.apply_gradients(zip(gradients, variables))
+
+while True:  # the profile ends it
+    step(tf.random.normal([8, 8, 8, 8]), tf.random.uniform([8], 0, 10, tf.int32))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not available("gloo"), reason="Horovod is not installed")
+def test_a_training_in_keras_goes_on_as_if_it_had_not_been_profiled(tmp_path: Path) -> None:
+    pytest.importorskip("tf_keras")
+    done = _profile(tmp_path, "gloo", _KERAS, "--go-on", "30")
+    assert done.returncode == 0, done.stdout
+    plain = run_ranks(2, "gloo", [str(tmp_path / "program.py"), "30"])
+    (weights,) = [line for line in plain.stdout.splitlines() if "weights:" in line]
+    assert weights in done.stdout.splitlines()
+    assert "A step takes" in done.stdout
+    facts = json.loads((tmp_path / "profile.json").read_text())["models"]["training"]
+    assert {tensor["name"]: tensor["shape"] for tensor in facts["tensors"]}["dense/kernel"] == [64, 128]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not available("gloo"), reason="Horovod is not installed")
+def test_a_training_with_a_tape_is_ended_with_advice(tmp_path: Path) -> None:
+    pytest.importorskip("tf_keras")
+    done = _profile(tmp_path, "gloo", _TAPE, "")
+    assert done.returncode == 0, done.stdout
+    assert "Fastest: " in done.stdout
+    assert "Traceback" not in done.stdout
+    facts = json.loads((tmp_path / "profile.json").read_text())["models"]["training"]
+    assert [tensor["shape"] for tensor in facts["tensors"]] == [[72, 16], [1024, 10]], "as compressors see kernels"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not available("gloo"), reason="Horovod is not installed")
+def test_keras_3_is_refused_on_every_rank(tmp_path: Path) -> None:
+    pytest.importorskip("keras")
+    script = tmp_path / "program.py"
+    script.write_text(_KERAS.replace("tf_keras", "keras").replace("jit_compile=False", ""))
+    words = ["-m", "hvdcomp", "profile", *_QUICK, "--output", str(tmp_path / "profile.json"), str(script), "30"]
+    done = run_ranks(2, "gloo", words, {"TF_USE_LEGACY_KERAS": "0"})
+    assert done.returncode != 0
+    assert "Error: AdamW is an optimizer of Keras 3" in done.stdout
+
+
 def test_bad_input_is_refused_at_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('it was started')")

@@ -18,7 +18,9 @@ _MODULES = {
     "cases_ddp_policies": _SETTINGS,
     "cases_ddp_torch_hooks": _SETTINGS,
     "cases_fsdp": _SETTINGS,
+    "cases_fsdp_shards": _SETTINGS,
     "cases_local_steps": _SETTINGS,
+    "cases_rows": _SETTINGS,
     "cases_bench_ddp": _SETTINGS,
 }
 

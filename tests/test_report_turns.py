@@ -64,7 +64,9 @@ def test_steps_in_turns_count_and_predictions_stand_beside_them(tmp_path: Path) 
     assert rows["dense"]["predicted_ms_100mbit"] == pytest.approx(60 + 480)
     gathered = 10_000 * (4 + 2)  # values, and indices of two bytes
     assert rows["topk"]["predicted_ms_100mbit"] == pytest.approx(60 + 20 + 3 * gathered / 1.25e4, rel=0.01)
-    shown = {name: dict(zip(section.headings, cells(row, True, True), strict=True)) for name, row in rows.items()}
+    shown = {
+        name: dict(zip(section.headings, cells(row, True, section.on_links), strict=True)) for name, row in rows.items()
+    }
     (predicted,) = [heading for heading in section.headings if heading.startswith("Predicted")]
     assert [shown[name]["ms per step"] for name in ("dense", "topk", "tensorflow")] == ["120", "40.0", "25.0*"]
     assert [shown[name][predicted] for name in ("dense", "tensorflow")] == ["540 / 108", "-"]
@@ -102,6 +104,45 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
     assert "share one machine" not in report(tmp_path / "apart", "--output", tmp_path / "out2").output
 
 
+def test_steps_that_were_measured_on_a_link_take_the_place_of_its_predictions(tmp_path: Path) -> None:
+    write_runs(tmp_path / "runs")
+    here = write_turns(tmp_path / "turns.json")
+    steps = {method: {"median_ms": ms} for method, ms in {**MS, "none": 500.0, "topk:ratio=0.01": 50.0}.items()}
+    there = write_turns(tmp_path / "slow.json", rate="100mbit", steps=steps)
+    result = report(tmp_path / "runs", "--turns", there, "--turns", here, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    page = (tmp_path / "out" / "report.html").read_text().replace("\u00a0", " ")
+    for text in (" ".join(result.output.split()), " ".join(page.split())):
+        assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) took 50 ms instead of 500" in text
+        assert "Without such a link, it is 3.00 times as fast." in text
+        assert "Measured at 100 Mb/s: the same steps of the same ranks, each on an emulated host" in text
+        assert "Predicted, not measured: a step of 4 such ranks with a link of 1 Gb/s between them" in text
+    for heading, dense, topk in (("Measured ms at 100 Mb/s", "500", "50.0"), ("Predicted ms at 1 Gb/s", "108", "81.4")):
+        assert heading in page
+        assert f">{dense}<" in page
+        assert f">{topk}<" in page
+    assert "measured here, all methods in turns, and measured for links of 100 Mb/s, and predicted for links of" in page
+    rows = {row["run"]: row for row in json.loads((tmp_path / "out" / "report.json").read_text())["rows"]}
+    assert [rows[name]["measured_ms_100mbit"] for name in ("dense", "topk", "tensorflow")] == [500.0, 50.0, None]
+    assert rows["dense"]["predicted_ms_100mbit"] == pytest.approx(540)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "in one file without --rate and one for each --rate"),
+        ({"rate": "100mbit", "model": "cnn@digits"}, "are shown of one model, data set"),
+        ({"rate": "10mbit"}, "is of links of '10mbit', and a report shows those of 100mbit or 1gbit"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_runs(tmp_path / "runs")
+    files = write_turns(tmp_path / "turns.json"), write_turns(tmp_path / "other.json", **changes)
+    result = report(tmp_path / "runs", *(word for file in files for word in ("--turns", file)))
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+
+
 def test_predictions_from_noise_are_withheld(tmp_path: Path) -> None:
     """The allreduce may be wrong by 21 ms: little in a dense step of 540 ms, much in shorter ones."""
     write_runs(tmp_path / "runs")
@@ -115,7 +156,7 @@ def test_predictions_from_noise_are_withheld(tmp_path: Path) -> None:
     assert noise.noise == 0.1
     assert noise.doubt == pytest.approx(0.0213 / (0.08 + 3 * 6e4 / 1.25e8), rel=0.01)
     (section,) = make_sections(find_runs([tmp_path / "runs"])[0], turns=noise)
-    dense, _, topk = (cells(row, section.in_turns, section.predicted) for row in section.rows)
+    dense, _, topk = (cells(row, section.in_turns, section.on_links) for row in section.rows)
     place = next(place for place, heading in enumerate(section.headings) if heading.startswith("Predicted"))
     assert (dense[place], topk[place]) == ("540 / -", "- / -")
     note = section.notes()[-1]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -24,8 +28,9 @@ from hvdcomp.reproduce import (
     write,
 )
 from hvdcomp.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
-from hvdcomp.reproduce.page import number, page
+from hvdcomp.reproduce.page import number, page, rows_as_csv
 from hvdcomp.reproduce.trained import Compared, Trained
+from hvdcomp.train.ranks import RunRefused
 
 pytest.importorskip("torch")
 
@@ -59,9 +64,28 @@ def test_an_entry_has_a_counterpart_or_says_why_not(name: str) -> None:
         assert sum(artefact.counterpart in one for one in known) == 1
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_what_needs_no_training_is_found_and_kept(name: str, tmp_path: Path) -> None:
-    found = run(artefacts()[name], quick=True, runs=tmp_path)
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all artefacts, some of which rest on the same."""
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in CHEAP else pytest.mark.thorough)
+        for name, one in artefacts().items()
+        if one.counterpart
+    ],
+)
+def test_what_has_a_counterpart_is_found_and_kept(
+    name: str, trainings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, that is `hvdcomp reproduce --quick` of everything, with one seed in place of three."""
+    if name not in CHEAP:
+        pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    found = run(artefacts()[name], quick=True, runs=tmp_path if name in CHEAP else trainings)
     assert found.rows
     assert found.verdict in VERDICTS
     assert found.about["command"] == f"hvdcomp reproduce {name} --quick"
@@ -149,34 +173,41 @@ def test_numbers_are_shown_with_what_they_mean() -> None:
     ]  # fmt: skip
 
 
-def test_the_page_has_every_name_and_reversed_results_first(tmp_path: Path) -> None:
+def test_the_page_has_every_name_and_reversed_results_first() -> None:
     about = {"command": "hvdcomp reproduce utility-fig9", "commit": "abc"}
     found = {
         name: Outcome(name=name, rows=[Row(what="a", published=2, ours=1, holds=holds)], about=about)
         for name, holds in (("utility-fig2", True), ("gravac-fig3", False))
     }
-    text = page(found)
-    headings = [line[4:] for line in text.splitlines() if line.startswith("### ")]
-    assert headings[:2] == ["gravac-fig3", "utility-fig2"]
-    assert sorted(headings) == sorted(artefacts())
-    assert "Not run yet: `hvdcomp reproduce accordion-table1`." in text
-    assert "Cannot be shown here, because it is a sketch" in text
+    text, rows = page(found), list(csv.DictReader(io.StringIO(rows_as_csv(found))))
+    for name in artefacts():
+        assert f"`{name}`" in text or f"[{name}](" in text
+    assert text.index("gravac-fig3") < text.index("utility-fig2") < text.index("accordion-table1")
+    assert text.index("## Not run yet") < text.index("accordion-table1") < text.index("## Cannot be shown here")
+    assert {row["name"] for row in rows} == artefacts().keys()
+    (sketch,) = [row for row in rows if row["name"] == "utility-fig1"]
+    assert "it is a sketch" in sketch["why"]
 
 
-def test_the_page_tells_what_decides_and_where_the_rest_is() -> None:
+def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
     rows = [
-        Row(what="main", published=1, ours=1, holds=True, main=True),
+        Row(what="main", published=1, ours=2, holds=False, main=True),
+        Row(what="unsure", published=1, ours=2, half=3, open=True, main=True),
         Row(what="lost", published=1, ours=2, holds=False),
-        Row(what="unsure", published=1, ours=2, half=3, open=True),
-        Row(what="beside", ours=2, note="the control: fixed"),
+        Row(what="beside", ours=2, note="the control: levels=1|4"),
         Row(what="held", published=1, ours=1, holds=True),
-        Row(what="number", ours=1),
     ]
     about = {"command": "hvdcomp reproduce utility-fig2", "commit": "abc"}
     text = page({"utility-fig2": Outcome(name="utility-fig2", rows=rows, about=about)})
-    assert all(f"| {what} |" in text for what in ("**main**", "lost", "unsure", "beside"))
-    assert not any(f"| {what} |" in text for what in ("held", "number"))
-    assert "2 more rows in [utility-fig2.json](reproduction/utility-fig2.json)." in text
+    assert " | main | 1 | 2 |" in text
+    assert " | unsure | 1 | 2 ± 3 (open) |" in text
+    assert not any(f" | {what} | " in text for what in ("lost", "beside", "held"))
+    found = {"utility-fig2": Outcome(name="utility-fig2", rows=rows[2:], about=about)}
+    assert re.search(r"\(reproduction/utility-fig2.json\) \| 1 \| 1 \| 0 \|$", page(found), re.MULTILINE)
+    told = [row for row in csv.DictReader(io.StringIO(rows_as_csv(found))) if row["name"] == "utility-fig2"]
+    assert [row["what"] for row in told] == ["lost", "beside", "held"]
+    assert told[1]["note"] == "the control: levels=1|4"
+    assert told[0]["command"] == about["command"]
 
 
 def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
@@ -184,6 +215,7 @@ def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
     found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
     assert found.keys() <= artefacts().keys()
     assert (docs / "reproduction.md").read_text() == page(found)
+    assert (docs / "reproduction.csv").read_text() == rows_as_csv(found)
 
 
 def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
@@ -198,7 +230,8 @@ def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
     assert "utility-fig9: in part" in done.output
     assert "utility-fig1: cannot be shown here, because it is a sketch" in done.output
     assert (folder / "utility-fig9.png").read_bytes().startswith(b"\x89PNG")
-    assert "### utility-fig9" in (tmp_path / "page.md").read_text()
+    assert "[utility-fig9](" in (tmp_path / "page.md").read_text()
+    assert "\nutility-fig9," in (tmp_path / "page.csv").read_text()
 
 
 def test_an_unknown_name_is_refused_with_the_way_out() -> None:
@@ -215,16 +248,19 @@ def test_curves_without_a_number_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_training_is_made_once_and_its_policy_is_seen(tmp_path: Path) -> None:
+def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
-    trainings = trained.Trainings(tmp_path, quick=True, commit="abc")
-    trainings.seeds = 1
-    found = trained.COUNTERPARTS["ranks"](artefacts()["accordion-fig18"], trainings)
-    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    found = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
     (rank, *_) = found.curves["rank"]
     assert set(rank.y) == {1.0, 4.0}, "Accordion chose both levels"
-    later = trained.Trainings(tmp_path, quick=True, commit="later")
-    later.seeds = 1
-    again = trained.COUNTERPARTS["ranks"](artefacts()["accordion-fig18"], later)
+    for file in trainings.rglob("run.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "commit": "then"}))
+    again = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
     assert again.rows == found.rows
-    assert later.commits == {"abc"}
+    assert again.about["commit"] == "then"
+
+
+def test_a_training_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(RunRefused, match=r"ratio=2.* seed 0: .*ratio=2.*log\.txt"):
+        trained.Trainings(tmp_path, quick=True).train("text", "topk:ratio=2", seeds=1)

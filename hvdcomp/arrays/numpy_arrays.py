@@ -76,14 +76,14 @@ def to_numpy(x: Array) -> np.ndarray:
     return x
 
 
-def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
+def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
     """The arrays in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays themselves, or copies of those that lie otherwise; None if an array is not of float32, or not where
-        a NumPy array can share its storage.
+        The arrays themselves, or copies of those that lie otherwise; None if an array is not of the element type, or
+        not where a NumPy array can share its storage.
     """
-    if any(x.dtype != np.float32 for x in arrays):
+    if any(dtype_name(x) != dtype for x in arrays):
         return None
     dense = [x if x.flags.c_contiguous else np.ascontiguousarray(x) for x in arrays]
     return dense, [x.__array_interface__["data"][0] for x in dense]
@@ -297,6 +297,11 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     return [
         x if x is original else like_original(x, original) for x, original in zip(arrays, originals, strict=True)
     ]
+
+
+def stream(x: Array) -> Any:
+    """The stream on which operations on `x` are queued now; None where nothing is queued."""
+    return None
 
 
 def mark(like: Array, spare: float | None = None) -> float:

@@ -60,12 +60,12 @@ def to_numpy(x: Array) -> np.ndarray:
     return x.detach().numpy() if x.requires_grad else x.numpy()
 
 
-def hosted(arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
-    float32 = torch.float32
-    addresses = [x.data_ptr() for x in arrays if x.dtype is float32 and x.is_cpu and x.is_contiguous()]
+def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array], list[int]] | None:
+    kind = getattr(torch, dtype)
+    addresses = [x.data_ptr() for x in arrays if x.dtype is kind and x.is_cpu and x.is_contiguous()]
     if len(addresses) == len(arrays):
         return list(arrays), addresses
-    if any(x.dtype is not torch.float32 or not x.is_cpu for x in arrays):
+    if any(x.dtype is not kind or not x.is_cpu for x in arrays):
         return None
     dense = [x.contiguous() for x in arrays]
     return dense, [x.data_ptr() for x in dense]
@@ -249,6 +249,10 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
         x if x is original or (original.is_contiguous() and x.dtype is original.dtype) else like_original(x, original)
         for x, original in zip(arrays, originals, strict=True)
     ]
+
+
+def stream(x: Array) -> Any:
+    return torch.cuda.current_stream(x.device) if x.is_cuda else None
 
 
 def mark(like: Array, spare: Any = None) -> Any:

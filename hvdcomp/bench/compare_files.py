@@ -193,17 +193,16 @@ def _given(one: Choice) -> str:
 
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """What was too noisy to trust, by the calibrations' own account."""
-    table = []
-    for run in runs:
-        if run["noisy"]:
-            spreads = {what: one["spread"] for what, one in run["noisy"].items()}
-            worst = max(spreads, key=lambda what: spreads[what])
-            table.append((place_of(run).in_words(), str(len(spreads)), f"{worst} ({spreads[worst]:.0%})"))
-    if not table:
+    """How much was too noisy to trust, by the calibrations' own account."""
+    found = [(one["spread"], what, run) for run in runs for what, one in run["noisy"].items()]
+    if not found:
         return []
-    said = f"Calibrated numbers whose repeated medians differ by more than {NOISY:.0%}, of which the JSON file has all:"
-    return [said, "", *_markdown_table(("setting", "numbers", "the noisiest"), table), ""]
+    spread, what, run = max(found, key=lambda one: one[0])
+    return [
+        f"Of all calibrated numbers, the repeated medians of {len(found)} differ by more than {NOISY:.0%}, at most by "
+        f"{spread:.0%} ({what}; {place_of(run).in_words()}). The JSON file has all.",
+        "",
+    ]
 
 
 def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

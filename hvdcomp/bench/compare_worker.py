@@ -49,6 +49,7 @@ _LONGEST = 3  # times the seconds of a calibration, after which these turns end 
 @click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
 @click.option("--attempts", type=click.IntRange(1), default=1, help="Calibrate again where it was too noisy to trust.")
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after them.")
+@click.option("--rate", help="Of the links between the ranks, to be noted in the file.")
 @click.option("--quiet", is_flag=True, help="No lines of progress.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
@@ -61,6 +62,7 @@ def main(
     seconds: float,
     attempts: int,
     with_auto: bool,
+    rate: str | None,
     quiet: bool,
     output: Path,
 ) -> None:
@@ -120,6 +122,7 @@ def main(
             "alone": COMPUTE,
             "auto": AUTO,
             "early_bytes": carrier.early_bytes,
+            "rate": rate,
         }
         output.write_text(json.dumps(result) + "\n")
     ranks.leave(0)

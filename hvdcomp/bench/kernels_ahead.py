@@ -7,6 +7,7 @@ kernels, under names that depend on their sources, on Triton and on the capabili
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.doctor.image import wanted_capabilities
 from hvdcomp.exchange import Engine
 from hvdcomp.kernels import cuda
+from hvdcomp.kernels.tables import NARROW
 
-_TENSORS = [TensorInfo("matrix", (64, 33)), TensorInfo("vector", (77,))]
+_SHAPES = {"matrix": (64, 33), "vector": (77,)}
 _MEMORIES = ("none", "error_feedback", "momentum_correction", "momentum_correction:nesterov=True")
 _MOST_SHARED = 1 << 20  # bytes; more than any device has
 
@@ -41,14 +43,14 @@ def compile_for(capability: int) -> int:
     triton.runtime.driver.set_active(_without_device(triton, capability, compiled))
 
     with cuda.serving_host():
-        for spec in EXAMPLES:
-            compressor = parse_compressor(spec)
-            for memory in _MEMORIES if compressor.name in cuda.METHODS else ():
-                ranks = LoopbackCommunicator(2)
-                engine = Engine(ranks, _TENSORS, compressor, parse_memory(memory), min_numel=0, min_ndim=0)
-                for _ in range(2):
-                    engine.begin()
-                    engine.step({one.name: torch.zeros(one.shape) for one in _TENSORS})
+        methods = [one for one in map(parse_compressor, EXAMPLES) if one.name in cuda.METHODS]
+        for compressor, memory, dtype in itertools.product(methods, _MEMORIES, NARROW):
+            tensors = [TensorInfo(name, shape, dtype) for name, shape in _SHAPES.items()]
+            ranks = LoopbackCommunicator(2)
+            engine = Engine(ranks, tensors, compressor, parse_memory(memory), min_numel=0, min_ndim=0)
+            for _ in range(2):
+                engine.begin()
+                engine.step({one.name: torch.zeros(one.shape, dtype=getattr(torch, dtype)) for one in tensors})
     return len(compiled)
 
 

@@ -58,6 +58,7 @@ class Watch:
     Attributes:
         seen: number of steps, up to now.
         done: whether `then` was called.
+        ended: None; see `hvdcomp.bench.watched_keras.KerasWatch`.
 
     Example:
         >>> watch = Watch(20, 10, print)
@@ -71,6 +72,7 @@ class Watch:
         self._steps, self._warm_up, self._then = steps, warm_up, then
         self.seen = 0
         self.done = False
+        self.ended: BaseException | None = None
         self._handles: list[Any] = []
         self._optimizer: Any = None
         self._others: set[str] = set()
@@ -196,7 +198,7 @@ class Watch:
                 ]
             )
         return Watched(
-            Workload(_Named(self._parameters), _no_loss),
+            Workload(Named(self._parameters), no_loss),
             kind_of(self._optimizer),
             np.array(parts),
             np.array(ready),
@@ -205,7 +207,7 @@ class Watch:
         )
 
 
-class _Named(torch.nn.Module):
+class Named(torch.nn.Module):
     """Parameters by the names that the training's model has for them."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -219,5 +221,6 @@ class _Named(torch.nn.Module):
         return iter(self._by_name.items())
 
 
-def _no_loss() -> torch.Tensor:
+def no_loss() -> torch.Tensor:
+    """In place of a loss that is the training's own."""
     raise NotImplementedError("the training makes its own steps")

@@ -1,5 +1,7 @@
 """What the bindings of all frameworks share."""
 
 from hvdcomp.bindings.adam import kind_of
+from hvdcomp.bindings.callers import caller_local
+from hvdcomp.bindings.frameworks import left_as_written
 
-__all__ = ["kind_of"]
+__all__ = ["caller_local", "kind_of", "left_as_written"]

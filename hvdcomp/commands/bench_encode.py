@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hvdcomp.arrays.types import FLOATING
 from hvdcomp.bench.encode import output as shown
 from hvdcomp.bench.encode.comparison import Earlier, UnsteadyError, check_steady, earlier, rows, unsteady
 from hvdcomp.bench.encode.facts import facts
@@ -45,6 +46,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
 @click.option(
     "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda in PyTorch only."
 )
+@click.option("--dtype", type=click.Choice(list(FLOATING)), default="float32", show_default=True, help="Of gradients.")
 @click.option("--threads", default="2", show_default=True, callback=_threads, metavar="N,...", help="Of the framework.")
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Decode the payloads of N ranks.")
 @click.option(

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors import FIRST, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.kernels import cuda
 from hvdcomp.perfmodel.advice import FREE
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import beforehand, environment
@@ -88,10 +90,10 @@ def command(
 ) -> None:
     """Run a training program for some steps, and say which compression would pay there.
 
-    PROGRAM is a training in PyTorch, with DistributedDataParallel or Horovod, as it is. Takes the times of its steps,
-    then measures the network, and each compressor on copies of the program's own gradients; carries out the exchange
-    of the best ones; and says what `hvdcomp advise` would, with the lines to add. The training's weights stay what they
-    would be.
+    PROGRAM is a training in PyTorch, with DistributedDataParallel or Horovod, or in TensorFlow, with Horovod's tape or
+    optimizer, as it is. Takes the times of its steps, then measures the network, and each compressor on copies of the
+    program's own gradients; carries out the exchange of the best ones; and says what `hvdcomp advise` would, with the
+    lines to add. The training's weights stay what they would be.
     """
     environment.prepare_mpi()
     allow_process_sets()
@@ -113,22 +115,52 @@ def command(
     def measure(watched: Watched) -> None:
         _measure(watched, compressors, seconds, output, go_on)
 
-    watch = Watch(steps, _WARM_UP, measure)
-    watch.start()
+    def watch_tensorflow() -> None:
+        try:
+            import horovod.torch  # noqa: F401
+        except ImportError as error:
+            raise SetupError(
+                f"{error}; hvdcomp profile measures through Horovod's PyTorch: build it for both, hvdcomp build-horovod"
+            ) from None
+        cuda.available()  # loads Triton, which must come before TensorFlow
+        from hvdcomp.bench.watched_keras import KerasWatch
+
+        watches.append(KerasWatch(steps, _WARM_UP, measure))
+        watches[-1].start()
+
+    watches: list[Any] = [Watch(steps, _WARM_UP, measure)]
+    watches[0].start()
+    before_import = _BeforeImport("horovod.tensorflow", watch_tensorflow)
+    sys.meta_path.insert(0, before_import)
     try:
         _run(program, arguments, as_module)
-    except SystemExit as end:
-        if watch.done or end.code not in (None, 0):
-            raise
-    except SetupError as error:  # of what is watched: on every rank, in the same step
-        watch.stop()
-        raise click.ClickException(str(error)) from None
-    if not watch.done:
-        watch.stop()
+    except (Exception, SystemExit) as error:
+        ended = next((one.ended for one in watches if one.ended is not None), error)
+        if isinstance(ended, SetupError):  # of what is watched: on every rank, in the same step
+            raise click.ClickException(str(ended)) from None
+        if any(one.done for one in watches) or not isinstance(ended, SystemExit) or ended.code not in (None, 0):
+            raise ended from None
+    finally:
+        sys.meta_path.remove(before_import)
+        for one in watches:
+            one.stop()
+    if not any(one.done for one in watches):
         raise click.ClickException(
-            f"{program} ended after {watch.seen} steps of its optimizer, and {_WARM_UP} + {steps} were to be watched: "
-            "give it more to train, or give fewer --steps"
+            f"{program} ended after {max(one.seen for one in watches)} steps of its optimizer, and {_WARM_UP} + "
+            f"{steps} were to be watched: give it more to train, or give fewer --steps"
         )
+
+
+class _BeforeImport(MetaPathFinder):
+    """Calls a function before a module is imported: Python asks it where each module is that it does not have."""
+
+    def __init__(self, module: str, call: Callable[[], None]) -> None:
+        self._module, self._call = module, call
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name == self._module:
+            self._module = ""  # once
+            self._call()
 
 
 def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:

@@ -33,15 +33,16 @@ from hvdcomp.terminal import make_console, make_table, print_table
 )
 @click.option(
     "--turns",
-    "turns_file",
+    "turns_files",
     metavar="FILE",
+    multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
     help="Steps that were measured in turns, as python -m hvdcomp.bench.compare_worker writes them: shown instead of "
-    "the trainings' own, with predictions for slower networks.",
+    "the trainings' own, with predictions for slower networks. Repeat for steps on links of a --rate.",
 )
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser afterwards.")
 def command(
-    runs: tuple[Path, ...], output: Path, baseline: str | None, turns_file: Path | None, open_page: bool
+    runs: tuple[Path, ...], output: Path, baseline: str | None, turns_files: tuple[Path, ...], open_page: bool
 ) -> None:
     """Make a table and a web page from training runs.
 
@@ -53,10 +54,10 @@ def command(
     try:
         found, notes = find_runs(runs)
         turns = None
-        if turns_file is not None:
-            from hvdcomp.report.turns import load_turns
+        if turns_files:
+            from hvdcomp.report.turns import load_all_turns
 
-            turns = load_turns(turns_file)
+            turns = load_all_turns(turns_files)
         sections = make_sections(found, baseline, turns)
     except (RunError, OSError) as error:
         raise click.ClickException(str(error)) from None
@@ -112,7 +113,7 @@ def _terminal_table(section: Section, wide: bool) -> Table:
     numbers = [heading if " / " in heading else heading.replace(" ", "\n") for heading in shown]
     table = make_table("Run", *numbers, numbers=numbers)
     for row in section.rows:
-        every = cells(row, section.in_turns, section.predicted)
+        every = cells(row, section.in_turns, section.on_links)
         name, spec, *texts = (every[place] for place in places)
         first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")
         if row["kind"] != "seed" and row["spec"] is not None:

@@ -23,7 +23,7 @@ from hvdcomp.terminal import make_console, make_table, print_table
     help="Folder for NAME.json, for NAME.png of a figure, and for the trainings.",
 )
 @click.option("--plot/--no-plot", default=True, help="Draw figures.")
-@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the page of what --output holds.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of --output, and a CSV.")
 def command(names: tuple[str, ...], quick: bool, output: Path, plot: bool, page: Path | None) -> None:
     """Print a table or figure of the papers beside what hvdcomp finds.
 
@@ -53,8 +53,12 @@ def _chosen(names: tuple[str, ...]) -> list[Artefact]:
 def _run(artefact: Artefact, quick: bool, output: Path, plot: bool) -> Outcome:
     from hvdcomp.reproduce.counterparts import run
     from hvdcomp.reproduce.outcome import write
+    from hvdcomp.train.ranks import RunRefused
 
-    found = run(artefact, quick, output / "runs")
+    try:
+        found = run(artefact, quick, output / "runs")
+    except RunRefused as error:
+        raise click.ClickException(str(error)) from None
     try:
         write(found, output)
         if plot and found.curves and artefact.is_figure:
@@ -103,6 +107,7 @@ def _write_page(page: Path, output: Path) -> None:
     found = {file.stem: read(file) for file in sorted(output.glob("*.json")) if file.stem in artefacts()}
     try:
         replace_text(page, pages.page(found))
+        replace_text(page.with_suffix(".csv"), pages.rows_as_csv(found))
     except OSError as error:
         raise click.ClickException(f"--page {page} cannot be written: {error.strerror or error}") from None
-    click.echo(f"wrote {page}, from {len(found)} results in {output}")
+    click.echo(f"wrote {page} and {page.with_suffix('.csv')}, from {len(found)} results in {output}")

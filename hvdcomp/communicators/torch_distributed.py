@@ -22,7 +22,7 @@ UNNAMED = ""
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # The newer names of two functions whose older ones warn.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Started(NamedTuple):
@@ -109,7 +109,7 @@ class TorchDistributedCommunicator(Ranks):
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
         array = array.contiguous()
         mine = array.new_empty(array.shape[0] // self.world_size)
-        work = _reduce_scatter(mine, array, op=_OPS[op], group=group, async_op=True)
+        work = reduce_scatter(mine, array, op=_OPS[op], group=group, async_op=True)
         return Started(work, mine, finish, array)
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> Started:

@@ -7,7 +7,7 @@ passed in and returned as its state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Set
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Annotated, Any, ClassVar
@@ -18,6 +18,7 @@ from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import Payload, payloads_of, payloads_of_step
 from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.kernels.tables import NARROW
 from hvdcomp.specs.described import Described, Rule, is_whole
 from hvdcomp.specs.levels import Level
 
@@ -120,6 +121,12 @@ class Compressor(Described):
         """Whether it has a bucket form. This must be the class's own: a subclass that changes the method would else be
         passed over."""
         return self.form in vars(type(self))
+
+    @property
+    def bucket_dtypes(self) -> Set[str]:
+        """The element types of gradients that buckets take: float32, and where the method has a bucket form, those of
+        16 bits. Without one, `aggregate` is to see the gradient's type."""
+        return NARROW.keys() if self.has_bucket_form else {"float32"}
 
     @property
     def bucket_family(self) -> Hashable:

@@ -21,7 +21,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import tensor_keys
-from hvdcomp.kernels.tables import Table
+from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
 """Of gradients, the least that a bucket holds that starts in the backward pass: what PyTorch's DDP takes (Li et al.
@@ -46,10 +46,12 @@ class Bucket:
     """What a bucket form knows: its tensors, and the step under way.
 
     Attributes:
-        tensors: float32, of at least one element each.
+        tensors: of at least one element each, and of one element type.
         compressors: of the tensors; they are of one class, and differ in their level alone.
         memory: of all tensors.
         device: where the bucket's kernels work; None for the host.
+        widens: whether what is called gradients is of the tensors' type where that has 16 bits, and becomes float32 in
+            `x`; results become so in `narrowed`. Else it is float32.
         xp: the array functions of payloads: NumPy's on the host.
         context: of the step; its name is empty.
         like: an array of the framework, where the gradients are; set where there is no form of the method's own.
@@ -70,6 +72,7 @@ class Bucket:
     memory: Memory
     device: Any = None
     xp: ModuleType = numpy_arrays
+    widens: bool = False
     context: Context = field(init=False)
     like: Array | None = None
     states: Any = None
@@ -89,12 +92,24 @@ class Bucket:
 
             self.table = Table(sizes, PIECE)
             self.kernels = DeviceKernels(self.table, self.device, self.keeps)
-        self._elements = sum(tensor.size for tensor in self.tensors)
+        self.table.bucket.keeps = self.keeps
+        if self.widens:
+            self.segments["narrow"] = NARROW[self.dtype]
 
     @property
     def segments(self) -> np.ndarray:
         """The table's rows."""
         return self.table.segments
+
+    @property
+    def dtype(self) -> str:
+        """The element type of the tensors."""
+        return self.tensors[0].dtype
+
+    @property
+    def x(self) -> str:
+        """What the table calls x of the tensors."""
+        return "x" if self.keeps or self.widens else "gradient"
 
     @property
     def keeps(self) -> bool:
@@ -143,7 +158,7 @@ class Bucket:
         """
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
-        function = getattr(kernels.library(release=self._elements > _QUICK), f"hvd_{kernel}")
+        function = getattr(kernels.library(release=self.table.elements > _QUICK), f"hvd_{kernel}")
         addresses = (one.__array_interface__["data"][0] if isinstance(one, np.ndarray) else one for one in arguments)
         return bool(function(self.table.address, *addresses))
 
@@ -160,7 +175,7 @@ class Bucket:
         """On the host, whether an inf or NaN is among the numbers that lie, of all tensors, where a column of the table
         says."""
         addresses, sizes = (np.ascontiguousarray(self.segments[one]) for one in (name, "size"))
-        library: Any = kernels.library(release=self._elements > _QUICK)
+        library: Any = kernels.library(release=self.table.elements > _QUICK)
         threads = self.table.bucket.threads
         return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
 

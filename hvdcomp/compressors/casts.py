@@ -37,6 +37,8 @@ class NoCompression(Compressor):
         return Outcome(mean, x)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        if self.wire_dtype(bucket.dtype) == "float16":
+            return (yield from _in_half_precision(bucket, 2))  # x may be larger than its gradient: the rest is kept
         wire = _wire(bucket, "float32")
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
         bucket.segments["sent_rule"] = EVERYTHING
@@ -108,10 +110,7 @@ class FP16(_Cast):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         if self.exchange != "allreduce":
             return (yield from super().aggregate_bucket(bucket))
-        wire = _wire(bucket, "float16")
-        bucket.found_inf = bucket.call("half_encode", wire.with_room, True)
-        mean = yield AllReduce(wire.vector, with_room=wire.with_room)
-        return bucket.call("half_decode", mean, 1, 0)
+        return (yield from _in_half_precision(bucket, 1))
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array]:
         vector = xp.flatten(x)
@@ -218,6 +217,14 @@ class _BitPatterns:
         room = self.payload.with_room
         self.patterns = bucket.xp.from_bytes(room, like=bucket.zeros(room.shape[0] // 2, "int16"))
         self.keys = bucket.keys(purpose)
+
+
+def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
+    """A step of sums in half precision; nearest: as of the kernel `half_encode`."""
+    wire = _wire(bucket, "float16")
+    bucket.found_inf = bucket.call("half_encode", wire.with_room, nearest)
+    mean = yield AllReduce(wire.vector, with_room=wire.with_room)
+    return bucket.call("half_decode", mean, 1, 0)
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:

@@ -27,6 +27,7 @@ from hvdcomp.compressors.protocol import (
     TensorInfo,
 )
 from hvdcomp.compressors.sizes import payload_of
+from hvdcomp.kernels.tables import NOTHING
 
 _LARGE = 1 << 16  # elements
 
@@ -36,8 +37,12 @@ def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Ar
     with a list."""
     method = bucket.compressors[0]
     form = method.aggregate_bucket if method.has_bucket_form else _aggregate_each
-    generator: Generator[Request | list[Request], Any, bool | Array] = form(bucket)
-    return generator
+    found: bool | Array = yield from form(bucket)
+    if bucket.widens and bucket.device is not None:  # on the host, what decodes has done so
+        found = found + bucket.call("narrow_results")
+    if bucket.widens:
+        bucket.segments["sent_rule"] = NOTHING
+    return found
 
 
 def preview_of(bucket: Bucket) -> None:
@@ -49,28 +54,28 @@ def preview_of(bucket: Bucket) -> None:
 
 def _aggregate_each(bucket: Bucket) -> Generator[list[Request], Any, bool]:
     each = _Each(bucket)
-    with _numbers_may_overflow():
+    with numbers_may_overflow():
         each.start()
         requests = each.advance(dict.fromkeys(range(len(bucket.tensors))))
     bucket.found_inf |= _cast_too_large(requests.values())
     while requests:
         answers = yield list(requests.values())
-        with _numbers_may_overflow():
+        with numbers_may_overflow():
             requests = each.advance(dict(zip(requests, answers, strict=True)))
-    with _numbers_may_overflow():
+    with numbers_may_overflow():
         return each.end()
 
 
 def _preview_each(bucket: Bucket) -> None:
     each = _Each(bucket)
-    with _numbers_may_overflow():
+    with numbers_may_overflow():
         for place, (compressor, *given) in enumerate(each.arguments()):
             sent = compressor.preview(*given)
             each.put(place, sent)
             each.take_off(place, sent)
 
 
-def _numbers_may_overflow() -> Any:
+def numbers_may_overflow() -> Any:
     """Where a step holds an inf or NaN, its flag says so."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
@@ -86,19 +91,15 @@ class _Each:
         self._generators: list[Aggregation] = []
         self._outcomes: list[Any] = [None] * len(bucket.tensors)
         bucket.found_inf = bucket.call("make_x")
-        self._x = self._arrays("x" if bucket.keeps else "gradient")
-        self._results = self._arrays("result")
-        self._velocities = self._arrays("next_velocity") if bucket.masks else []
-
-    def _arrays(self, name: str) -> list[np.ndarray]:
-        addresses = self._bucket.segments[name].tolist()
-        return [_floats(address, one) for address, one in zip(addresses, self._bucket.tensors, strict=True)]
+        self._x = _arrays(bucket, bucket.x)
+        self._results = _arrays(bucket, "result")
+        self._velocities = _arrays(bucket, "next_velocity") if bucket.masks else []
 
     def arguments(self) -> list[tuple[Any, ModuleType, Array, tuple[Array, ...], Context]]:
         """The compressor of each tensor, and what its `aggregate` gets, with states to start from."""
         bucket = self._bucket
         assert isinstance(bucket.states, SeparateStates)
-        given: list[Array] = self._arrays("source") if bucket.segments["source"].all() else self._x
+        given: list[Array] = compressed(bucket)
         framework, found = arrays_for(bucket.like), []
         for tensor, compressor, x, kept in zip(
             bucket.tensors, bucket.compressors, given, bucket.states.kept, strict=True
@@ -165,6 +166,17 @@ class _Each:
         x.reshape(-1)[places] -= values.astype(np.float32, copy=False)
         if self._velocities:
             self._velocities[place].reshape(-1)[places] = 0
+
+
+def compressed(bucket: Bucket) -> list[np.ndarray]:
+    """What is compressed of the tensors, once x is made, in the storage that the table names."""
+    sourced = bucket.segments["source"].all()
+    return _arrays(bucket, "source" if sourced else "x" if bucket.keeps else "gradient")
+
+
+def _arrays(bucket: Bucket, name: str) -> list[np.ndarray]:
+    addresses = bucket.segments[name].tolist()
+    return [_floats(address, one) for address, one in zip(addresses, bucket.tensors, strict=True)]
 
 
 def _floats(address: int, tensor: TensorInfo) -> np.ndarray:

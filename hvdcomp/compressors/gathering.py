@@ -9,7 +9,7 @@ two, however many ranks there are, and each element is rounded twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Annotated, Any, ClassVar
@@ -18,7 +18,7 @@ from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
-from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, SparseVector, run_alone
+from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, Request, SparseVector, run_alone
 from hvdcomp.compressors.scatter_bucket import aggregate_chunks, residual_bound
 from hvdcomp.specs.described import Rule
 
@@ -120,6 +120,38 @@ class Gathering(Compressor):
         shape = tuple(x.shape)
         return average_decoded(xp, x, ranks, lambda *parts: self.decode(xp, parts, shape), context)
 
+    def reduce_scatter(
+        self, xp: ModuleType, chunks: Sequence[Array], context: Context
+    ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
+        """The first half of a scattered step: each rank gets its chunk of the mean, and adds its own x as it is.
+
+        Args:
+            chunks: this rank's x, float32 (length,), by the rank that gets the mean of them.
+
+        Returns:
+            The mean (length,), and what each chunk was encoded to.
+        """
+        ranks, own, length = context.world_size, context.rank, chunks[0].shape[0]
+        encoded = [
+            self.encode(xp, chunk, dataclasses.replace(context, name=f"{context.name}#{place}"))
+            for place, chunk in enumerate(chunks)
+        ]
+        received = yield AllToAll(tuple(_stacked(xp, parts) for parts in zip(*encoded, strict=True)))
+        mean = chunks[own]
+        for rank, parts in enumerate(received):
+            if rank != own:
+                mean = mean + self._decoded(xp, parts, length)
+        return mean * (1 / ranks), encoded
+
+    def counted(
+        self, xp: ModuleType, chunks: Sequence[Array], encoded: Sequence[Sequence[Array]], own: int
+    ) -> list[Array]:
+        """What owners have counted of each chunk in `reduce_scatter`."""
+        pairs = enumerate(zip(chunks, encoded, strict=True))
+        return [
+            chunk if place == own else self._decoded(xp, parts, chunk.shape[0]) for place, (chunk, parts) in pairs
+        ]
+
     def _scatter(self, xp: ModuleType, x: Array, context: Context) -> Aggregation:
         """A step of the scattered way.
 
@@ -133,25 +165,14 @@ class Gathering(Compressor):
         length = -(-vector.shape[0] // (ranks * self.unit)) * self.unit
         chunks = pad(xp, vector, ranks * length)
         chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
-        encoded = [
-            self.encode(xp, chunk, dataclasses.replace(context, name=f"{context.name}#{place}"))
-            for place, chunk in enumerate(chunks)
-        ]
-        received = yield AllToAll(tuple(_stacked(xp, parts) for parts in zip(*encoded, strict=True)))
-        mean = chunks[own]
-        for rank, parts in enumerate(received):
-            if rank != own:
-                mean = mean + self._decoded(xp, parts, length)
-        mean = mean * (1 / ranks)
+        mean, encoded = yield from self.reduce_scatter(xp, chunks, context)
         largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
         mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
         encoded_mean = self.encode(xp, mean, dataclasses.replace(context, name=f"{context.name}#mean"))
         gathered = yield AllGather(encoded_mean)
         means = [self._decoded(xp, parts, length) for parts in gathered]
-        sent = [
-            chunks[own] - (mean - means[own]) * ranks if place == own else self._decoded(xp, parts, length)
-            for place, parts in enumerate(encoded)
-        ]
+        sent = self.counted(xp, chunks, encoded, own)
+        sent[own] = chunks[own] - (mean - means[own]) * ranks
         size = number_of_elements(tuple(x.shape))
         return outcome_like(xp, x, xp.concatenate(means)[:size], xp.concatenate(sent)[:size])
 

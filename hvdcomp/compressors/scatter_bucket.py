@@ -48,7 +48,8 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
     own = bucket.context.rank
-    if np.any(bucket.segments["rule"] == PRODUCT):  # of a whole matrix, which a piece is not
+    whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)  # read as a whole, and not piece by piece
+    if whole and not bucket.segments["source"].any():
         bucket.call("make_x")
         bucket.segments["source"] = bucket.segments["x"]
     for chunk in layout.chunks:
@@ -64,7 +65,7 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
     for chunk, (payload,) in zip(layout.chunks, gathered, strict=True):
         found |= chunk.decode(method, bucket, payload)
     layout.own.keep(bucket)
-    return found
+    return bucket.call("narrow_results") | found if bucket.widens else found
 
 
 def residual_bound(length: int, ranks: int) -> float:

@@ -14,6 +14,7 @@ from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.protocol import AllGather
+from hvdcomp.kernels.tables import NARROW
 
 LARGEST, BISECT, SAMPLED = range(3)
 """How a threshold is found: the k-th largest magnitude; between mean and largest; from a sample, in steps."""
@@ -44,7 +45,7 @@ class _Sparse(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("choices", "candidates", "values", "places", "sample")),
-        *((name, ctypes.c_int32) for name in ("method", "rounds", "half", "unused")),
+        *((name, ctypes.c_int32) for name in ("method", "rounds", "type", "unused")),
     ]
 
 
@@ -57,16 +58,16 @@ class SparsePlaces:
 
     Attributes:
         payload: for what this rank sends.
-        half: whether values travel in half precision.
+        type: in which values travel, as of `NARROW`.
     """
 
     def __init__(self, bucket: Bucket, values: str) -> None:
-        self.half = values == "fp16"
+        self.type = NARROW[sparse_payload.carried_dtype(values, bucket.dtype)]
         sizes = [tensor.size for tensor in bucket.tensors]
         counts = [
             sparse_payload.elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)
         ]
-        value_bytes = sparse_payload.value_bytes(values)
+        value_bytes = sparse_payload.value_bytes(values, bucket.dtype)
         parts = []  # bytes of an element, of the part, and which it is
         widths = []
         for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -95,7 +96,7 @@ class Asked:
     Attributes:
         method: `LARGEST`, `BISECT` or `SAMPLED`.
         rounds: of the search.
-        half: whether values travel in half precision.
+        type: in which values travel, as of `NARROW`.
         masks: whether the momentum of an element ends where it is sent.
         most: a threshold is good if `count` to this number of elements reach it, int64 (tensors,), as all that follow.
         limited: whether that may be more than `count`.
@@ -105,8 +106,8 @@ class Asked:
         reaching: of these, the number that reach the first threshold.
     """
 
-    def __init__(self, bucket: Bucket, half: bool, method: int, room: int, rounds: int) -> None:
-        self.method, self.rounds, self.half, self.masks = method, rounds, half, bucket.masks
+    def __init__(self, bucket: Bucket, type: int, method: int, room: int, rounds: int) -> None:
+        self.method, self.rounds, self.type, self.masks = method, rounds, type, bucket.masks
         sizes, counts = bucket.segments["size"], bucket.segments["count"]
         self.most = np.minimum(room * counts, sizes)
         self.limited = room > 1
@@ -126,7 +127,7 @@ class _Layout:
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
-        asked = Asked(bucket, self.places.half, method, room, rounds)
+        asked = Asked(bucket, self.places.type, method, room, rounds)
         segments, tasks = bucket.segments, bucket.table.tasks
         self._choices = np.zeros(len(segments), _CHOICE)
         choices = self._choices
@@ -145,7 +146,7 @@ class _Layout:
         self._sample = np.empty(int(asked.sampled.sum()), np.float32)
         arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
         addresses = [array.ctypes.data for array in arrays]
-        self._sparse = _Sparse(*addresses, method, rounds, self.places.half, 0)
+        self._sparse = _Sparse(*addresses, method, rounds, self.places.type, 0)
         self.passed = ctypes.addressof(self._sparse)
 
 
@@ -154,7 +155,7 @@ class _DeviceLayout:
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
-        self.passed = Asked(bucket, self.places.half, method, room, rounds)
+        self.passed = Asked(bucket, self.places.type, method, room, rounds)
 
 
 def aggregate_by_magnitude(
@@ -176,6 +177,6 @@ def aggregate_by_magnitude(
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
     if bucket.keeps and bucket.device is None:  # on a device, encoding has taken off x what is sent
-        bucket.call("sparse_keep", payload.vector, places.half, bucket.masks)
+        bucket.call("sparse_keep", payload.vector, places.type, bucket.masks)
     ranks = yield AllGather((payload.vector,), payload.with_room)
-    return bucket.call("sparse_decode", *gathered(ranks), places.half)
+    return bucket.call("sparse_decode", *gathered(ranks), places.type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, ClassVar
@@ -13,14 +13,16 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.packing import groups, pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
 from hvdcomp.compressors.signs import representable
+from hvdcomp.compressors.sparse_chunked_bucket import VALUES, aggregate_chunks
 from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
 _MEANINGS = "'2bit' (one of four means), 'fp16' (half precision) or 'float32'"
-_Values = Annotated[str, Rule(lambda values: values in ("2bit", "fp16", "float32"), _MEANINGS)]
+_Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
 _BOUNDS = (-2.25, -0.75, 0.75)  # between the four bins, in standard deviations from the mean
 
 
@@ -95,6 +97,14 @@ class ChunkedTopK(Compressor):
         sent = SparseVector(indices, xp.astype(self._decode(xp, values, size), wide))
         return Outcome(xp.reshape(mean, x.shape), sent)
 
+    @property
+    def bucket_dtypes(self) -> Set[str]:
+        """Float32 alone: the kernels send nothing else."""
+        return {"float32"}
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_chunks(bucket, self.chunk, VALUES.index(self.values))
+
     def count(self, size: int) -> int:
         """How many elements are sent of a tensor of `size` elements."""
         return size // self.chunk * self.k + self._of_chunk(size % self.chunk)
@@ -118,17 +128,17 @@ class ChunkedTopK(Compressor):
         starts = xp.reshape(starts, (-1, 1)) + xp.zeros((1, self.k), like=places)
         return places + xp.flatten(starts)[: places.shape[0]]
 
-    def _bits(self, size: int) -> int:
-        """Bits of a place."""
+    def place_bits(self, size: int) -> int:
+        """Bits of a place in a chunk of a tensor of `size` elements."""
         return max(1, (min(self.chunk, size) - 1).bit_length())
 
     def _pack_places(self, xp: ModuleType, places: Array, size: int) -> Array:
-        bits = self._bits(size)
+        bits = self.place_bits(size)
         low = pack(xp, xp.astype(places & 0xFF, "uint8"), min(bits, 8))
         return low if bits <= 8 else xp.concatenate([low, pack(xp, xp.astype(places >> 8, "uint8"), bits - 8)])
 
     def _unpack_places(self, xp: ModuleType, packed: Array, size: int) -> Array:
-        bits, count = self._bits(size), self.count(size)
+        bits, count = self.place_bits(size), self.count(size)
         if bits <= 8:
             return xp.astype(unpack(xp, packed, bits, count), "int32")
         high = xp.astype(unpack(xp, packed[count:], bits - 8, count), "int32")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Annotated
 
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays.types import Array, dtype_bytes, wide_dtype
 from hvdcomp.compressors.protocol import Context, SparseVector
 from hvdcomp.specs.described import Rule
 from hvdcomp.specs.levels import Level
@@ -33,9 +33,14 @@ def elements_kept(ratio: Level, size: int) -> int:
     return min(size, max(1, math.ceil(ratio * size * (1 - 2.0**-50))))
 
 
-def value_bytes(values: str) -> int:
-    """Bytes of one value of a float32 tensor."""
-    return 2 if values == "fp16" else 4
+def carried_dtype(values: str, dtype: str) -> str:
+    """The element type in which values of a tensor travel."""
+    return "float16" if values == "fp16" else dtype
+
+
+def value_bytes(values: str, dtype: str = "float32") -> int:
+    """Bytes of one value of a tensor."""
+    return dtype_bytes(carried_dtype(values, dtype))
 
 
 def most_elements(budget: float, size: int, bytes_of_value: float) -> int:

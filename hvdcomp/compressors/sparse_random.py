@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations, step_keys
-from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
+from hvdcomp.compressors.sparse_payload import LARGEST_HALF, carried_dtype, elements_kept
 
 _BLOCK_BITS = 16  # of an element's place in its task
 
@@ -17,7 +19,7 @@ class _Layout:
 
     Args:
         bucket: its table gets `count` and `place`.
-        values: how they travel, of `sparse_payload`.
+        half: whether values travel in half precision.
 
     Attributes:
         payload: values, tensor by tensor, and in a tensor task by task.
@@ -26,7 +28,7 @@ class _Layout:
         ends: (tasks,), of the values of each task among those of its tensor.
     """
 
-    def __init__(self, bucket: Bucket, values: str) -> None:
+    def __init__(self, bucket: Bucket, half: bool) -> None:
         segments = bucket.segments
         sizes = segments["size"].tolist()
         counts = [elements_kept(one.ratio, size) for one, size in zip(bucket.compressors, sizes, strict=True)]
@@ -35,7 +37,7 @@ class _Layout:
         tasks = np.bincount(bucket.table.tasks["segment"], minlength=len(segments))
         segments["place"][:, 1] = np.cumsum(tasks) - tasks
         total = sum(counts)
-        self.payload = bucket.payload(total, "float16" if values == "fp16" else "float32")
+        self.payload = bucket.payload(total, "float16" if half else "float32")
         self.sent = bucket.zeros(total, "float32")
         self.keys = bucket.keys("randomk")
         if bucket.device is not None:
@@ -62,11 +64,15 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
         values: how they travel, of `sparse_payload`.
         unbiased: whether they are scaled by d / k.
     """
+    half = carried_dtype(values, bucket.dtype) == "float16"
     if bucket.layout is None:
-        bucket.layout = _Layout(bucket, values)
+        bucket.layout = _Layout(bucket, half)
     layout, context = bucket.layout, bucket.context
-    half = values == "fp16"
-    bound = LARGEST_HALF / (2 * context.world_size) if half else 0.0
+    bound = 0.0
+    if values == "fp16":
+        bound = LARGEST_HALF / (2 * context.world_size)
+    elif half:  # the rest is sent later, if anything is kept
+        bound = math.inf if unbiased else LARGEST_HALF
     keys = step_keys(layout.keys, context.step, None)
     bucket.segments["key"] = keys
     bucket.segments["place"][:, 2] = rotations(keys, bucket.segments["size"])

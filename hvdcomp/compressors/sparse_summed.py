@@ -6,22 +6,28 @@ of all of them are gathered, and what arrives grows with the number of ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.each_tensor import compressed, numbers_may_overflow
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.packing import pad
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.compressors.sparse_payload import elements_kept
+from hvdcomp.compressors.sparse_together_bucket import Blocks, aggregate_together
 from hvdcomp.compressors.sparsification import WithRatio
 from hvdcomp.specs.levels import Level
 
@@ -35,6 +41,11 @@ class BlocksTogether(WithRatio):
 
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # which blocks it sends, the others decide too
+
+    @property
+    def bucket_dtypes(self) -> Set[str]:
+        """Float32 alone: the kernels send nothing else."""
+        return {"float32"}
 
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The number of blocks of a tensor, and of elements of each; the last block may have fewer."""
@@ -121,6 +132,12 @@ class TopKC(BlocksTogether):
     def numbers_of_block(self) -> int:
         return 1
 
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        def judge(bucket: Bucket, blocks: Blocks) -> bool | Array:
+            return bucket.call("together_judge", *blocks.passed, blocks.judged.vector)
+
+        return aggregate_together(bucket, judge)
+
 
 @dataclass(frozen=True)
 class ARCTopK(BlocksTogether):
@@ -148,17 +165,38 @@ class ARCTopK(BlocksTogether):
         return matrix_shape(shape)
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        columns = blocks.shape[1]
-        dtype = xp.dtype_name(blocks)
+        columns, dtype = blocks.shape[1], xp.dtype_name(blocks)
+        return blocks @ drawn(
+            xp, lambda: self._draw(columns, dtype, context), (columns, self.sketch), dtype, like=blocks
+        )
 
-        def draw() -> np.ndarray:
-            random = shared_generator(context, "arctopk")
-            return random.standard_normal((columns, self.sketch), dtype=np.dtype(dtype).type)
-
-        return blocks @ drawn(xp, draw, (columns, self.sketch), dtype, like=blocks)
+    def _draw(self, columns: int, dtype: str, context: Context) -> np.ndarray:
+        """V."""
+        random = shared_generator(context, "arctopk")
+        return random.standard_normal((columns, self.sketch), dtype=np.dtype(dtype).type)
 
     def scores(self, xp: ModuleType, judged: Array) -> Array:
         return xp.flatten(xp.row_norms(judged))
 
     def numbers_of_block(self) -> int:
         return self.sketch
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_together(bucket, self._sketch)
+
+    def _sketch(self, bucket: Bucket, blocks: Blocks) -> bool | Array:
+        """Sketches of all matrices; on the host by NumPy's products, whose sums a kernel would add in another order."""
+        contexts = [dataclasses.replace(bucket.context, name=tensor.name) for tensor in bucket.tensors]
+        shapes = [matrix_shape(tensor.shape) for tensor in bucket.tensors]
+        sketches = blocks.judged.vector
+        if bucket.device is not None:
+            pairs = zip(shapes, contexts, strict=True)
+            parts = [self._draw(columns, "float32", context).T.reshape(-1) for (_, columns), context in pairs]
+            columns = bucket.xp.from_numpy(np.concatenate(parts), like=sketches)
+            return bucket.call("together_sketch", columns, sketches)
+        found_inf = bucket.call("make_x")
+        sketches = sketches.reshape(-1, self.sketch)
+        with numbers_may_overflow():
+            for x, shape, context, rows in zip(compressed(bucket), shapes, contexts, blocks.rows, strict=True):
+                sketches[rows] = self.judge(numpy_arrays, x.reshape(shape), context)
+        return found_inf

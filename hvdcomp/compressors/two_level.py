@@ -12,7 +12,7 @@ node's other ranks exchange a matrix of one zero meanwhile, so that all ranks as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -96,6 +96,11 @@ class TwoLevel(Compressor):
     @property
     def variance(self) -> float:  # type: ignore[override]
         return self.compressor.variance
+
+    @property
+    def bucket_dtypes(self) -> Set[str]:
+        """Float32 alone: what a node's ranks exchange is of the gradient's type elsewhere."""
+        return {"float32"}
 
     @property
     def level_name(self) -> str | None:  # type: ignore[override]

@@ -59,6 +59,7 @@ class BucketStep:
             group.bucket.begin(context, factor)
             if group.bucket.keeps:
                 group.residuals.enter(group.bucket, group.numbers)
+            group.widen(xp)
         self._energies: Array | None = None  # of x, once it is made
         self._generator: Generator[Request | list[Request], Any, bool | Array]
         self._asks_for_many = False
@@ -106,16 +107,12 @@ class BucketStep:
         """Where x of each tensor lies, by name; it is made if it was not."""
         self.make_x()
         bucket = self.group.bucket
-        return dict(zip(self.names, bucket.segments["x" if bucket.keeps else "gradient"].tolist(), strict=True))
+        return dict(zip(self.names, bucket.segments[bucket.x].tolist(), strict=True))
 
     def x(self, name: str) -> Array:
         """x of a tensor, which is made if it was not; it stays as it is until it is compressed."""
         self.make_x()
-        group, place = self.group, self.group.places[name]
-        if not group.bucket.keeps:
-            return group.arrays[place]
-        _, state, number = group.tensors[place]
-        return state.wrapped(group.residuals.x(number))
+        return self.group.x(self.group.places[name])
 
     def gradient(self, name: str) -> Array:
         """Of a tensor."""
@@ -174,10 +171,11 @@ class BucketStep:
         self._results, self._sums = group.arrays, sums
         self._aside = in_place and sums is not None and not sums.of_results
         if not in_place:
-            self._results, bucket.segments["result"] = group.fresh_results(xp)
+            self._results, places = group.fresh_results(xp)
             self._dense = all(map(operator.is_, group.arrays, self._given))
         else:
-            bucket.segments["result"] = group.aside() if self._aside else bucket.segments["gradient"]
+            places = group.aside() if self._aside else bucket.segments["gradient"]
+        group.put(places)
         if sums is not None:
             totals = sums.totals(dict(zip(group.names, self._given, strict=True)))
             bucket.segments["total"] = group.placed(xp, totals)[1]
@@ -249,7 +247,7 @@ class BucketStep:
         """Whether what the table calls gradients, which are those that are to be added up then, are added up."""
         segments = self.group.bucket.segments
         if self._sums is not None and self._sums.of_results:
-            segments["gradient"] = segments["result"]
+            segments["gradient"] = segments["narrowed" if self.group.bucket.widens else "result"]
         return self._sums is not None
 
     def _keep(self, found_inf: Array | None = None) -> None:

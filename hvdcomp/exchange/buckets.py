@@ -1,7 +1,8 @@
 """Which tensors of a step are compressed together, as buckets, and which one by one.
 
-A bucket takes float32 gradients on the host, where kernels were compiled, or on a device that has kernels for their
-compressor. Everything else goes one by one: other element types, memories of a user's own.
+A bucket takes gradients of float32, or of 16 bits, on the host, where kernels were compiled, or on a device that has
+kernels for their compressor. Everything else goes one by one: float64, memories of a user's own, and of gradients of 16
+bits those whose compressor has no bucket form.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from hvdcomp import kernels
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketStates, SeparateStates
 from hvdcomp.compressors.choice import Plan
@@ -30,6 +32,7 @@ from hvdcomp.exchange.recycled import Recycled
 from hvdcomp.exchange.residuals import FlatStorage, Residuals
 from hvdcomp.exchange.tensor_step import TensorState
 from hvdcomp.kernels import cuda
+from hvdcomp.kernels.tables import NARROW
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
 """The memories whose arithmetic kernels do; a memory of a user's own takes tensors one by one."""
@@ -88,11 +91,14 @@ class Buckets:
             under_way: the names of those whose buckets have started.
         """
         if not self._still_right(plan) or self._made_for != (plan, names):
-            able = [name for name in names if self._tensors[name].dtype == "float32"]
-            served = able and self._placed(xp, [gradients[name] for name in able]) is not None
-            if able and self._says:
-                cuda.warn_where_none(gradients[able[0]])
-            self.now = list(self._group(xp, able if served else [], gradients, plan))
+            able: set[str] = set()
+            for dtype in NARROW:
+                mine = [name for name in names if self._tensors[name].dtype == dtype]
+                if mine and self._says:
+                    cuda.warn_where_none(gradients[mine[0]])
+                if mine and self._placed(xp, [gradients[name] for name in mine], dtype) is not None:
+                    able.update(mine)
+            self.now = list(self._group(xp, [name for name in names if name in able], gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
             grouped = set(self._grouped)
@@ -110,23 +116,25 @@ class Buckets:
 
     def take(self, xp: ModuleType, group: Group, gradients: Mapping[str, Array]) -> bool:
         """Gives a bucket its gradients of a step; whether it can take them."""
-        placed = self._placed(xp, [gradients[name] for name in group.names])
+        placed = self._placed(xp, [gradients[name] for name in group.names], group.bucket.dtype)
         if placed is not None:
             group.arrays, group.bucket.segments["gradient"] = placed
         return placed is not None
 
-    def _placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[list[Array], list[int]] | None:
+    def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
         """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
-        if (placed := cuda.placed(arrays)) is not None:
+        if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self._grouped:
-                self._residuals = DeviceResiduals(self._sizes, xp, xp.flatten(arrays[0])[:0])
+                # Not a part of the gradient: that would keep all of it.
+                like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
+                self._residuals = DeviceResiduals(self._sizes, xp, like)
             return placed if isinstance(self._residuals, DeviceResiduals) else None
-        return xp.hosted(arrays) if kernels.available() and isinstance(self._residuals, Residuals) else None
+        return xp.hosted(arrays, dtype) if kernels.available() and isinstance(self._residuals, Residuals) else None
 
     @property
     def kept_bytes(self) -> int:
-        """What residuals, velocities and the methods' own arrays take from step to step, with the places that a step
-        fills while it may still come to nothing."""
+        """What residuals, velocities and the methods' own arrays take from step to step; on the host with the places
+        that a step fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
         return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
 
@@ -162,7 +170,7 @@ class Buckets:
         known = {group.key: group for group in self.now}
         bridges = _no_bridges if on_device else _bridges
         where = (gradients[names[0]].device, xp) if on_device and names else ()
-        for (number, (_, memory)), mine in sorted(members.items(), key=lambda entry: entry[0][0]):
+        for (number, (_, memory, _)), mine in sorted(members.items(), key=lambda entry: entry[0][0]):
             compressors = tuple(plan[name] for name in mine)
             tensors = []
             for name in mine:
@@ -176,15 +184,15 @@ class Buckets:
             group.ends_states = not compressors[0].lossless and not group.keeps_states
             yield group
 
-    def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory] | None:
+    def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
         """What tensors of one bucket have in common; None for a tensor that goes by itself."""
         tensor = self._tensors[name]
-        if tensor.dtype != "float32" or not tensor.size:
+        if tensor.dtype not in compressor.bucket_dtypes or not tensor.size:
             return None
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
         memory = self._states[name].memory_for(self._memory_for(compressor))
-        return (compressor.bucket_family, memory) if type(memory) in KNOWN_TO_KERNELS else None
+        return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], plan: Plan) -> list[list[str]]:
         """The tensors of each bucket that does not wait for all gradients of a step.
@@ -199,7 +207,7 @@ class Buckets:
             for name, kind in zip(batch, kinds, strict=True):
                 piece, size = filling.pop(kind, ([], 0))
                 piece.append(name)
-                filling[kind] = piece, size + 4 * self._tensors[name].size
+                filling[kind] = piece, size + self._tensors[name].size * dtype_bytes(self._tensors[name].dtype)
             for kind in dict.fromkeys(kinds):
                 if kind is not None and filling[kind][1] >= self._least_bytes:
                     pieces.append(filling.pop(kind)[0])
@@ -241,7 +249,7 @@ def _bridges(
         return xp.reshape(xp.from_numpy(vector, like=empty), shape)
 
     def unwrap(array: Array) -> np.ndarray:
-        return xp.to_numpy(xp.flatten(array))
+        return xp.to_numpy(xp.flatten(xp.astype(array, "float32")))  # older checkpoints have residuals of 16 bits
 
     return wrap, unwrap
 
@@ -291,10 +299,12 @@ class Group:
         self.places = {name: place for place, name in enumerate(self.names)}
         self.numbers = np.array([number for _, _, number in tensors])
         self.key = (tensors, compressors, memory)
-        self.bucket = Bucket(described, compressors, memory, *where)
+        device, xp = where or (None, numpy_arrays)
+        self.bucket = Bucket(described, compressors, memory, device, xp, described[0].dtype != "float32")
         self.number: int | None = None
         self.arrays: Sequence[Array] = ()
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
+        self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
         self.has_states = False
         self.ends_states = False
@@ -309,7 +319,34 @@ class Group:
     def fresh_results(self, xp: ModuleType) -> tuple[list[Array], Sequence[int] | np.ndarray]:
         """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
         arrays, addresses = self._fresh_arrays()
-        return arrays if self._on_device else [xp.from_numpy(one, like=self.arrays[0]) for one in arrays], addresses
+        if self._on_device:
+            return arrays, addresses
+        found = [xp.from_numpy(one, like=self.arrays[0]) for one in arrays]
+        return [xp.bitcast(one, self.bucket.dtype) for one in found] if self.bucket.widens else found, addresses
+
+    def put(self, places: Sequence[int] | np.ndarray) -> None:
+        """Says where results go: those of 16 bits from where `widen` has put means."""
+        self.bucket.segments["narrowed" if self.bucket.widens else "result"] = places
+
+    def widen(self, xp: ModuleType) -> None:
+        """Has means of gradients of 16 bits put into memory of float32, and x too if nothing is kept of it."""
+        if not self.bucket.widens:
+            return
+        if self._wide is None and self._on_device:
+            self._wide = cuda.split_like(self.arrays, wide=True)
+        elif self._wide is None:
+            arrays, places = Recycled([tensor.shape for tensor in self.bucket.tensors]).arrays()
+            self._wide = [xp.from_numpy(one, like=self.arrays[0]) for one in arrays], places
+        self.bucket.segments["result"] = self._wide[1]
+        if not self.bucket.keeps:
+            self.bucket.segments["x"] = self._wide[1]
+
+    def x(self, place: int) -> Array:
+        """x of a tensor at a place of the bucket."""
+        if self.bucket.keeps:
+            _, state, number = self.tensors[place]
+            return state.wrapped(self.residuals.x(number))
+        return self.arrays[place] if self._wide is None else self._wide[0][place]
 
     def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
         return cuda.split_like(self.arrays) if self._on_device else self._fresh.arrays()
@@ -324,7 +361,7 @@ class Group:
         """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""
         self.arrays = ()
         if self._on_device:  # where memory that is let go of comes back without being cleared
-            self._set_aside = None
+            self._set_aside = self._wide = None
 
     @property
     def keeps_states(self) -> bool:
@@ -338,7 +375,8 @@ class Group:
 
     @cached_property
     def _fresh(self) -> Recycled:
-        return Recycled([tensor.shape for tensor in self.bucket.tensors])
+        dtype = "int16" if self.bucket.widens else "float32"
+        return Recycled([tensor.shape for tensor in self.bucket.tensors], dtype)
 
     @property
     def had_residuals(self) -> bool:
@@ -358,7 +396,8 @@ class Group:
         for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
             sent, in_node = self._bytes_of(tensor, compressor)
             floats = compressor.payload_floats(tensor.shape)
-            costs[tensor.name] = Cost(int(sent), 4 * tensor.size, floats, bytes_in_node=int(in_node))
+            dense = tensor.size * dtype_bytes(tensor.dtype)
+            costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
         return costs
 
     def _bytes_of(self, tensor: TensorInfo, compressor: Compressor) -> tuple[float, float]:

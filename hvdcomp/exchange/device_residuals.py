@@ -2,6 +2,10 @@
 
 The host does not know whether a step counts, and waits for no answer. So places change their roles after every step,
 and of a step that does not count, a kernel (`settle`) leaves what was kept where the next step looks for it.
+
+From step to step a tensor has one place. A step of a bucket takes memory for x of its tensors, and when it has ended,
+what was kept before goes back to the framework's allocator: a forward and a backward pass may use it until the next
+step, as for activations. The allocator hands it out again behind the work that the step's stream had then.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import numpy as np
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.exchange.residuals import FlatStorage
+from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import EVERYTHING, NOT_NEGATIVE, NOTHING
 
 _ALIGNMENT = 32  # elements: what a device reads at once
@@ -31,13 +36,15 @@ class DeviceResiduals(FlatStorage):
     def __init__(self, sizes: Sequence[int], xp: ModuleType, like: Array) -> None:
         super().__init__(sizes, xp, _ALIGNMENT)
         self._like = like
-        # What was sent of x, of each half and tensor: the rule as of `kernels.tables`, and the two numbers that it
+        # What was sent of x, of each turn and tensor: the rule as of `kernels.tables`, and the two numbers that it
         # speaks of.
         self._sent = xp.zeros((2, len(sizes), 4), like=like)
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        super().enter(bucket, numbers)
         turn = self._turn[numbers]
+        if not self._places["x"]["buffer"][1 - turn, numbers].all():
+            self._let_go(1 - turn, numbers)  # of some, after a step that an error has ended
+        super().enter(bucket, numbers)
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)
 
@@ -50,8 +57,26 @@ class DeviceResiduals(FlatStorage):
     def _nothing_was_sent(self, number: int) -> None:
         self._sent[int(self._turn[number]), number] = 0
 
+    def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
+        super().commit(bucket, numbers)
+        self._let_go(1 - self._turn[numbers], numbers)
+
+    def drop(self, numbers: np.ndarray) -> None:
+        super().drop(numbers)
+        self._let_go(self._turn[numbers], numbers)
+
+    def _let_go(self, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Takes these places from tensors, and lets buffers go in which no tensor has a place any more."""
+        for places in self._places.values():
+            buffers = places["buffer"]
+            left = set(buffers[turn, numbers].tolist()) - {0}
+            buffers[turn, numbers] = 0
+            for number in left:
+                if not (buffers == number).any():
+                    cuda.let_go(self._buffers.pop(number))
+
     def _buffer(self, count: int) -> Array:
-        return self._xp.zeros((count,), like=self._like)
+        return self._like.new_empty(count)
 
     def _address(self, buffer: Array) -> int:
         return int(buffer.data_ptr())

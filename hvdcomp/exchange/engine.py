@@ -183,7 +183,7 @@ class Engine:
         if not names:
             return {}
         xp = arrays_for(gradients[names[0]])
-        started = self.overlap.end()
+        started = self.overlap.end(gradients[names[0]])
         if not started:
             self.ledger.clock.begin(xp, gradients[names[0]])
         waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started)

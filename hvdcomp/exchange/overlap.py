@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
@@ -29,6 +29,16 @@ from hvdcomp.exchange.lockstep import Lockstep
 from hvdcomp.exchange.separate_step import Step
 
 _MOST = np.iinfo(np.int32).max
+
+
+class _Step(NamedTuple):
+    """What `Overlap.begin` was given, and the streams on which gradients have come."""
+
+    context: Context
+    in_place: bool
+    sums: Sums | None
+    agreed: Callable[[], bool]
+    streams: set[Any]
 
 
 class Overlap:
@@ -70,8 +80,7 @@ class Overlap:
         self._clock = clock
         self.least_bytes = least_bytes
         self._groups: Sequence[Group] = ()  # in the order in which they may start
-        self._step: tuple[Context, bool, Sums | None]
-        self._agreed: Callable[[], bool]
+        self._step: _Step
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
         self._gradients: dict[str, Array] = {}
@@ -90,21 +99,29 @@ class Overlap:
         if groups != self._groups:
             self._groups = groups
             self._places = {name: place for place, group in enumerate(groups) for name in group.names}
-        self._step, self._agreed = (context, in_place, sums), agreed
+        self._step = _Step(context, in_place, sums, agreed, set())
         self._missing = [len(group.names) for group in groups]
 
     def ready(self, name: str, gradient: Array) -> None:
-        """To be called when a gradient is there, after `begin`. It may start collectives, and waits for none."""
+        """To be called when a gradient is there, after `begin`, on the stream that has made it. It may start
+        collectives, and waits for none.
+
+        On a device, what starts runs on that stream, behind the gradient. Where gradients come on several streams,
+        nothing more starts: a bucket would not be behind all of its own.
+        """
         place = self._places.get(name)
         if place is not None and self._missing:
             self._gradients[name] = gradient
             self._missing[place] -= 1
-        while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._agreed():
+            self._step.streams.add(arrays_for(gradient).stream(gradient))
+            if len(self._step.streams) > 1:
+                self._missing = []
+        while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._step.agreed():
             self._start(self._groups[len(self.started)])
 
     def _start(self, group: Group) -> None:
         """Starts a bucket, if it can take the gradients that have come; else it and those behind it wait for all."""
-        like, clock, (context, in_place, sums) = self._gradients[group.names[0]], self._clock, self._step
+        like, clock, step = self._gradients[group.names[0]], self._clock, self._step
         xp = arrays_for(like)
         if not self.started:
             clock.begin(xp, like)
@@ -112,14 +129,18 @@ class Overlap:
             self._missing = []
             return
         clock.turns_only &= group.bucket.device is not None
-        bucket = bucket_step(xp, group, context, None, clock)
-        bucket.open(self._gradients, in_place, sums)
+        bucket = bucket_step(xp, group, step.context, None, clock)
+        bucket.open(self._gradients, step.in_place, step.sums)
         wave = self.wave(xp, [bucket], group.number)
         wave.start()
         self.started.append(wave)
 
-    def end(self) -> list[Lockstep]:
-        """Ends a step; what it has started."""
+    def end(self, like: Array | None = None) -> list[Lockstep]:
+        """Ends a step; what it has started. The stream that now works where `like` is goes on behind that."""
+        if self.started and like is not None:
+            now = arrays_for(like).stream(like)
+            for stream in self._step.streams - {now}:
+                now.wait_stream(stream)
         started, self.started, self._missing, self._gradients = self.started, [], [], {}
         return started
 
@@ -144,7 +165,7 @@ class Overlap:
         """
         if self.least_bytes is None or self._learnt:
             return
-        everything = sum(4 * tensor.size for tensor in self._tensors.values())
+        everything = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self._tensors.values())
         if everything <= (LEAST_BYTES if self.from_rank_0 else self.least_bytes):
             return
         names = list(self._tensors)

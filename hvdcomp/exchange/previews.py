@@ -143,7 +143,7 @@ class Previews:
             for name in names:
                 one, tensor = compressors[name], self._tensors[name]
                 if not where or cuda.takes(one, tensor.size):
-                    families.setdefault(one.bucket_family, []).append(name)
+                    families.setdefault((one.bucket_family, tensor.dtype), []).append(name)
             buckets = [
                 _Bucket([self._tensors[name] for name in mine], [compressors[name] for name in mine], where, self._room)
                 for mine in families.values()

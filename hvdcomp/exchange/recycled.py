@@ -17,20 +17,24 @@ ALIGNMENT = 16  # float32 elements: a cache line
 
 
 class Recycled:
-    """Memory for arrays of float32.
+    """Memory for arrays of one type.
 
     Args:
         shapes: of the arrays.
+        dtype: of NumPy, of 4 or 2 bytes.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> None:
+        self._dtype = dtype
+        width = np.dtype(dtype).itemsize
         sizes = [number_of_elements(shape) for shape in shapes]
-        ends = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]).tolist()
+        line = 4 * ALIGNMENT // width
+        ends = np.cumsum([-(-size // line) * line for size in sizes]).tolist()
         starts = [0, *ends[:-1]]
         self._parts = [
             (slice(start, start + size), shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
         ]
-        self._offsets = 4 * np.array(starts, np.uint64)
+        self._offsets = width * np.array(starts, np.uint64)
         self._count = ends[-1]
         self._used: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
@@ -40,15 +44,16 @@ class Recycled:
         Nobody else uses their storage.
         """
         free = [storage for storage, whole in self._used if whole() is None]
-        storage = free[0] if free else aligned(self._count)
+        storage = free[0] if free else aligned(self._count, self._dtype)
         # An array over a memoryview: the others keep this one alive, and not the storage behind it.
-        whole = np.frombuffer(storage.data, np.float32)
+        whole = np.frombuffer(storage.data, self._dtype)
         self._used = [entry for entry in self._used if entry[1]() is not None] + [(storage, weakref.ref(whole))]
         return [whole[place].reshape(shape) for place, shape in self._parts], storage.ctypes.data + self._offsets
 
 
-def aligned(count: int) -> np.ndarray:
-    """A float32 vector, not filled, that begins with a cache line."""
-    room = np.empty(count + ALIGNMENT, np.float32)
-    start = -room.ctypes.data % (4 * ALIGNMENT) // 4
+def aligned(count: int, dtype: str = "float32") -> np.ndarray:
+    """A vector, not filled, that begins with a cache line."""
+    size, line = np.dtype(dtype).itemsize, 4 * ALIGNMENT
+    room = np.empty(count + line // size, dtype)
+    start = -room.ctypes.data % line // size
     return room[start : start + count]

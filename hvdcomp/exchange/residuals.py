@@ -1,8 +1,9 @@
 """Flat storage for what is kept of float32 tensors between steps.
 
-Each tensor has two places, in one of two flat buffers each. A step reads what is kept in one place and writes x to the
-other; if the step counts, the places change their roles, and what is left of x after sending is the residual. If it
-does not, nothing has changed.
+A step reads what is kept of a tensor in one place and writes x to another; if the step counts, the places change their
+roles, and what is left of x after sending is the residual. If it does not, nothing has changed. On the host both places
+stay, because memory that is new to a process is slow there; on a device (`device_residuals`) the one that nothing is
+kept in goes when the step has ended.
 
 A residual is kept as x, with a rule that says what of it was sent: the next step takes that off when it reads x anyway.
 Whoever else asks for a residual makes it real first.
@@ -10,6 +11,7 @@ Whoever else asks for a residual makes it real first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -21,6 +23,9 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory, without
 from hvdcomp.exchange.recycled import ALIGNMENT, aligned
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
+
+_PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
+"""Where something of a tensor lies: the number of the buffer, 0 for nowhere, the element there, and the address."""
 
 
 class FlatStorage:
@@ -39,33 +44,32 @@ class FlatStorage:
     """
 
     def __init__(self, sizes: Sequence[int], xp: ModuleType, alignment: int) -> None:
-        padded = [-(-size // alignment) * alignment for size in sizes]
         self._sizes = sizes
+        self._padded = np.array([-(-size // alignment) * alignment for size in sizes], np.int64)
         self._xp = xp
-        self._starts = np.concatenate([[0], np.cumsum(padded)]).astype(np.int64)
-        self._x: list[Array] = []
-        self._velocity: list[Array] = []
-        self._at: dict[str, np.ndarray] = {}
-        self._turn = np.zeros(len(sizes), np.int64)  # which buffer holds what is kept
+        self._buffers: dict[int, Array] = {}
+        self._numbers = itertools.count(1)  # of buffers
+        self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in ("x", "velocity")}
+        self._turn = np.zeros(len(sizes), np.int64)  # which of a tensor's two places holds what is kept
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.holds = np.zeros(len(sizes), bool)
         self.released = self.dropped = 0
 
     @property
     def nbytes(self) -> int:
-        """What it takes, whether anything is kept or not: two places of each tensor."""
-        return sum(int(buffer.nbytes) for buffer in (*self._x, *self._velocity))
+        """What all places take, whether anything is kept or not."""
+        return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def arrays(self, number: int) -> tuple[Array, ...]:
         """What is kept of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
         if not self.holds[number]:
             return ()
-        x = self._part(self._x, number, self._turn[number])
+        x = self._part("x", number, self._turn[number])
         self._take_off(x, number)
         self._nothing_was_sent(number)
         if not self.keepers[number].is_momentum:
             return (x,)
-        return self._part(self._velocity, number, self._turn[number]), x
+        return self._part("velocity", number, self._turn[number]), x
 
     def keep(self, number: int, keeper: Memory, arrays: Sequence[Array]) -> None:
         """Keeps arrays of a memory's state for a tensor, in place of what is kept; nothing if there are none."""
@@ -74,10 +78,10 @@ class FlatStorage:
         self._nothing_was_sent(number)
         if arrays:
             *velocity, x = arrays
-            self._allocate(keeper)
-            self._part(self._x, number, self._turn[number])[:] = x.reshape(-1)
+            self._provide(keeper, self._turn[[number]], np.array([number]))
+            self._part("x", number, self._turn[number])[:] = x.reshape(-1)
             if velocity:
-                self._part(self._velocity, number, self._turn[number])[:] = velocity[0].reshape(-1)
+                self._part("velocity", number, self._turn[number])[:] = velocity[0].reshape(-1)
 
     def scale(self, number: int, factor: float, momentum: bool) -> None:
         """Multiplies the residual, and the velocity if `momentum`."""
@@ -96,12 +100,13 @@ class FlatStorage:
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         """Writes into a bucket's table where what is kept of its tensors, which have these numbers, lies, and where x
         goes."""
-        self._allocate(bucket.memory)
         segments, turn = bucket.segments, self._turn[numbers]
+        self._provide(bucket.memory, 1 - turn, numbers)
         fields = [("x", "kept", "x")] + [("velocity", "velocity", "next_velocity")] * bucket.memory.is_momentum
         for kind, old, new in fields:
-            segments[old] = np.where(self.holds[numbers], self._at[kind][turn, numbers], 0)
-            segments[new] = self._at[kind][1 - turn, numbers]
+            addresses = self._places[kind]["address"]
+            segments[old] = np.where(self.holds[numbers], addresses[turn, numbers], 0)
+            segments[new] = addresses[1 - turn, numbers]
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
         """After a step that counts: what is left of x is what is kept. On a device, after any step."""
@@ -111,9 +116,9 @@ class FlatStorage:
 
     def x(self, number: int) -> Array:
         """x of the step under way, a vector."""
-        return self._part(self._x, number, 1 - self._turn[number])
+        return self._part("x", number, 1 - self._turn[number])
 
-    # What was sent of x, which has a place for each of the two buffers on a device.
+    # What was sent of x, which has a place for each of the two turns on a device.
 
     def _take_off(self, x: Array, number: int) -> None:
         """Takes off a kept x what was sent of it."""
@@ -122,19 +127,29 @@ class FlatStorage:
     def _nothing_was_sent(self, number: int) -> None:
         raise NotImplementedError
 
-    # Buffers.
+    # Places.
 
-    def _part(self, buffers: list[Array], number: int, turn: int) -> Array:
-        start = int(self._starts[number])
-        return buffers[int(turn)][start : start + self._sizes[number]]
+    def _part(self, kind: str, number: int, turn: int) -> Array:
+        place = self._places[kind][int(turn), number]
+        start = int(place["start"])
+        return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
 
-    def _allocate(self, memory: Memory) -> None:
-        for kind, buffers in (("x", self._x), ("velocity", self._velocity))[: 1 + memory.is_momentum]:
-            if not buffers:
-                buffers += [self._buffer(int(self._starts[-1])) for _ in range(2)]
-                # Of both buffers, the addresses of all tensors' places.
-                at = [self._address(buffer) + 4 * self._starts[:-1] for buffer in buffers]
-                self._at[kind] = np.stack(at).astype(np.uint64)
+    def _provide(self, memory: Memory, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Sees to it that tensors have these of their two places, for what a memory keeps."""
+        for kind in ("x", "velocity")[: 1 + memory.is_momentum]:
+            if not self._places[kind]["buffer"][turn, numbers].all():
+                self._allocate(kind, turn, numbers)
+
+    def _allocate(self, kind: str, turn: int | np.ndarray, numbers: np.ndarray) -> None:
+        """Gives tensors these places in a new buffer, which is not filled."""
+        ends = np.cumsum(self._padded[numbers])
+        buffer, number = self._buffer(int(ends[-1])), next(self._numbers)
+        starts = ends - self._padded[numbers]
+        self._buffers[number] = buffer
+        places = self._places[kind]
+        places["buffer"][turn, numbers] = number
+        places["start"][turn, numbers] = starts
+        places["address"][turn, numbers] = self._address(buffer) + 4 * starts
 
     def _buffer(self, count: int) -> Array:
         raise NotImplementedError
@@ -189,6 +204,10 @@ class Residuals(FlatStorage):
 
     def _nothing_was_sent(self, number: int) -> None:
         self._rule[number] = NOTHING
+
+    def _allocate(self, kind: str, turn: int | np.ndarray, numbers: np.ndarray) -> None:
+        for half in range(2):
+            super()._allocate(kind, half, np.arange(len(self._sizes)))
 
     def _buffer(self, count: int) -> np.ndarray:
         return aligned(count)

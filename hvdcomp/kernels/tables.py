@@ -27,6 +27,8 @@ SEGMENT = np.dtype(
         ("sent_product", FACTORS),
         ("total", "u8"),
         ("sums", "f8", 4),
+        ("narrowed", "u8"),
+        ("narrow", "i8"),
     ],
     align=True,
 )
@@ -39,6 +41,9 @@ TASK = np.dtype(
 
 NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
 """Of `rule` and `sent_rule`: what of a kept x was sent."""
+
+NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""How kernels number the element types of gradients, and of what travels."""
 
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
 
@@ -73,6 +78,7 @@ class _Bucket(ctypes.Structure):
         ("nesterov", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("share", ctypes.c_float),
+        ("keeps", ctypes.c_int32),
     ]
 
 
@@ -86,6 +92,7 @@ class Table:
     Attributes:
         segments: `SEGMENT` (tensors,); what is written to it, kernels see.
         tasks: `TASK` (pieces,).
+        elements: of all tensors.
         bucket: the C structure, for `factor` and the like.
         address: of the C structure, what kernels take.
     """
@@ -93,6 +100,7 @@ class Table:
     def __init__(self, sizes: Sequence[int], piece: int = _PIECE) -> None:
         self.segments = np.zeros(len(sizes), SEGMENT)
         self.segments["size"] = sizes
+        self.elements = sum(sizes)
         pieces = [(number, start) for number, size in enumerate(sizes) for start in range(0, size, piece)]
         self.tasks = np.zeros(len(pieces), TASK)
         if pieces:

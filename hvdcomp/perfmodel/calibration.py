@@ -1,6 +1,6 @@
 """The calibration file: what was measured (or published) of a network, of models and of compressors on one machine.
 
-JSON, version 1. `docs/performance-model.md` shows one and says what each field means. The presets that come with the
+JSON, version 1. `docs/calibration-file.md` shows one and says what each field means. The presets that come with the
 package are such files, with published numbers.
 """
 

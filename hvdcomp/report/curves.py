@@ -54,8 +54,8 @@ def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
     yield from _draw_loss(section, _BYTES)
     if section.in_turns:
         caption = "Time of one step: measured here, all methods in turns"
-        if section.predicted:
-            caption += f", and predicted for links of {' and '.join(RATES.values())}"
+        for kind, rates in section.on_links.items():
+            caption += f", and {kind} for links of {' and '.join(RATES[rate] for rate in rates)}"
         yield "time", caption, _draw_turns(section)
     elif _drawn(section):
         caption = (
@@ -212,8 +212,8 @@ def _draw_turns(section: Section) -> Figure:
     """Bars for each method that was measured in turns: what was measured, and each prediction."""
     groups = [group for group in section.groups if group.turns_ms is not None][::-1]  # bars are counted from below
     kinds = {"turns_ms": "measured here"}
-    if section.predicted:
-        kinds |= {f"predicted_ms_{rate}": f"predicted, {words}" for rate, words in reversed(RATES.items())}
+    at = {rate: kind for kind, rates in section.on_links.items() for rate in rates}
+    kinds |= {f"{at[rate]}_ms_{rate}": f"{at[rate]}, {RATES[rate]}" for rate in reversed(RATES) if rate in at}
     figure = Figure(figsize=(HALF_WIDTH, 1.6 + 0.25 * len(kinds) * len(groups)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / len(kinds)

@@ -37,8 +37,14 @@ class Group:
 
     def columns(self) -> dict[str, float | None]:
         """What is known of a step in turns and on other networks."""
-        predicted = {} if self.turns is None or self.spec is None else self.turns.predicted_ms.get(self.spec, {})
-        return {"turns_ms": self.turns_ms, **{f"predicted_ms_{rate}": predicted.get(rate) for rate in RATES}}
+        known = {"turns_ms": self.turns_ms}
+        for rate in RATES:
+            predicted = measured = None
+            if self.turns is not None and self.spec is not None:
+                predicted = self.turns.predicted_ms.get(self.spec, {}).get(rate)
+                measured = self.turns.measured_ms.get(rate, {}).get(self.spec)
+            known |= {f"predicted_ms_{rate}": predicted, f"measured_ms_{rate}": measured}
+        return known
 
     @property
     def setting(self) -> tuple[str | None, ...]:

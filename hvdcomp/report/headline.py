@@ -71,24 +71,28 @@ def _slow_link(section: Section) -> Iterator[str]:
     if turns is None:
         return
     rate, words = next(iter(RATES.items()))
-    predicted = ((group, group.columns()[f"predicted_ms_{rate}"]) for group in section.groups)
-    times = {group: ms for group, ms in predicted if ms is not None}
+    measured = rate in turns.measured_ms
+    kind, noise = ("measured", 0.0) if measured else ("predicted", turns.noise)
+    was, took = ("was", "took") if measured else ("is predicted to be", "is predicted to take")
+    there = ((group, group.columns()[f"{kind}_ms_{rate}"]) for group in section.groups)
+    times = {group: ms for group, ms in there if ms is not None}
     if not times:
         yield f"For a link of {words} nothing is predicted: this machine was too busy to measure what that takes."
         return
     fastest = min(times, key=lambda group: times[group])
     reference = section.reference
     if reference not in times:
-        yield f"On a link of {words}, a step of {_name(fastest)} is predicted to be the fastest."
-    elif times[reference] / times[fastest] - 1 <= turns.noise:
-        yield f"On a link of {words}, no method is predicted to be faster than {_name(reference)}."
+        yield f"On a link of {words}, a step of {_name(fastest)} {was} the fastest."
+    elif times[reference] / times[fastest] - 1 <= noise:
+        yield f"On a link of {words}, no method {was} faster than {_name(reference)}."
     else:
         yield (
-            f"On a link of {words}, a step of {_name(fastest)} is predicted to take {times[fastest]:.3g} ms instead of "
+            f"On a link of {words}, a step of {_name(fastest)} {took} {times[fastest]:.3g} ms instead of "
             f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}."
         )
         if reference.turns_ms and fastest.turns_ms:
-            yield f"Measured here, it is {reference.turns_ms / fastest.turns_ms:.2f} times as fast."
+            where = "Without such a link" if measured else "Measured here"
+            yield f"{where}, it is {reference.turns_ms / fastest.turns_ms:.2f} times as fast."
 
 
 def _as_good(section: Section, group: Group, reference: Group) -> bool:

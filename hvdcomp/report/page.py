@@ -62,7 +62,7 @@ def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str,
                 figures += decisions
             runs.append({**_details(run), "figures": [] if run is first else decisions})
         details.append({"label": group.label, "runs": runs})
-    shown = [(cells(row, section.in_turns, section.predicted), policy_line(row), row) for row in section.rows]
+    shown = [(cells(row, section.in_turns, section.on_links), policy_line(row), row) for row in section.rows]
     series = [series_cells(row, section.series_headings) for row in section.series] if section.has_series else []
     return {
         "title": section.title,

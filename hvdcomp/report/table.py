@@ -3,7 +3,7 @@ its mean and spread; groups of one model and data set make a section, with its t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,11 @@ class Section:
     @property
     def headings(self) -> list[str]:
         quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
-        rates = ", ".join(rate.replace(" ", _NO_BREAK) for rate in RATES.values())
-        predicted = [f"Predicted ms{_NO_BREAK}at {rates}"] if self.predicted else []
-        return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *predicted,
+        on_links = [
+            f"{kind.capitalize()} ms{_NO_BREAK}at {', '.join(RATES[rate].replace(' ', _NO_BREAK) for rate in rates)}"
+            for kind, rates in self.on_links.items()
+        ]
+        return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *on_links,
                 f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
 
     @property
@@ -95,9 +97,14 @@ class Section:
         return self.turns is not None
 
     @property
-    def predicted(self) -> bool:
-        """Whether there are predictions that can be trusted."""
-        return self.turns is not None and any(self.turns.predicted_ms.values())
+    def on_links(self) -> dict[str, list[str]]:
+        """For which keys of RATES steps were "measured", and for which others they are "predicted" and can be
+        trusted."""
+        if self.turns is None:
+            return {}
+        measured = [rate for rate in RATES if rate in self.turns.measured_ms]
+        predicted = [rate for rate in RATES if rate not in measured and any(self.turns.predicted_ms.values())]
+        return {kind: rates for kind, rates in (("measured", measured), ("predicted", predicted)) if rates}
 
     def notes(self) -> list[str]:
         """What has to be said of the table for its times to be read rightly, and what could not be shown."""
@@ -124,13 +131,18 @@ class Section:
                 "fell on all alike; medians, and those of none and fp16 are Horovod's own. With an asterisk: of its "
                 "own training alone, not to be compared."
             )
+            if measured := self.on_links.get("measured"):
+                notes.append(
+                    f"Measured at {' and '.join(RATES[rate] for rate in measured)}: the same steps of the same ranks, "
+                    "each on an emulated host with such a link (docs/emulated-cluster.md)."
+                )
             notes.append(_predicted_note(self.turns))
         return notes
 
 
 def _predicted_note(turns: Turns) -> str:
     """What predictions rest on, or why there are none."""
-    links = " or ".join(RATES.values())
+    links = " or ".join(words for rate, words in RATES.items() if rate not in turns.measured_ms)
     worst = next(iter(turns.noisy), None)
     why = ""
     if worst is not None:
@@ -289,12 +301,12 @@ def _value(run: Run, key: str, group: Group) -> float | None:
     return getattr(run, key)
 
 
-def cells(row: dict[str, Any], in_turns: bool = False, predicted: bool = False) -> list[str]:
+def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, list[str]] | None = None) -> list[str]:
     """The texts of one row in the order of `Section.headings`; a dash where nothing is known.
 
     Args:
         in_turns: of the section: times of single trainings are then marked.
-        predicted: of the section: predictions have a place of their own.
+        on_links: of the section: its kinds of times have a place of their own.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:
@@ -311,8 +323,8 @@ def cells(row: dict[str, Any], in_turns: bool = False, predicted: bool = False) 
     if in_turns:
         alone = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
         times = [alone if row["turns_ms"] is None else three_digits(row["turns_ms"])]
-    if predicted:
-        there = [plain(row[f"predicted_ms_{rate}"], three_digits) for rate in RATES]
+    for kind, rates in (on_links or {}).items():
+        there = [plain(row[f"{kind}_ms_{rate}"], three_digits) for rate in rates]
         times.append("-" if row["turns_ms"] is None else " / ".join(there))
     return [
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),

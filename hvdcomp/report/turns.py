@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Turns:
         doubt: the same, of the prediction that can be trusted least.
         noisy: of the measurements that a calibration calls too noisy, how far the repetitions differ, the one that
             counts most in a step first.
+        link: key of RATES, if the ranks were on emulated hosts with such links; None for what connects them here.
+        measured_ms: by key of RATES, what `ms` is on such links.
     """
 
     model: str
@@ -61,6 +63,13 @@ class Turns:
     noise: float
     doubt: float
     noisy: Mapping[str, float]
+    link: str | None = None
+    measured_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def work(self) -> tuple[str, str, int, int]:
+        """What two such files must share to be shown together."""
+        return self.model, self.data, self.world_size, self.batch_size
 
     def fits(self, setting: tuple[str | None, ...], options: Mapping[str, str]) -> bool:
         """Whether steps of a run with this (model, data, ranks) and these options are such steps."""
@@ -71,8 +80,25 @@ class Turns:
         return plain and real and constant and same and options.get("batch_size") == str(self.batch_size)
 
 
+def load_all_turns(files: Sequence[Path]) -> Turns:
+    """Reads such files: one of steps on this machine as it is, and others of the same steps on emulated links.
+
+    Raises:
+        RunError: as of `load_turns`; or they do not belong together.
+    """
+    every = [load_turns(file) for file in files]
+    here = [one for one in every if one.link is None]
+    there = {one.link: one.ms for one in every if one.link is not None}
+    if len(here) != 1 or len(there) != len(every) - 1 or len({one.work for one in every}) != 1:
+        raise RunError(
+            f"{', '.join(map(str, files))}: steps measured in turns are shown of one model, data set, number of ranks "
+            "and batch size, in one file without --rate and one for each --rate"
+        )
+    return replace(here[0], measured_ms=there)
+
+
 def load_turns(file: Path) -> Turns:
-    """Reads such a file.
+    """Reads one such file.
 
     Raises:
         RunError: it is none, or of a model without its data, such as "cnn" instead of "cnn@digits".
@@ -94,6 +120,9 @@ def load_turns(file: Path) -> Turns:
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
         ranks = int(calibration.machine["ranks"])
         batch_size = calibration.models[name].compute.batch_size
+        link = content.get("rate")
+        if link not in (None, *RATES):
+            raise RunError(f"{file} is of links of {link!r}, and a report shows those of {' or '.join(RATES)}")
         noisy = _noisy(content.get("noisy", {}))  # files of earlier versions have none
         early = content.get("early_bytes") or 0  # files of earlier versions are of steps that send all at the end
         advisers = {
@@ -128,6 +157,7 @@ def load_turns(file: Path) -> Turns:
         noise=max((doubt for doubt in doubts if doubt <= NOISY), default=0.0),
         doubt=max(doubts, default=0.0),
         noisy={what: noisy[what]["spread"] for what in uncertain_shares(noisy, 1.0)},
+        link=link,
     )
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import VERSION
 from hvdcomp.reproduce import counted, predicted
 from hvdcomp.reproduce.outcome import Outcome
 from hvdcomp.reproduce.published import Artefact
+from hvdcomp.reproduce.trainings import commit
 
 
 def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
@@ -36,7 +34,7 @@ def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
         if name in timed.COUNTERPARTS:
             found = timed.COUNTERPARTS[name](artefact, quick)
         else:
-            trainings = trained.Trainings(runs, quick, commit())
+            trainings = trained.Trainings(runs, quick)
             found = trained.COUNTERPARTS[name](artefact, trainings)
             commits = sorted(trainings.commits)
     about = _about(artefact, quick, commits or [commit()], time.monotonic() - start)
@@ -49,27 +47,3 @@ def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: flo
         "commit": ", ".join(commits),
         "seconds": round(seconds, 1),
     }
-
-
-@cache
-def commit() -> str:
-    """The commit of the sources; the version of a package without them."""
-    return commit_of(Path(__file__).parents[2], "hvdcomp") or f"hvdcomp {VERSION}"
-
-
-def commit_of(root: Path, *paths: str) -> str | None:
-    """The commit of a checkout, with a plus sign if these paths differ from it; None if it is no checkout.
-
-    Args:
-        paths: as git takes them, below the root.
-    """
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        if not (root / ".git").exists():  # where it is below another checkout
-            return None
-        return git("rev-parse", "--short=10", "HEAD") + ("+" if git("status", "--porcelain", "--", *paths) else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -6,24 +6,23 @@ text. In both low compression ends better than high compression, as in the paper
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import io
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import replace_text
 from hvdcomp.reproduce.counted import floats_sent
 from hvdcomp.reproduce.outcome import CONTROL, Curve, Outcome, Row
 from hvdcomp.reproduce.predicted import scaling_efficiency
 from hvdcomp.reproduce.published import Artefact
-from hvdcomp.train.options import DECISIONS, TrainingOptions
+from hvdcomp.reproduce.trainings import Run, train_missing
+from hvdcomp.terminal import make_console
+from hvdcomp.train.options import DECISIONS
+from hvdcomp.train.ranks import RunRefused
 from hvdcomp.train.spread import estimate
 
 RANKS, LINK = 2, "100mbit"
@@ -57,7 +56,6 @@ RULE = {"images": f"steps={WINDOW_STEPS}", "text": "steps=7,eta=0.1"}
 WINDOW = {"images": "window=30,smoothing=0.2", "text": "window=10,smoothing=0.2"}
 # With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
 GRAVAC = "factor=elements,gain=raw"
-_COMMIT = "commit.txt"
 
 
 @dataclass(frozen=True)
@@ -80,68 +78,66 @@ class Trained:
     decisions: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Training(Run):
+    """Of a workload with these options beside its own."""
+
+    changes: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.changes.items())
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        own = {"simulate_ranks": RANKS, "link": LINK, "seed": self.seed}
+        return {**WORKLOADS[self.workload], **self.changes, **own}
+
+    def trained(self) -> Trained:
+        """What the complete training in the folder came to."""
+        assert self.summary is not None
+        sent = list(itertools.accumulate(step["floats_sent"] for step in self.records("steps.jsonl")))
+        return Trained(
+            _quality(self.summary),
+            self.summary["floats_sent"],
+            self.summary["trained_seconds"],
+            [(_quality(end), sent[end["step"] - 1]) for end in self.records("epochs.jsonl")],
+            sent,
+            self.records(DECISIONS) if (self.folder / DECISIONS).exists() else [],
+        )
+
+
 class Trainings:
     """Trains, or finds what it has trained with the same options.
 
     Args:
         folder: of all trainings.
         quick: with `QUICK_SEEDS` seeds in place of `SEEDS`.
-        commit: of the sources, noted beside each training.
 
     Attributes:
         commits: of the trainings that were asked for.
     """
 
-    def __init__(self, folder: Path, quick: bool, commit: str) -> None:
+    def __init__(self, folder: Path, quick: bool) -> None:
         self._folder = folder
         self.seeds = QUICK_SEEDS if quick else SEEDS
-        self._commit = commit
         self.commits: set[str] = set()
 
     def train(
         self, workload: str, compression: str, policy: str | None = None, seeds: int | None = None, **changes: Any
     ) -> list[Trained]:
-        """A training of each seed."""
-        options = {**WORKLOADS[workload], "compression": compression, "policy": policy, **changes}
-        return [self._one({**options, "seed": seed}) for seed in range(seeds or self.seeds)]
+        """A training of each seed.
 
-    def _one(self, options: dict[str, Any]) -> Trained:
-        key = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
-        folder = self._folder / key
-        with contextlib.suppress(OSError, ValueError):
-            found = _read(folder)
-            self.commits.add((folder / _COMMIT).read_text())
-            return found
-        from hvdcomp.train.simulation import on_simulated_ranks
-        from hvdcomp.train.trainer import train
-
-        chosen = TrainingOptions(
-            **options, simulate_ranks=RANKS, link=LINK, output=folder, overwrite=True, progress=False
-        )
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks))
-        replace_text(folder / "log.txt", said.getvalue())
-        replace_text(folder / _COMMIT, self._commit)
-        self.commits.add(self._commit)
-        return _read(folder)
-
-
-def _read(folder: Path) -> Trained:
-    summary = json.loads((folder / "summary.json").read_text())
-    ends = [json.loads(line) for line in (folder / "epochs.jsonl").read_text().splitlines()]
-    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    sent = list(itertools.accumulate(step["floats_sent"] for step in steps))
-    log = folder / DECISIONS
-    decisions = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return Trained(
-        _quality(summary),
-        summary["floats_sent"],
-        summary["trained_seconds"],
-        [(_quality(end), sent[end["step"] - 1]) for end in ends],
-        sent,
-        decisions,
-    )
+        Raises:
+            RunRefused: if one fails.
+        """
+        chosen = {"compression": compression, **({} if policy is None else {"policy": policy}), **changes}
+        runs = [_Training(workload, seed, self._folder, chosen) for seed in range(seeds or self.seeds)]
+        if any(run.summary is None for run in runs):
+            for run in train_missing(runs, make_console(stderr=True)):
+                raise RunRefused(f"{run}: {run.about['error']} (all of it is in {run.folder / 'log.txt'})")
+        self.commits |= {run.about.get("commit", "unknown") for run in runs}
+        return [run.trained() for run in runs]
 
 
 def _quality(record: Mapping[str, Any]) -> float:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from hvdcomp.tensorflow.simulated import serve_simulated
 
 _FILES = {
+    "by_name": "names",  # this one, matrix_of and refuse_keras_3 are for the project's own tools
+    "matrix_of": "layout",
+    "refuse_keras_3": "caller",
     "CompressedAdam": "compressed_adam",
     "CompressionState": "checkpoint",
     "saved_state": "checkpoint",

@@ -73,8 +73,8 @@ def _steps_per_execution() -> int:
 
 def refuse_keras_3(optimizer: Any) -> None:
     """Raises ConfigurationError for an optimizer of Keras 3: Horovod takes it, and then never calls anybody."""
-    module = type(optimizer).__module__
-    if module.startswith("keras.") and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
+    theirs = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)  # Horovod's is a subclass
+    if theirs and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
             f"{type(optimizer).__name__} is an optimizer of Keras 3, with which Horovod trains every rank for itself, "
             "without an error: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with tf_keras installed, or "

@@ -11,6 +11,7 @@ from hvdcomp.communicators import Communicator, SimulatedCommunicator
 if TYPE_CHECKING:
     from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
     from hvdcomp.torch.local_steps import LocalSteps as LocalSteps
+    from hvdcomp.torch.rows import RowExchange as RowExchange
 
 
 def __getattr__(name: str) -> Any:
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.local_steps import LocalSteps
 
         return LocalSteps
+    if name == "RowExchange":
+        from hvdcomp.torch.rows import RowExchange
+
+        return RowExchange
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

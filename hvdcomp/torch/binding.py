@@ -31,7 +31,7 @@ from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
-from hvdcomp.torch.training import TorchTraining, on_host
+from hvdcomp.torch.training import TorchTraining, may_overlap
 
 
 class TorchBinding(TorchTraining):
@@ -52,8 +52,7 @@ class TorchBinding(TorchTraining):
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
             self._horovods = HorovodOptimizer(optimizer, parameters)
-            # Nobody has seen it on a device yet: there, whoever wants it asks for it.
-            self.overlaps = on_host(parameters) or setup.compression.settings.overlap is True
+            self.overlaps = may_overlap(setup, parameters)
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
 

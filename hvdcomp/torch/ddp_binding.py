@@ -27,7 +27,7 @@ from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import by_name, plain_names, unique
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, on_host
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
 from hvdcomp.torch.unaveraged import Unaveraged
 from hvdcomp.torch.uses import Uses
 
@@ -74,15 +74,17 @@ class DDPBinding(TorchTraining):
 
     def __init__(self, setup: Setup, model: DistributedDataParallel) -> None:
         communicator = TorchDistributedCommunicator(model.process_group)
-        self._everyone = Everyone(communicator)
         with refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, model)
             trained = _trained(model)
             parameters = trained if setup.parameters is None else _as_given(setup, trained)
             names = unique(model.module.named_parameters() if setup.parameters is None else _given(setup).items())
             finds_unused = model.find_unused_parameters and not model.static_graph
-            settings = setup.compression.settings
-            self.overlaps = not finds_unused and (on_host(trained) or settings.overlap is True)
+            # torch.distributed matches collectives by their order, and on a device a backward pass may have some of its
+            # own, as with SyncBatchNorm: all ranks must start a bucket between the same two. So none asks whether the
+            # others' answer has come by now: it waits. The device has work for longer.
+            self._everyone = Everyone(communicator, waits=any(one.is_cuda for one in trained.values()))
+            self.overlaps = may_overlap(setup, trained) and not finds_unused
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
             self._register(model)

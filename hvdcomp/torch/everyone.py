@@ -21,10 +21,15 @@ class Everyone:
 
     The answer comes while the backward pass goes on. A rank that has joined, has other levels or refuses the step is so
     met before anything of the step is under way. What it means is said at the step's end, by `Binding.check_presence`.
+
+    Args:
+        communicator: the ranks.
+        waits: whether `agrees` waits for the answer, so that it says the same on all ranks.
     """
 
-    def __init__(self, communicator: PolledCommunicator) -> None:
+    def __init__(self, communicator: PolledCommunicator, waits: bool = False) -> None:
         self._communicator = communicator
+        self._waits = waits
         self._asked: Any = None
         self._presence = 0
         self._total = 0
@@ -41,7 +46,7 @@ class Everyone:
 
     def agrees(self) -> bool:
         """Whether it is known by now that all ranks make the step, at the same levels."""
-        if self._asked is not None and self._communicator.is_done(self._asked):
+        if self._asked is not None and (self._waits or self._communicator.is_done(self._asked)):
             self.end()
         return 0 < self._total == self._presence * self._communicator.world_size
 

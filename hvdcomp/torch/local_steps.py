@@ -99,7 +99,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.outer = torch.optim.SGD(
             anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
         )
-        ranks = _all_ranks() if communicator is None else communicator
+        ranks = started_ranks() if communicator is None else communicator
         self._told: dict[str, Any] = {}
         self._binding = compression.serve(
             lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._told, ranks), self.outer
@@ -286,7 +286,7 @@ def _made(compressor: Compressor, **options: Any) -> UsedCompression:
     return made
 
 
-def _all_ranks() -> Ranks:
+def started_ranks() -> Ranks:
     """All ranks of torch.distributed, or where that was not started, of Horovod."""
     started = dist.is_available() and dist.is_initialized()
     hvd = sys.modules.get("horovod.torch")

@@ -41,20 +41,33 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 """Of PyTorch: what makes the state of each, and the hook."""
 
+EARLY = ", in the backward pass"
+"""Of a method whose buckets do not start in the backward pass."""
+
 TIMED = (
     DENSE, *HOOKS, "none", "fp16", "bf16", "int8", "int4", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01",
-    "dgc:ratio=0.01", "powersgd:rank=4",
+    "dgc:ratio=0.01", "powersgd:rank=4", "efsignsgd" + EARLY, "topk:ratio=0.01" + EARLY, "powersgd:rank=4" + EARLY,
 )  # fmt: skip
+OVERLAP = " with and without overlap"
 OVERFLOW = 3  # the step in which the loss of the last rank is infinite
 STEPS = 6
 
 
-def train(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: bool = False) -> tuple[list[float], Any]:
+def train(
+    spec: str,
+    place: str,
+    dtype: torch.dtype = torch.float32,
+    scaled: bool = False,
+    overlap: bool | str = "auto",
+    early: Callable[[int], Any] = lambda count: None,
+) -> tuple[list[float], Any]:
     """Trains with a method.
 
     Args:
         dtype: of the parameters.
         scaled: with mixed precision and a scaler, and an overflow on one rank.
+        overlap: as of `Compression`.
+        early: is told in each step how many buckets have started in the backward pass.
 
     Returns:
         The loss of each step as the mean over ranks, and the weights.
@@ -63,7 +76,16 @@ def train(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(place, init_scale=1024.0, enabled=scaled)
     options: dict[str, Any] = {"grad_scaler": scaler} if scaled else {}
-    hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec(spec, **options), optimizer)
+    compression = hvdcomp.Compression.from_spec(spec, overlap=overlap, **options)
+    hvdcomp.ddp.register(model, compression, optimizer)
+    engine = compression._binding.engine
+    step_of = engine.step
+
+    def counted(*given: Any, **how: Any) -> Any:
+        early(len(engine.overlap.started))
+        return step_of(*given, **how)
+
+    engine.step = counted
     generator = own_generator()
     losses = []
     for step in range(STEPS):
@@ -99,6 +121,16 @@ def check(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
         yield f"the last loss is {losses[-1]:.4f}, and on the host {expected[-1]:.4f}"
 
 
+def check_overlap(spec: str, place: str) -> Iterator[str]:
+    """Says how a training whose buckets start in the backward pass differs from one whose do not."""
+    early: list[int] = []
+    found, expected = train(spec, place, early=early.append, overlap=True), train(spec, place, overlap=False)
+    if place == "cuda" and not sum(early):  # on the host a small model may be too quick
+        yield "nothing started in the backward pass"
+    if not torch.equal(found[1], expected[1]):
+        yield f"weights differ by up to {(found[1] - expected[1]).abs().max():.3g}"
+
+
 def checks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each check: the method, what is particular, and options of `check`."""
     for spec in (*(kind.examples[0] for kind in COMPRESSORS.values()), "int4:exchange=scatter", "two_level(int4)"):
@@ -106,6 +138,8 @@ def checks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for spec in ("none", "fp16", "bf16", "int4", "topk:ratio=0.1", "efsignsgd", "powersgd:rank=4"):
         yield spec, " of bfloat16 parameters", {"dtype": torch.bfloat16}
         yield spec, " with a scaler", {"scaled": True}
+    for spec in ("int4", "topk:ratio=0.1", "efsignsgd", "powersgd:rank=4"):
+        yield spec, OVERLAP, {}
 
 
 def check_all(place: str, keep: Callable[[Any], None]) -> None:
@@ -113,7 +147,7 @@ def check_all(place: str, keep: Callable[[Any], None]) -> None:
     apart = dist.new_group(backend="gloo")  # in which no training exchanges anything
     for spec, where, options in checks():
         try:
-            said = list(check(spec, place, **options))
+            said = list(check_overlap(spec, place) if where == OVERLAP else check(spec, place, **options))
         except Exception as error:  # and the next method is to be checked too
             said = [f"{type(error).__name__}: {error}"]
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -136,11 +170,13 @@ class Training:
         self.tokens = torch.randint(0, 256, (count, length + 1), device=place)
         self.model = DistributedDataParallel(model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        spec = method.removesuffix(EARLY)
         if method in HOOKS:
             make_state, hook = HOOKS[method]
             self.model.register_comm_hook(make_state(), hook)
         elif method != DENSE:
-            hvdcomp.ddp.register(self.model, hvdcomp.Compression.from_spec(method), self.optimizer)
+            overlap: bool | str = "auto" if method == spec else True
+            hvdcomp.ddp.register(self.model, hvdcomp.Compression.from_spec(spec, overlap=overlap), self.optimizer)
 
     def step(self) -> None:
         self.optimizer.zero_grad()

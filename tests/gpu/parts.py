@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -13,10 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hvdcomp import ErrorFeedback
 from hvdcomp.bench.encode.comparison import rows
 from hvdcomp.bench.encode.measurement import Measurement, Request, measure_here
 from hvdcomp.bench.encode.peers import PEERS
+from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel.shapes import tensors_of
 from tests.gpu import cases, roofline, steps
 from tests.gpu.ranks import Shapes
@@ -28,6 +35,8 @@ METHODS = (
     "none", "fp16", "topk:ratio=0.01", "mstopk:ratio=0.01", "redsync:ratio=0.01", "dgc:ratio=0.01",
     "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "fp8", "powersgd:rank=4",
 )  # fmt: skip
+KEPT = {"efsignsgd": 4.3, "topk:ratio=0.01": 4.3, "powersgd:rank=4": 4.5, "int8": 5.3, "dgc:ratio=0.01": 8.3}
+"""Bytes for each element that a method may keep: residuals, the momentum of dgc, and what it sends."""
 ALL = slice(None)
 """Of the methods, the share that a process checks."""
 SMALL: Shapes = {"matrix": (33, 65), "odd": (5, 7, 3), "vector": (1_030,), "one": (1,)}
@@ -128,6 +137,36 @@ def bandwidth(
             )  # fmt: skip
 
 
+def memory(place: str, keep: Keep, sizes: Sequence[tuple[int, int]] = 4 * ((2_048, 4_096),)) -> None:
+    """Bytes for each element that stay on the GPU from step to step, and the most within one, beside gradients whose
+    place the results take."""
+    tensors = [TensorInfo(f"matrix{number}", shape, "float32") for number, shape in enumerate(sizes)]
+    elements = sum(tensor.size for tensor in tensors)
+    given = {tensor.name: torch.randn(tensor.shape, device=place) for tensor in tensors}
+    for spec, most in KEPT.items():
+        engine = None
+        gc.collect()  # the engine before is a part of circles
+        before = _allocated(place)
+        kind = None if spec.startswith("dgc") else ErrorFeedback()  # None: its own
+        engine = Engine(LoopbackCommunicator(), tensors, parse_compressor(spec), kind, min_numel=0, min_ndim=0)
+        for _ in range(3):
+            engine.begin()
+            engine.step(given, in_place=True)
+        peak, kept = ((one - before) / elements for one in (_allocated(place, most=True), _allocated(place)))
+        keep(row={"method": spec, "kept": kept, "peak": peak})
+        if kept > most:
+            keep(failure=f"{spec} keeps {kept:.2f} bytes for each element, and {most} are expected at most")
+
+
+def _allocated(place: str, most: bool = False) -> int:
+    """Bytes of the GPU's memory that PyTorch has handed out, or has at most since it was asked last; 0 on the host."""
+    if place != "cuda":
+        return 0
+    found = torch.cuda.max_memory_allocated() if most else torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 def ranks(place: str, keep: Keep) -> None:
     """Trainings with every method on two ranks, and with some on simulated ranks."""
     _under_torchrun(place, keep, 2, "--check")
@@ -170,6 +209,7 @@ PARTS: dict[str, Callable[..., Any]] = {
     "steps": whole_steps,
     "ranks": ranks,
     "bench": bench,
+    "memory": memory,
     "training": training,
     "roofline": bandwidth,
     "sanitizer": sanitizer,

@@ -20,6 +20,10 @@ STEP = (
     "Milliseconds of one rank, medians; device: by the device's own time, the host being ahead; kept: bytes for each "
     "parameter that stay on the device from step to step."
 )
+MEMORY = (
+    "Bytes for each element of four matrices of 2048 x 4096 that PyTorch has handed out beside gradients: from step to "
+    "step, and the most within a step. Results take the gradients' place."
+)
 TRAINING = (
     "DistributedDataParallel of one rank over NCCL: a decoder of 85 million parameters, 8 sequences of 512 bytes, in "
     "bfloat16. Methods take turns, 25 steps each. The exchange costs nothing: this is what a method itself adds."
@@ -47,6 +51,9 @@ def as_markdown(document: Mapping[str, Any]) -> str:
         for one in parts.get("bench", {}).get("rows", [])
     ]  # fmt: skip
     lines += table(("model", "method", "device ms", "x device copy", "wall ms", "launches", "kept"), cells)
+    lines += ["## Memory", "", MEMORY, ""]
+    cells = [(one["method"], _kept(one["kept"]), _kept(one["peak"])) for one in parts.get("memory", {}).get("rows", [])]
+    lines += table(("method", "kept", "most"), cells)
     lines += ["## A step of a training", "", TRAINING, ""]
     cells = [
         (one["method"], number(one["ms"]), " to ".join(map(number, one["quartiles_ms"])))

@@ -211,6 +211,27 @@ def case_element_types_and_layouts() -> None:
             assert_same_everywhere(weights(model))
 
 
+def case_gradients_of_bfloat16_are_exchanged_in_buckets() -> None:
+    """Those of all matrices in one, of norms, which are of float32, in another; and what is lost comes later."""
+    for spec in ("topk:ratio=0.05", "efsignsgd", "powersgd:rank=2"):
+        model = large_model().bfloat16()
+        model[6].float()
+        model.insert(6, torch.nn.Identity())
+        model[6].register_forward_hook(lambda module, given, output: output.float())
+        distributed, optimizer, how = distribute(model, spec, momentum=0)
+        train(distributed, optimizer, steps=6, dtype=torch.bfloat16)
+        assert how is not None
+        engine = how._binding.engine
+        types = {name: one.dtype for name, one in engine.tensors.items()}
+        assert {*types.values()} == {"float32", "bfloat16"}
+        grouped = {name: group.bucket.dtype for group in engine.buckets.now for name in group.names}
+        assert grouped == types, spec
+        assert_same_everywhere(weights(model))
+        kept = [one for state in engine.states.values() for one in state.memory]
+        assert kept
+        assert all(one.dtype == torch.float32 and one.any() for one in kept)
+
+
 def case_several_models_in_one_backward_pass() -> None:
     models = [large_model(), large_model()]
     both = [distribute(model, "topk:ratio=0.05") for model in models]

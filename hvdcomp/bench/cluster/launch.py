@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hvdcomp.bench.cluster.namespaces import namespace
+from hvdcomp.bench.cluster.namespaces import hosts_file, namespace
 
 _GRACE_SECONDS = 5  # for the ranks to end when asked to
 _RANKS = "hvdcomp.bench.cluster.ranks"
@@ -45,8 +45,8 @@ def cores_of(host: int, hosts: int) -> set[int]:
 
 
 def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
-    """The command that becomes `command` on one host, which has a host name of its own."""
-    set_name = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
+    """The command that becomes `command` on one host, which has a host name of its own, and knows those of all."""
+    set_name = f'mount --bind {hosts_file(cluster)} /etc/hosts && hostname "$0" && exec "$@"'
     return [
         *("ip", "netns", "exec", namespace(cluster, host)),
         *("unshare", "--uts", "sh", "-c", set_name, f"host{host}"),

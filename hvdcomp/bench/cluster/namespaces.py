@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from hvdcomp.bench.cluster.errors import ClusterError
 from hvdcomp.bench.cluster.rates import QUEUE_MILLISECONDS, bucket_bytes, parse_rate
 
 MOST_HOSTS = 64
-_ETC = Path("/etc/netns")  # what `ip netns exec` puts over /etc
 _GRACE_SECONDS = 5  # between asking processes to end and ending them
 
 
@@ -31,9 +31,37 @@ def check_machine() -> None:
         ClusterError: says what to do.
     """
     if os.geteuid() != 0:
-        raise ClusterError("the emulated cluster makes network namespaces, which needs root: run it with sudo")
+        raise ClusterError(
+            "an emulated cluster needs root if its hosts are to stay, or if another program makes it: run it with sudo"
+        )
+    _check_programs()
+
+
+def become_root() -> None:
+    """Starts this program anew as root of a user namespace of its own, unless it is root already.
+
+    That root can make network namespaces, which end with the program. /run, where `ip` keeps their names, is empty.
+
+    Raises:
+        ClusterError: if this kernel does not let users make user namespaces.
+    """
+    if os.geteuid() == 0:
+        return
+    _check_programs()
+    enter = ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c"]
+    tried = subprocess.run([*enter, "mount -t tmpfs none /run"], capture_output=True, text=True)
+    if tried.returncode != 0:
+        raise ClusterError(
+            "the emulated cluster makes network namespaces, which needs root, or a kernel that lets users make user "
+            f"namespaces ({tried.stderr.strip()}): run it with sudo"
+        )
+    os.execvp(enter[0], [*enter, 'mount -t tmpfs none /run && exec "$@"', "sh", *sys.orig_argv])
+
+
+def _check_programs() -> None:
     packages = {"ip": "iproute2 (Debian, Ubuntu) or iproute (Fedora)", "tc": "iproute2 or iproute-tc (Fedora)"}
-    for program, package in {**packages, "unshare": "util-linux"}.items():
+    packages |= {"unshare": "util-linux", "hostname": "hostname"}
+    for program, package in packages.items():
         if shutil.which(program) is None:
             raise ClusterError(
                 f"the emulated cluster needs the program {program!r}, of the package {package}; on Debian and Ubuntu: "
@@ -51,6 +79,11 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+def hosts_file(cluster: str) -> Path:
+    """What stands in place of /etc/hosts on every host of a cluster."""
+    return records.FOLDER / f"{cluster}.hosts"
+
+
 def make(cluster: str, hosts: int, rate: str) -> None:
     """Makes the switch and the hosts. What is there when it fails is left to `remove`."""
     switch = f"hvdcomp-{cluster}-switch"
@@ -58,6 +91,7 @@ def make(cluster: str, hosts: int, rate: str) -> None:
     _ip(f"-n {switch} link add bridge type bridge")
     _ip(f"-n {switch} link set bridge up")
     names = "".join(f"{address(host)} host{host}\n" for host in range(hosts))
+    hosts_file(cluster).write_text(f"127.0.0.1 localhost\n{names}")
     for host in range(hosts):
         own, port = namespace(cluster, host), f"port{host}"
         _ip(f"netns add {own}")
@@ -68,8 +102,6 @@ def make(cluster: str, hosts: int, rate: str) -> None:
         _ip(f"-n {own} link set lo up")
         _shape(own, "eth0", rate)
         _shape(switch, port, rate)
-        (_ETC / own).mkdir(parents=True, exist_ok=True)
-        (_ETC / own / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
 
 def _shape(where: str, interface: str, rate: str) -> None:
@@ -85,11 +117,7 @@ def remove(cluster: str) -> None:
     stop_processes(cluster)
     for name in existing(cluster):
         _ip(f"netns delete {name}")
-    for folder in _ETC.glob(f"hvdcomp-{cluster}-*"):
-        if records.name_in(folder.name) == cluster:
-            shutil.rmtree(folder)
-    with contextlib.suppress(OSError):
-        _ETC.rmdir()  # unless somebody else's are there
+    hosts_file(cluster).unlink(missing_ok=True)
 
 
 def stop_processes(cluster: str) -> None:
@@ -123,8 +151,7 @@ def remove_leftovers() -> list[str]:
 
     To be called within `records.exclusive()`.
     """
-    folders = [path.name for path in _ETC.glob("hvdcomp-*")]
-    of_namespaces = {records.name_in(name) for name in (*existing(), *folders)} - {None}
+    of_namespaces = {records.name_in(name) for name in existing()} - {None}
     removed = []
     for name in sorted({*records.names(), *(owner for owner in of_namespaces if owner)}):
         facts = records.read(name)

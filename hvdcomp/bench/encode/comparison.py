@@ -57,7 +57,7 @@ class Row:
 Earlier = Mapping[tuple[Any, ...], float]
 """Milliseconds of a step in an earlier comparison, by what was measured."""
 
-_SAME = ("method", "model", "framework", "device", "threads", "ranks")
+_SAME = ("method", "model", "framework", "device", "threads", "ranks", "dtype")
 
 
 def earlier(text: str) -> Earlier:
@@ -67,7 +67,8 @@ def earlier(text: str) -> Earlier:
         ValueError: if it is none.
     """
     try:
-        return {tuple(one[name] for name in _SAME): float(one["step_ms"]) for one in parse_json(text)["measurements"]}
+        found = [{"dtype": "float32"} | one for one in parse_json(text)["measurements"]]  # older ones have no other
+        return {tuple(one[name] for name in _SAME): float(one["step_ms"]) for one in found}
     except (KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from None
 

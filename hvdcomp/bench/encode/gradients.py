@@ -21,7 +21,7 @@ Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 
 
 class Gradients(ABC):
-    """The gradients of one model, float32 and normally distributed, the same values in each framework.
+    """The gradients of one model, normally distributed, the same values in each framework.
 
     Attributes:
         arrays: by the tensor's name; what a step is given. A step may write into them.
@@ -84,7 +84,9 @@ class NumpyGradients(Gradients):
     """NumPy's operations are not counted: arithmetic on arrays leaves no trace that would show them all."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
-        self._flat, self._target = _values(tensors)
+        if tensors[0].dtype == "bfloat16":
+            import ml_dtypes  # noqa: F401  # makes it a type of NumPy
+        self._flat, self._target = _values(tensors).astype(tensors[0].dtype, copy=False)
         self._originals = _parts(self._flat, tensors)
         self.arrays = {name: original.copy() for name, original in self._originals.items()}
 
@@ -104,7 +106,7 @@ class TorchGradients(Gradients):
 
         torch.set_num_threads(threads)
         self._device = device
-        self._flat, self._target = torch.from_numpy(_values(tensors)).to(device)
+        self._flat, self._target = torch.from_numpy(_values(tensors)).to(device, getattr(torch, tensors[0].dtype))
         self._originals = _parts(self._flat, tensors)
         self.arrays = {name: original.clone() for name, original in self._originals.items()}
 

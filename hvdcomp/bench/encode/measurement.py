@@ -6,6 +6,7 @@ encoding, packing, decoding. Step and copy take turns, so that their ratio holds
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import resource
@@ -47,6 +48,7 @@ class Request:
         seconds: turns are added until they have taken this long together.
         ranks: whose payloads are decoded.
         threads: of the framework, and of what it calls.
+        dtype: element type of the gradients.
     """
 
     method: str
@@ -57,6 +59,7 @@ class Request:
     ranks: int = 1
     repeats: int = 5
     seconds: float = 0.0
+    dtype: str = "float32"
 
     @property
     def is_peer(self) -> bool:
@@ -159,15 +162,14 @@ def measure_here(request: Request) -> Measurement:
 
     Its libraries keep the number of threads that they have, and on a CPU the peak memory is that of all that it did.
     """
-    gradients = FRAMEWORKS[request.framework](tensors_of(request.model), request.threads, request.device)
+    tensors = [dataclasses.replace(tensor, dtype=request.dtype) for tensor in tensors_of(request.model)]
+    gradients = FRAMEWORKS[request.framework](tensors, request.threads, request.device)
     engine: Engine | None = None
     if request.is_peer:
         assert isinstance(gradients, TorchGradients)
         step = peer(request.method, gradients, request.device)
     else:
-        engine = Engine(
-            LoopbackCommunicator(request.ranks), tensors_of(request.model), parse_compressor(request.method)
-        )
+        engine = Engine(LoopbackCommunicator(request.ranks), tensors, parse_compressor(request.method))
         step = _engine_step(engine, gradients)
 
     start_memory = _peak_memory(request.device, forget=True)

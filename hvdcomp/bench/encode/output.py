@@ -20,8 +20,8 @@ BEFORE = ("before, ms", "times as fast")
 def title(options: Mapping[str, Any]) -> str:
     """One line above a table."""
     return (
-        f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, payloads of "
-        f"{options['ranks']} rank(s); medians of at least {options['repeats']} turns"
+        f"One step without a network: {options['model']}, {options['framework']}, {options['device']}, "
+        f"{options['dtype']}, payloads of {options['ranks']} rank(s); medians of at least {options['repeats']} turns"
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from hvdcomp.errors import warn_alone
 
 __all__ = [
-    "METHODS", "MOST_ELEMENTS", "available", "compiled_ahead", "described", "placed", "serves", "serves_host",
+    "METHODS", "MOST_ELEMENTS", "available", "compiled_ahead", "described", "let_go", "placed", "serves", "serves_host",
     "serving_host", "split_like", "takes", "warn_where_none", "way_out", "why_not",
 ]  # fmt: skip
 
@@ -40,7 +40,10 @@ METHODS = {
     "mstopk",
     "redsync",
     "dgc",
+    "chunkedtopk",
     "randomk",
+    "topkc",
+    "arctopk",
     "powersgd",
 }
 """Whose bucket forms find all their kernels here."""
@@ -134,7 +137,7 @@ def takes(compressor: Any, size: int) -> bool:
         and compressor.has_bucket_form
         and not scatters
         and size <= MOST_ELEMENTS
-        and getattr(compressor, "rank", 1) <= _HIGHEST_RANK
+        and getattr(compressor, "rank", getattr(compressor, "sketch", 1)) <= _HIGHEST_RANK
     )
 
 
@@ -175,29 +178,42 @@ def serving_host() -> Iterator[None]:
         _serves_host = False
 
 
-def placed(arrays: Sequence[Any]) -> tuple[list[Any], list[int]] | None:
+def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], list[int]] | None:
     """The arrays in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays themselves, or copies of those that lie otherwise; None if they are not all of float32, on one device
-        that kernels serve.
+        The arrays themselves, or copies of those that lie otherwise; None if they are not all of the element type, on
+        one device that kernels serve.
     """
     first = arrays[0]
-    if not hasattr(first, "is_cuda") or not serves(first):
+    if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
         return None
-    if any(x.dtype != first.dtype or x.device != first.device or x.element_size() != 4 for x in arrays):
+    if any(x.dtype != first.dtype or x.device != first.device for x in arrays):
         return None
     dense = [x if x.is_contiguous() else x.contiguous() for x in arrays]
     return dense, [x.data_ptr() for x in dense]
 
 
-def split_like(arrays: Sequence[Any]) -> tuple[list[Any], list[int]]:
+def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
     """Fresh arrays, not filled, in the shapes of the given ones, in one storage, and their addresses.
 
     Each begins at a multiple of what a device reads at once, if the storage does.
+
+    Args:
+        wide: whether they are of float32, and not of the element type of the given ones.
     """
     sizes = [x.numel() for x in arrays]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    pieces = arrays[0].new_empty(sum(padded)).split(padded)
+    like = arrays[0].new_empty(0).float() if wide else arrays[0]
+    pieces = like.new_empty(sum(padded)).split(padded)
     parts = [piece[:size].view(x.shape) for piece, size, x in zip(pieces, sizes, arrays, strict=True)]
     return parts, [part.data_ptr() for part in parts]
+
+
+def let_go(array: Any) -> None:
+    """To be called before the last reference to an array goes that the current stream may still use: PyTorch may have
+    made it on another one."""
+    if array.is_cuda:
+        import torch
+
+        array.record_stream(torch.cuda.current_stream(array.device))

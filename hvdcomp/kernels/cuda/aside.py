@@ -31,8 +31,9 @@ class Aside:
 
     Memory that the two streams share:
     - x, and the velocity where it is masked: the side writes them, and the first one to read them after it is the next
-      plain call of the bucket, which joins. Who reads residuals between steps comes after `settle`, a plain call. If
-      the collective fails, there is none, but then the other half of flat storage is what is kept.
+      plain call of the bucket, which joins. Who reads residuals between steps comes after `settle`, a plain call, and
+      so does what gives memory back. If the collective fails, there is none, but then the other place in flat storage
+      is what is kept, and x stays for the next try.
     - The payload: the side and the collective read it. The next step writes to it, after it has joined.
     - The table on the device, which a call may replace: what a launch was given is held until main has joined. What
       main's allocator hands out after that is used behind the side's work.

@@ -2,13 +2,18 @@
 
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
+    BFLOAT16,
+    HALF,
     INFINITE,
     KEY,
     PLACE0,
     RESULT,
+    SOURCED,
     X,
     entry,
     floats,
+    from_bits,
+    held,
     left_of,
     magnitude,
     make_x,
@@ -17,52 +22,34 @@ from hvdcomp.kernels.cuda.x import (
     piece,
     pointer,
     report,
+    to_bits,
     word,
 )
 
 
 @triton.jit
-def _to_wire(x, HALF: tl.constexpr):
-    """16 bits of each number, rounded to nearest, ties to even."""
-    if HALF:
-        return x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
-    else:  # noqa: RET505
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(magnitude(x) > INFINITE, (bits >> 16) | 0x40, rounded).to(tl.int32)
-
-
-@triton.jit
-def _to_wire_at_random(x, i, key, HALF: tl.constexpr):
+def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
     """The same, rounded at random to one of the two neighbours; nothing becomes infinite that is not so to nearest."""
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
-    if HALF:
-        held = tl.minimum(exact, 0x477FE000)  # 65504
-        above = tl.maximum(held & INFINITE, 0x38800000) - 0x38800000
+    if TYPE == HALF:
+        most = tl.minimum(exact, 0x477FE000)  # 65504
+        above = tl.maximum(most & INFINITE, 0x38800000) - 0x38800000
         factor = ((283 << 23) - 0x38800000 - above).to(tl.float32, bitcast=True)
-        distances = (held.to(tl.float32, bitcast=True) * factor).to(tl.int32).to(tl.uint32)
+        distances = (most.to(tl.float32, bitcast=True) * factor).to(tl.int32).to(tl.uint32)
         code = ((distances + (word(i, key) >> 13)) >> 19) + (above >> 13)
         finite = exact < 0x477FF000  # 65520
     else:
         code = (tl.minimum(exact, 0x7F7F0000) + (word(i, key) >> 16)) >> 16
         finite = exact < 0x7F7F8000
-    return tl.where(finite, (sign | code).to(tl.int32), _to_wire(x, HALF))
-
-
-@triton.jit
-def _from_wire(bits, HALF: tl.constexpr):
-    if HALF:
-        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:  # noqa: RET505
-        return (bits << 16).to(tl.float32, bitcast=True)
+    return tl.where(finite, (sign | code).to(tl.int32), to_bits(x, TYPE))
 
 
 @triton.jit
 def cast_encode(
     table, segments, tasks, flag, factor, decay, momentum, wire,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
-    HALF: tl.constexpr, NEAREST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
+    TYPE: tl.constexpr, NEAREST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Makes x and its numbers of 16 bits, and leaves at x what they do not say."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -70,18 +57,18 @@ def cast_encode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
-        if NEAREST:  # noqa: SIM108
-            bits = _to_wire(x, HALF)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
+        if NEAREST:
+            bits = to_bits(held(x, TYPE) if NEAREST > 1 else x, TYPE)
         else:
-            bits = _to_wire_at_random(x, i, entry(table, segments, segment, KEY), HALF)
-        sent = _from_wire(bits, HALF)
+            bits = _to_wire_at_random(x, i, entry(table, segments, segment, KEY), TYPE)
+        sent = from_bits(bits, TYPE)
         largest = tl.maximum(largest, tl.maximum(magnitude(x), magnitude(sent)))
         place = entry(table, segments, segment, PLACE0)
         tl.store(pointer(wire, tl.uint16) + place + i, bits.to(tl.uint16), mask=inside)
         if KEEPS:
             kept = floats(table, segments, segment, X) + i
-            if SOURCED:
+            if FROM == SOURCED:
                 x = tl.load(kept, mask=inside, other=0.0)
             tl.store(kept, left_of(x, sent), mask=inside)
     report(flag, largest)
@@ -90,7 +77,7 @@ def cast_encode(
 @triton.jit
 def cast_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
-    HALF: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The mean of what the ranks sent, in rank order. row: bytes from one rank's numbers to the next one's."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -102,25 +89,25 @@ def cast_decode(
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
             numbers = pointer(payload_of(payloads, rank, row), tl.uint16)
-            total += _from_wire(tl.load(numbers + place + i, mask=inside, other=0).to(tl.int32), HALF)
+            total += from_bits(tl.load(numbers + place + i, mask=inside, other=0).to(tl.int32), TYPE)
         total *= share
         largest = tl.maximum(largest, magnitude(total))
         tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
     report(flag, largest)
 
 
-def _encode(on, wire, nearest, half):
-    on.pieces(cast_encode, wire, x=True, HALF=half, NEAREST=bool(nearest))
+def _encode(on, wire, nearest, type):
+    on.pieces(cast_encode, wire, x=True, TYPE=type, NEAREST=int(nearest))
 
 
-def _decode(on, first, ranks, row, half):
-    on.pieces(cast_decode, first, ranks, row, 1 / ranks, HALF=half)
+def _decode(on, first, ranks, row, type):
+    on.pieces(cast_decode, first, ranks, row, 1 / ranks, TYPE=type)
 
 
 KERNELS = {
-    "half_encode": lambda on, wire, nearest: _encode(on, wire, nearest, half=True),
-    "half_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, half=True),
-    "bfloat16_encode": lambda on, wire, nearest: _encode(on, wire, nearest, half=False),
-    "bfloat16_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, half=False),
+    "half_encode": lambda on, wire, nearest: _encode(on, wire, nearest, HALF.value),
+    "half_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, HALF.value),
+    "bfloat16_encode": lambda on, wire, nearest: _encode(on, wire, nearest, BFLOAT16.value),
+    "bfloat16_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, BFLOAT16.value),
 }
 """How each is launched, by its name."""

@@ -7,7 +7,9 @@ Sums of squares are in double precision: of each piece first, then of each tenso
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     FIRST_TASK,
+    FLOAT,
     GRADIENT,
+    NARROWED,
     NEXT_VELOCITY,
     PLACE0,
     RESULT,
@@ -19,13 +21,16 @@ from hvdcomp.kernels.cuda.x import (
     X,
     entry,
     floats,
+    from_bits,
     is_address,
+    load_as,
     magnitude,
     make_x,
     piece,
     pointer,
     report,
     residual,
+    to_bits,
     unsent,
 )
 
@@ -33,7 +38,7 @@ from hvdcomp.kernels.cuda.x import (
 @triton.jit
 def dense_encode(
     table, segments, tasks, flag, factor, decay, momentum, wire,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     COPIES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Makes x and, if COPIES, a copy of it in `wire`, where a tensor begins at place 0 (elements)."""
@@ -42,7 +47,7 @@ def dense_encode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         if COPIES:
             tl.store(pointer(wire, tl.float32) + entry(table, segments, segment, PLACE0) + i, x, mask=inside)
@@ -67,7 +72,7 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
 @triton.jit
 def make_and_measure(
     table, segments, tasks, flag, factor, decay, momentum, parts,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Makes x; the sum of squares of each piece of it."""
@@ -77,7 +82,7 @@ def make_and_measure(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         wide = x.to(tl.float64)
         squares += wide * wide
@@ -115,9 +120,49 @@ def add_parts(table, segments, parts, sums, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _results(table, segments, segment, TYPE: tl.constexpr):
+    """Where results lie in the end."""
+    return entry(table, segments, segment, RESULT if TYPE == FLOAT else NARROWED)
+
+
+@triton.jit
+def _store_as(address, i, x, mask, TYPE: tl.constexpr):
+    if TYPE == FLOAT:
+        tl.store(pointer(address, tl.float32) + i, x, mask=mask)
+    else:
+        tl.store(pointer(address, tl.uint16) + i, to_bits(x, TYPE).to(tl.uint16), mask=mask)
+
+
+@triton.jit
+def narrow_results(
+    table, segments, tasks, flag,
+    KEEPS: tl.constexpr, TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rounds results to the gradients' type of 16 bits. If KEEPS, leaves as x what was not sent of it, and what results
+    lack of the means."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        mean = tl.load(floats(table, segments, segment, RESULT) + i, mask=inside, other=0.0)
+        bits = to_bits(mean, TYPE)
+        result = from_bits(bits, TYPE)
+        largest = tl.maximum(largest, magnitude(result))
+        tl.store(pointer(entry(table, segments, segment, NARROWED), tl.uint16) + i, bits.to(tl.uint16), mask=inside)
+        if KEEPS:
+            x = floats(table, segments, segment, X) + i
+            rule = i * 0 + entry(table, segments, segment, SENT_RULE).to(tl.int32)
+            sent = floats(table, segments, segment, X_SENT)
+            left = unsent(tl.load(x, mask=inside, other=0.0), rule, sent, inside)
+            tl.store(x, left + (mean - result), mask=inside)
+    report(flag, largest)
+
+
+@triton.jit
 def settle(
     table, segments, tasks, flag, found_inf, share,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, ADDS: tl.constexpr, PUTS: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, ADDS: tl.constexpr, PUTS: tl.constexpr, TYPE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ends a step: says what was sent of x and, if ADDS, adds gradients to their totals. If the step does not count,
@@ -137,19 +182,21 @@ def settle(
             i = block + tl.arange(0, BLOCK)
             inside = i < end
             failing = i * 0 + fails.to(tl.int32)
-            gradient = floats(table, segments, segment, GRADIENT) + i
+            gradient = entry(table, segments, segment, GRADIENT)
             if ADDS:
                 total = floats(table, segments, segment, TOTAL) + i
                 counts = inside & (failing == 0)
-                added = tl.load(gradient, mask=counts, other=0.0) * share
+                added = load_as(gradient, i, counts, TYPE) * share
                 tl.store(total, tl.load(total, mask=counts, other=0.0) + added, mask=counts)
             if PUTS:
-                result = tl.load(floats(table, segments, segment, RESULT) + i, mask=inside, other=0.0)
-                tl.store(gradient, tl.where((failing != 0) & (i == 0), float("nan"), result), mask=inside)
+                result = load_as(_results(table, segments, segment, TYPE), i, inside, TYPE)
+                _store_as(gradient, i, tl.where((failing != 0) & (i == 0), float("nan"), result), inside, TYPE)
     if fails:
         if not PUTS:
             if start == 0:
-                tl.store(floats(table, segments, segment, RESULT), float("nan"))
+                first = tl.arange(0, 1)
+                nan = tl.full((1,), float("nan"), tl.float32)
+                _store_as(_results(table, segments, segment, TYPE), first, nan, first == 0, TYPE)
         if KEEPS:
             for block in range(start, end, BLOCK):
                 i = block + tl.arange(0, BLOCK)
@@ -181,7 +228,8 @@ def _measure_left(on, sums):
 
 def _settle(on, found_inf, adds, puts):
     share = on.table.bucket.share
-    on.pieces(settle, found_inf, share, KEEPS=on.keeps, MOMENTUM=on.moves, ADDS=bool(adds), PUTS=bool(puts))
+    constants = {"KEEPS": on.keeps, "MOMENTUM": on.moves, "TYPE": on.narrow}
+    on.pieces(settle, found_inf, share, ADDS=bool(adds), PUTS=bool(puts), **constants)
 
 
 KERNELS = {
@@ -189,6 +237,7 @@ KERNELS = {
     "measure_left": _measure_left,
     "dense_encode": lambda on, wire: on.pieces(dense_encode, wire, x=True, COPIES=True),
     "dense_decode": lambda on, mean: on.pieces(dense_decode, mean),
+    "narrow_results": lambda on: on.pieces(narrow_results, KEEPS=on.keeps, TYPE=on.narrow),
     "settle": _settle,
 }
 """How each is launched, by its name."""

@@ -15,10 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdcomp.kernels.cuda import casts, dense, lowrank, quant, quant_more, random, signs, sparse, sparse_decode
+from hvdcomp.kernels.cuda import (
+    casts,
+    chunks,
+    dense,
+    lowrank,
+    quant,
+    quant_more,
+    random,
+    signs,
+    sparse,
+    sparse_decode,
+    together,
+)
 from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
-from hvdcomp.kernels.cuda.x import COLUMNS
+from hvdcomp.kernels.cuda.x import COLUMNS, SOURCED
 from hvdcomp.kernels.tables import Table
 
 PIECE = 8192
@@ -28,7 +40,7 @@ _BLOCK = 1024  # elements that a program works on at a time
 _FLAGS = 64  # of a step; more are not asked for
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
-    for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, random, lowrank)
+    for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, chunks, random, lowrank, together)
     for name, launcher in module.KERNELS.items()
 }
 _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time
@@ -156,6 +168,10 @@ class DeviceKernels:
             found = self.room[name] = self.zeros(count, dtype)
         return found
 
+    def passing(self, count: int, dtype: str) -> torch.Tensor:
+        """Memory for this call alone, not filled: too much to be kept for the next one."""
+        return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
+
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
         """Numbers that follow from the tensors and levels alone, on the device."""
         found = self._memory.get(name)
@@ -196,15 +212,20 @@ class DeviceKernels:
         """What `make_x` takes behind the table."""
         return self.factor, self.table.bucket.decay, self.table.bucket.momentum
 
-    def constants_of_x(self) -> dict[str, bool]:
+    def constants_of_x(self) -> dict[str, int]:
         """What `make_x` is compiled for."""
         nesterov = bool(self.table.bucket.nesterov)
-        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "SOURCED": self.sourced}
+        return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": self.origin}
 
     @property
-    def sourced(self) -> bool:
-        """Whether what is compressed lies at `source`."""
-        return bool(self.segments["source"][0])
+    def narrow(self) -> int:
+        """The element type of gradients, as of `NARROW`."""
+        return int(self.segments["narrow"][0])
+
+    @property
+    def origin(self) -> int:
+        """Where what is compressed comes from: from `source`, or from gradients of this type."""
+        return SOURCED.value if self.segments["source"][0] else self.narrow
 
     def tensors(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
         """Launches a program for each tensor."""

@@ -34,7 +34,7 @@ _SUMS_AT_A_TIME = 4096
 @triton.jit
 def multiply(
     table, segments, flag, factor, decay, momentum, tiles, unit, partial,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     MAKES_X: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -62,10 +62,10 @@ def multiply(
             inside = (i < tl.minimum(row + ROWS, rows))[None, :] & (j < columns)[:, None]
             if MAKES_X:
                 x = make_x(
-                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED
+                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM
                 )
             else:
-                x = made(table, segments, segment, at, inside, KEEPS, SOURCED)
+                x = made(table, segments, segment, at, inside, KEEPS, FROM)
             largest = tl.maximum(largest, magnitude(x))
             there = (i < rows)[:, None] & (k < rank)[None, :]
             factor_ = tl.load(factors + k[None, :] * rows + i[:, None], mask=there, other=0.0)
@@ -82,10 +82,10 @@ def multiply(
             inside = (i < rows)[:, None] & (j < tl.minimum(column + COLUMNS, columns))[None, :]
             if MAKES_X:
                 x = make_x(
-                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED
+                    table, segments, segment, at, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM
                 )
             else:
-                x = made(table, segments, segment, at, inside, KEEPS, SOURCED)
+                x = made(table, segments, segment, at, inside, KEEPS, FROM)
             largest = tl.maximum(largest, magnitude(x))
             there = (j < columns)[:, None] & (k < rank)[None, :]
             factor_ = tl.load(factors + k[None, :] * columns + j[:, None], mask=there, other=0.0)
@@ -167,8 +167,13 @@ def _tiles(on, of_rows, rank):
 
 
 def _multiply(on, factors, unit, product, makes_x, of_rows):
-    rank = rank_of(on)
     orthonormal(on, factors, unit, of_rows)
+    multiplied(on, unit, product, makes_x, of_rows)
+
+
+def multiplied(on, factors, product, makes_x, of_rows):
+    """Launches what makes P = M Q of all Q, or all Q of all P if `of_rows`; and x, if `makes_x`."""
+    rank = rank_of(on)
     name = f"{'rows' if of_rows else 'columns'} of {rank}"
     if name not in on.plans:
         tiles, strips, on.plans[name] = _tiles(on, of_rows, rank)
@@ -180,7 +185,7 @@ def _multiply(on, factors, unit, product, makes_x, of_rows):
     wide = columns if of_rows else rows
     across = max(_LEAST_ACROSS[of_rows], _AT_A_TIME // (wide * rank)) * (8 if on.interpreting else 1)
     on.launch(
-        multiply, tiles.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), tiles, unit, partial,
+        multiply, tiles.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), tiles, factors, partial,
         **on.constants_of_x(), MAKES_X=bool(makes_x), OF_ROWS=of_rows, RANK=rank, ROWS=rows, COLUMNS=columns,
         ACROSS=across,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from hvdcomp.kernels.cuda.x import (
     PLACE0,
     PLACE1,
     RESULT,
+    SOURCED,
     TASKS,
     X,
     entry,
@@ -46,7 +47,7 @@ _RUNS = 8192  # elements of a program that finds scales
 @triton.jit
 def find_scales(
     table, segments, flag, factor, decay, momentum, tasks, payload, length,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     NORMS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """x, and the scales of `length` elements each: their NORMS, or else their largest magnitudes. A task is a tensor, a
@@ -68,7 +69,7 @@ def find_scales(
             across = column + tl.arange(0, WIDE)
             i = begin[:, None] + across[None, :]
             inside = across[None, :] < long[:, None]
-            x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+            x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
             largest = tl.maximum(largest, magnitude(x))
             if NORMS:
                 wide = x.to(tl.float64)
@@ -83,7 +84,7 @@ def find_scales(
 @triton.jit
 def terngrad_measure(
     table, segments, tasks, flag, factor, decay, momentum, squares, maxima,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x; of each piece, the sum of its squares and the bits of its largest magnitude."""
@@ -93,7 +94,7 @@ def terngrad_measure(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         wide = x.to(tl.float64)
         total += tl.sum(wide * wide, 0)
@@ -130,7 +131,7 @@ def terngrad_scale(table, segments, payload, squares, maxima, clip, CLIPS: tl.co
 def _pack_plane(
     table, segments, segment, start, end, shift, place, payload, length,
     WIDTH: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
-    SOURCED: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
+    FROM: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Packs a plane of a piece's codes, if their bits have one of this width; returns where the next plane begins.
     LEAVES: whether it takes off x what the codes stand for, for which there must be no other plane."""
@@ -149,11 +150,11 @@ def _pack_plane(
             for field in tl.static_range(0, 8 // WIDTH):
                 i, there = field_of(begin, count, of_group, first, end, field)
                 scale = scale_of(scales, i, there, length, BITS)
-                x = made(table, segments, segment, i, there, KEEPS, SOURCED)
+                x = made(table, segments, segment, i, there, KEEPS, FROM)
                 code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
                 packed |= tl.where(there, (code >> shift) & ((1 << WIDTH) - 1), 0) << (field * WIDTH)
                 if LEAVES:
-                    if SOURCED:
+                    if FROM == SOURCED:
                         x = tl.load(kept + i, mask=there, other=0.0)
                     tl.store(kept + i, left_of(x, decoded(code, half, MANTISSA) * (scale * unit)), mask=there)
             byte = block + tl.arange(0, bytes_)
@@ -167,7 +168,7 @@ def _pack_plane(
 def codes_encode(
     table, segments, tasks, flag, payload, length,
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
-    SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Packs codes of x, which is made, by scales, which are known; and takes what they stand for off x. PLANE: the
     width of the only plane of all codes; 0 where some have several."""
@@ -177,24 +178,24 @@ def codes_encode(
     if PLANE > 0:
         _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            PLANE, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, KEEPS, BLOCK,
+            PLANE, BITS, MANTISSA, NEAREST, KEEPS, FROM, KEEPS, BLOCK,
         )  # fmt: skip
     else:
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            8, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
+            8, BITS, MANTISSA, NEAREST, KEEPS, FROM, False, BLOCK,
         )  # fmt: skip
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            4, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
+            4, BITS, MANTISSA, NEAREST, KEEPS, FROM, False, BLOCK,
         )  # fmt: skip
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            2, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
+            2, BITS, MANTISSA, NEAREST, KEEPS, FROM, False, BLOCK,
         )  # fmt: skip
         shift, place = _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
-            1, BITS, MANTISSA, NEAREST, KEEPS, SOURCED, False, BLOCK,
+            1, BITS, MANTISSA, NEAREST, KEEPS, FROM, False, BLOCK,
         )  # fmt: skip
     if KEEPS and PLANE == 0:
         tl.debug_barrier()  # others of this program may still read x
@@ -205,7 +206,7 @@ def codes_encode(
             i = block + tl.arange(0, BLOCK)
             inside = i < end
             scale = scale_of(scales, i, inside, length, BITS)
-            x = made(table, segments, segment, i, inside, KEEPS, SOURCED)
+            x = made(table, segments, segment, i, inside, KEEPS, FROM)
             code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
             kept = floats(table, segments, segment, X) + i
             sent = decoded(code, half, MANTISSA) * (scale * unit)
@@ -290,10 +291,16 @@ def _bits(on, length):
 
 def _encode_codes(on, payload, length, mantissa=0, nearest=False):
     constants = {"PLANE": _plane(on, mantissa), "BITS": _bits(on, length), "MANTISSA": mantissa, "NEAREST": nearest}
-    on.pieces(codes_encode, payload, length, KEEPS=on.keeps, SOURCED=on.sourced, **constants)
+    on.pieces(codes_encode, payload, length, KEEPS=on.keeps, FROM=on.origin, **constants)
 
 
 def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
+    length = find_runs(on, length, payload, norms)
+    _encode_codes(on, payload, length, mantissa, nearest)
+
+
+def find_runs(on, length, payload, norms):
+    """Launches what makes x and the scales of runs of `length` elements; returns it, or the largest tensor's size."""
     length = min(length, int(on.segments["size"].max()))
     at_once = _RUNS if on.interpreting else 1024
     wide = min(triton.next_power_of_2(length), at_once)
@@ -313,7 +320,7 @@ def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
         find_scales, found.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), found, payload, length,
         **constants,
     )  # fmt: skip
-    _encode_codes(on, payload, length, mantissa, nearest)
+    return length
 
 
 def _encode_terngrad(on, clip, payload):

@@ -10,6 +10,7 @@ from hvdcomp.kernels.cuda.x import (
     PLACE0,
     PLACE1,
     RESULT,
+    SOURCED,
     TASKS,
     X,
     entry,
@@ -37,7 +38,7 @@ def _power(exponent, negative):
 @triton.jit
 def natural_encode(
     table, segments, tasks, flag, factor, decay, momentum, payload,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, its packed signs at place 1, and its exponents, a byte each, at place 0: random bits below the exponent, of
@@ -54,7 +55,7 @@ def natural_encode(
         packed = tl.zeros((bytes_,), tl.int32)
         for field in tl.static_range(0, 8):
             i, there = field_of(begin, count, of_group, first, end, field)
-            x = make_x(table, segments, segment, i, there, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+            x = make_x(table, segments, segment, i, there, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
             largest = tl.maximum(largest, magnitude(x))
             negative = (x < 0).to(tl.int32)
             exponent = tl.minimum((magnitude(x).to(tl.uint32) + (word(i, key) >> 9)) >> 23, 254).to(tl.int32)
@@ -63,7 +64,7 @@ def natural_encode(
             packed |= tl.where(there, negative, 0) << field
             if KEEPS:
                 kept = floats(table, segments, segment, X) + i
-                if SOURCED:
+                if FROM == SOURCED:
                     x = tl.load(kept, mask=there, other=0.0)
                 tl.store(kept, left_of(x, _power(exponent, negative)), mask=there)
         byte = block + tl.arange(0, bytes_)
@@ -103,7 +104,7 @@ def natural_decode(
 @triton.jit
 def global_measure(
     table, segments, tasks, flag, factor, decay, momentum, maxima,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x, and the bits of each piece's largest magnitude."""
@@ -112,7 +113,7 @@ def global_measure(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
     tl.store(pointer(maxima, tl.int32) + tl.program_id(0), tl.max(largest, 0))
     report(flag, largest)
@@ -147,7 +148,7 @@ def _digits(table, segments, segment, start, end, ranks):
 @triton.jit
 def global_encode(
     table, segments, tasks, flag, scales, ranks, digits,
-    KEEPS: tl.constexpr, SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Words of digits. NaN is taken as the lowest digit. Word i of n holds the elements i, i + n, i + 2 n, ..."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -165,7 +166,7 @@ def global_encode(
         for field in range(0, fields):
             i = number + field * words
             inside = (number < last) & (i < size)
-            x = made(table, segments, segment, i, inside, KEEPS, SOURCED)
+            x = made(table, segments, segment, i, inside, KEEPS, FROM)
             value = x * factor + (word(i, key) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
             value = tl.where(value > -highest, value, -highest)
             value = tl.floor(tl.where(value < highest, value, highest))
@@ -215,7 +216,7 @@ KERNELS = {
     "natural_decode": lambda on, first, ranks, row: on.pieces(natural_decode, first, ranks, row, 1 / ranks),
     "globalqsgd_measure": _measure,
     "globalqsgd_encode": lambda on, scales, ranks, words: on.pieces(
-        global_encode, scales, ranks, words, KEEPS=on.keeps, SOURCED=on.sourced
+        global_encode, scales, ranks, words, KEEPS=on.keeps, FROM=on.origin
     ),
     "globalqsgd_decode": lambda on, scales, ranks, words: on.pieces(global_decode, scales, ranks, words),
 }

@@ -75,11 +75,11 @@ def _drawn(table, segments, chunks, CHUNK: tl.constexpr):
 @triton.jit
 def random_take(
     table, segments, flag, chunks, wire, sent, scales, bound,
-    KEEPS: tl.constexpr, SOURCED: tl.constexpr, HALF: tl.constexpr, UNBIASED: tl.constexpr, CHUNK: tl.constexpr,
+    KEEPS: tl.constexpr, FROM: tl.constexpr, HALF: tl.constexpr, UNBIASED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Values of the drawn elements of x, which is made: in `wire` as they travel, in `sent` as receivers read them."""
     segment, number, i, there = _drawn(table, segments, chunks, CHUNK)
-    x = made(table, segments, segment, i, there, KEEPS, SOURCED)
+    x = made(table, segments, segment, i, there, KEEPS, FROM)
     if UNBIASED:
         x *= tl.load(pointer(scales, tl.float32) + segment)
     report(flag, tl.where(there, magnitude(x), 0))
@@ -148,7 +148,7 @@ def _launch(on, kernel, *arguments, **constants):
 
 def _encode(on, wire, sent, scales, bound, unbiased):
     on.pieces(dense_encode, 0, x=True, COPIES=False)
-    read = {"KEEPS": on.keeps, "SOURCED": on.sourced}
+    read = {"KEEPS": on.keeps, "FROM": on.origin}
     _launch(on, random_take, wire, sent, scales, bound, HALF=bound > 0, UNBIASED=bool(unbiased), **read)
 
 

@@ -44,7 +44,7 @@ def _bits(payload, place, i, inside):
 @triton.jit
 def two_values_encode(
     table, segments, tasks, flag, factor, decay, momentum, payload, sums, counts,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x and its signs; of each piece, the shares of the mean magnitude that are above and below, and how many are
@@ -59,7 +59,7 @@ def two_values_encode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         positive = (x > 0 if STRICTLY else x >= 0) & inside
         _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
@@ -139,7 +139,7 @@ def two_values_decode(
 @triton.jit
 def votes_encode(
     table, segments, tasks, flag, factor, decay, momentum, payload, votes,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x and its signs; a byte of 1 for each row that holds a nonzero element."""
@@ -150,7 +150,7 @@ def votes_encode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         positive = (x > 0 if STRICTLY else x >= 0) & inside
         _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)

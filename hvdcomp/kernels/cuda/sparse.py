@@ -36,19 +36,24 @@ from hvdcomp.kernels.cuda.sparse_select import (
 from hvdcomp.kernels.cuda.x import (
     COUNT,
     FIRST_TASK,
+    FLOAT,
     NEXT_VELOCITY,
     PLACE0,
     PLACE1,
     PLACE2,
     PLACE3,
+    SOURCED,
     TASKS,
     X,
     entry,
     floats,
+    from_bits,
+    held,
     made,
     piece,
     pointer,
     size_of,
+    to_bits,
 )
 
 _SMALL = 512  # tensors up to this size have no sample for their floor
@@ -118,7 +123,7 @@ def _classes(bits, there, low, high, before, eligible, least, LIMITED: tl.conste
 @triton.jit
 def count_chosen(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between, chosen,
-    LIMITED: tl.constexpr, KEEPS: tl.constexpr, SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    LIMITED: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of each piece, how many elements are surely sent, and of how many the first are."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -134,7 +139,7 @@ def count_chosen(
     for first in range(0, entries, BLOCK):
         number = first + tl.arange(0, BLOCK)
         i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-        bits = bits_of(made(table, segments, segment, i, there, KEEPS, SOURCED))
+        bits = bits_of(made(table, segments, segment, i, there, KEEPS, FROM))
         surely_here, rest_here, before = _classes(bits, there, low, high, before, eligible, least, LIMITED)
         surely += surely_here
         rest += rest_here
@@ -146,7 +151,7 @@ def count_chosen(
 @triton.jit
 def count_eligible_digits(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between,
-    DIGIT: tl.constexpr, KEEPS: tl.constexpr, SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    DIGIT: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The histogram of a digit of what is eligible between the two magnitudes; nothing where these are neighbours."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -163,7 +168,7 @@ def count_eligible_digits(
         for first in range(0, entries, BLOCK):
             number = first + tl.arange(0, BLOCK)
             i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-            bits = bits_of(made(table, segments, segment, i, there, KEEPS, SOURCED))
+            bits = bits_of(made(table, segments, segment, i, there, KEEPS, FROM))
             reaches = (there & (bits >= low) & (bits < high)).to(tl.int32)
             asked = (reaches != 0) & (tl.cumsum(reaches, 0) + before <= eligible)
             before += tl.sum(reaches, 0)
@@ -183,8 +188,8 @@ def _packed(chosen, first, count, missing):
 @triton.jit
 def pack_chosen(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between, chosen, payload,
-    HALF: tl.constexpr, MASKING: tl.constexpr, LIMITED: tl.constexpr,
-    KEEPS: tl.constexpr, SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    TYPE: tl.constexpr, MASKING: tl.constexpr, LIMITED: tl.constexpr,
+    KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Packs values, indices and the counts of blocks, and takes what is sent off x; MASKING: ends the momentum of these
     elements."""
@@ -212,7 +217,7 @@ def pack_chosen(
     for first in range(0, entries, BLOCK):
         number = first + tl.arange(0, BLOCK)
         i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-        x = made(table, segments, segment, i, there, KEEPS, SOURCED)
+        x = made(table, segments, segment, i, there, KEEPS, FROM)
         surely, ones, before = _classes(bits_of(x), there, low, high, before, eligible, least, LIMITED)
         ones = surely + ones * (rest + tl.cumsum(ones, 0) <= missing).to(tl.int32)
         rest += tl.sum(ones - surely, 0)
@@ -220,10 +225,10 @@ def pack_chosen(
         at = packed + tl.cumsum(ones, 0) - ones
         packed += tl.sum(ones, 0)
         sent = x
-        if HALF:
-            half = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)
-            tl.store(pointer(values, tl.float16) + at, half, mask=sends)
-            sent = half.to(tl.float32)
+        if TYPE != FLOAT:
+            bits = to_bits(held(x, TYPE), TYPE)
+            tl.store(pointer(values, tl.uint16) + at, bits.to(tl.uint16), mask=sends)
+            sent = from_bits(bits, TYPE)
         else:
             tl.store(pointer(values, tl.float32) + at, x, mask=sends)
         if width == 2:
@@ -232,7 +237,7 @@ def pack_chosen(
             tl.store(pointer(indices, tl.int32) + at, i, mask=sends)
         if KEEPS:
             left = floats(table, segments, segment, X) + i
-            if SOURCED:
+            if FROM == SOURCED:
                 x = tl.load(left, mask=sends, other=0.0)
             tl.store(left, x - sent, mask=sends)
         if MASKING:
@@ -259,10 +264,10 @@ def _encode(on, asked, payload):
     choices = on.static("choices", lambda: _choices(on, asked))
     state = on.scratch("state", tensors * STATE.value, "int32")
     histograms = on.scratch("histograms", tensors * QUERIES.value * 4 * BINS.value, "int32")
-    places, counts = on.scratch("places", tasks * on.piece, "int16"), on.scratch("noted", tasks, "int32")
+    places, counts = on.passing(tasks * on.piece, "int16"), on.scratch("noted", tasks, "int32")
     sums, largest = on.scratch("magnitudes", tasks, "float64"), on.scratch("largest", tasks, "int32")
     between, chosen = on.scratch("between", 2 * tasks, "int32"), on.scratch("chosen", 2 * tasks, "int32")
-    read = {"KEEPS": on.keeps, "SOURCED": on.sourced, "BLOCK": on.piece if on.interpreting else _LOOKED_AT}
+    read = {"KEEPS": on.keeps, "FROM": on.origin, "BLOCK": on.piece if on.interpreting else _LOOKED_AT}
     noted = choices, state, histograms, places, counts
     on.tensors(draw_floors, *on.arguments_of_x(), choices, state, histograms, SAMPLE=_SAMPLE, **on.constants_of_x())
     on.pieces(note_candidates, choices, state, places, counts, sums, largest, x=True, **method)
@@ -275,7 +280,7 @@ def _encode(on, asked, payload):
             on.pieces(count_eligible_digits, *noted, between, DIGIT=digit, **read)
     on.pieces(count_chosen, *noted, between, chosen, LIMITED=asked.limited, **read)
     on.pieces(
-        pack_chosen, *noted, between, chosen, payload, HALF=bool(asked.half), MASKING=bool(asked.masks),
+        pack_chosen, *noted, between, chosen, payload, TYPE=asked.type, MASKING=bool(asked.masks),
         LIMITED=asked.limited, **read,
     )  # fmt: skip
 

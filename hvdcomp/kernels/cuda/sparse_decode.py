@@ -15,6 +15,7 @@ from hvdcomp.kernels.cuda.x import (
     RESULT,
     entry,
     floats,
+    load_as,
     magnitude,
     payload_of,
     piece,
@@ -84,7 +85,7 @@ def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.
 @triton.jit
 def sparse_decode(
     table, segments, tasks, flag, payload, ranks, row: tl.int64, share,
-    HALF: tl.constexpr, RANKS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
+    TYPE: tl.constexpr, RANKS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Means of what `ranks` have sent, whose payloads are `row` bytes apart."""
@@ -110,10 +111,7 @@ def sparse_decode(
             number = chunk + tl.arange(0, CHUNK)
             there = number < last
             i = origin + _indices(own + indices_at, number, width, there)
-            if HALF:
-                value = tl.load(pointer(own + values_at, tl.float16) + number, mask=there, other=0.0).to(tl.float32)
-            else:
-                value = tl.load(pointer(own + values_at, tl.float32) + number, mask=there, other=0.0)
+            value = load_as(own + values_at, number, there, TYPE)
             total = tl.load(result + i, mask=there, other=0.0) + value * share
             tl.store(result + i, total, mask=there)
             largest = tl.maximum(largest, tl.where(there, magnitude(total), 0))
@@ -121,10 +119,10 @@ def sparse_decode(
     report(flag, largest)
 
 
-def _decode(on, first, ranks, row, half):
+def _decode(on, first, ranks, row, type):
     lanes = triton.next_power_of_2(ranks)
     counts = max(1, _COUNTS // lanes)
-    on.pieces(sparse_decode, first, ranks, row, 1 / ranks, HALF=bool(half), RANKS=lanes, COUNTS=counts, CHUNK=_CHUNK)
+    on.pieces(sparse_decode, first, ranks, row, 1 / ranks, TYPE=type, RANKS=lanes, COUNTS=counts, CHUNK=_CHUNK)
 
 
 KERNELS = {"sparse_decode": _decode}

@@ -76,7 +76,7 @@ def tell(state, segment, SLOT: tl.constexpr, value):
 @triton.jit
 def draw_floors(
     table, segments, factor, decay, momentum, choices, state, histograms,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):  # fmt: skip
     """The floor of each tensor; and everything that is added up begins at zero.
@@ -99,7 +99,7 @@ def draw_floors(
         inside = line < lines
         place = (((line + 1).to(tl.uint32) * 0x9E3779B9).to(tl.int64) * part >> 32).to(tl.int32)
         i = (line * part + place) * LINE + number % LINE
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         bits = tl.where(inside, bits_of(x), -1)
         for step in range(0, 20):  # with the bits below, hardly fewer elements would be candidates
             higher = floor | (1 << (30 - step))
@@ -111,7 +111,7 @@ def draw_floors(
 @triton.jit
 def note_candidates(
     table, segments, tasks, flag, factor, decay, momentum, choices, state, places, counts, sums, largest,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     METHOD: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Makes x, and notes the places, in each piece, of elements that reach the floor, and how many they are.
@@ -130,7 +130,7 @@ def note_candidates(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, SOURCED)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         bits = tl.where(inside, bits_of(x), 0)
         most = tl.maximum(most, bits)
         if METHOD == 1:
@@ -241,7 +241,7 @@ def _asked_for(table, choices, segments, segment, QUERY: tl.constexpr):
 def count_digits(
     table, segments, tasks, flag, choices, state, histograms, places, counts,
     METHOD: tl.constexpr, DIGIT: tl.constexpr,
-    KEEPS: tl.constexpr, SOURCED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The histogram of a digit, for each query of the method."""
     segment, start, end = piece(table, segments, tasks, PIECE)
@@ -255,7 +255,7 @@ def count_digits(
         for first in range(0, entries, BLOCK):
             number = first + tl.arange(0, BLOCK)
             i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-            bits = bits_of(made(table, segments, segment, i, there, KEEPS, SOURCED))
+            bits = bits_of(made(table, segments, segment, i, there, KEEPS, FROM))
             digit, higher = digit_of(bits, DIGIT)
             asked = there & (higher == digits)
             if query == 2:

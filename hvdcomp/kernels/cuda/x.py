@@ -27,6 +27,7 @@ COLUMNS = (
     "first_task",
     "tasks",
     "total",
+    "narrowed",
 )
 """Fields as of `hvd_segment` in `src/bucket.h`; and `kept_sent`: where the rule that says what was sent of `kept` is, a
 float32 number, and behind it what was sent above and below; `x_sent`: where those of x go; `first_task` and `tasks`:
@@ -52,6 +53,12 @@ X_SENT = tl.constexpr(16)
 FIRST_TASK = tl.constexpr(17)
 TASKS = tl.constexpr(18)
 TOTAL = tl.constexpr(19)
+NARROWED = tl.constexpr(20)
+
+FLOAT = tl.constexpr(0)  # element types, as of `NARROW` in `kernels.tables`; and what is no gradient at all
+HALF = tl.constexpr(1)
+BFLOAT16 = tl.constexpr(2)
+SOURCED = tl.constexpr(3)
 
 INFINITE = tl.constexpr(0x7F800000)  # the magnitude bits of inf; those of NaN are higher
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -136,15 +143,51 @@ def residual(table, segments, segment, i, inside):
 
 
 @triton.jit
+def to_bits(x, TYPE: tl.constexpr):
+    """16 bits of each number, int32, rounded to nearest, ties to even."""
+    if TYPE == HALF:
+        return x.to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+    else:  # noqa: RET505 - Triton compiles one branch of the two
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(magnitude(x) > INFINITE, (bits >> 16) | 0x40, rounded).to(tl.int32)
+
+
+@triton.jit
+def from_bits(bits, TYPE: tl.constexpr):
+    """The numbers of 16 bits each."""
+    if TYPE == HALF:
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # noqa: RET505
+        return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def held(x, TYPE: tl.constexpr):
+    """The numbers, but the largest of a type in place of what is beyond it."""
+    bound = 65504.0 if TYPE == HALF else 3.3895313892515355e38
+    return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
+
+
+@triton.jit
+def load_as(address, i, mask, TYPE: tl.constexpr):
+    """Numbers of a type, as floats; zero where the mask says no."""
+    if TYPE == FLOAT:
+        return tl.load(pointer(address, tl.float32) + i, mask=mask, other=0.0)
+    else:  # noqa: RET505
+        return from_bits(tl.load(pointer(address, tl.uint16) + i, mask=mask, other=0).to(tl.int32), TYPE)
+
+
+@triton.jit
 def make_x(
     table, segments, segment, i, inside, factor, decay, momentum,
-    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, SOURCED: tl.constexpr,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
     """Elements i of x, made and written where x goes; or of what is to be compressed in its place."""
-    if SOURCED:
+    if FROM == SOURCED:
         x = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
     else:
-        x = tl.load(floats(table, segments, segment, GRADIENT) + i, mask=inside, other=0.0)
+        x = load_as(entry(table, segments, segment, GRADIENT), i, inside, FROM)
         if KEEPS:
             gradient = x * tl.load(pointer(factor, tl.float32))
             left, holds = residual(table, segments, segment, i, inside)
@@ -158,16 +201,17 @@ def make_x(
                 x = velocity * momentum + (left + gradient) if NESTEROV else left + velocity
             else:
                 x = tl.where(holds, left + gradient, gradient)
+        if KEEPS or FROM != FLOAT:
             tl.store(floats(table, segments, segment, X) + i, x, mask=inside)
     return x
 
 
 @triton.jit
-def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, SOURCED: tl.constexpr):
+def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, FROM: tl.constexpr):
     """Elements i of what is compressed, once `make_x` has made them."""
-    if SOURCED:
+    if FROM == SOURCED:
         return tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
-    elif KEEPS:  # noqa: RET505 - Triton compiles one branch of the two
+    elif KEEPS or FROM != FLOAT:  # noqa: RET505
         return tl.load(floats(table, segments, segment, X) + i, mask=inside, other=0.0)
     else:
         return tl.load(floats(table, segments, segment, GRADIENT) + i, mask=inside, other=0.0)

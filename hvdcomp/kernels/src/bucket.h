@@ -2,8 +2,7 @@
 #ifndef HVDCOMP_BUCKET_H
 #define HVDCOMP_BUCKET_H
 
-#include <stdint.h>
-#include <string.h>
+#include "half.h"
 
 /* What of a kept x was sent, and so is no part of the residual. */
 enum {
@@ -22,7 +21,7 @@ typedef struct {
 
 typedef struct {
     int64_t size;          /* elements */
-    const float *gradient; /* of this step */
+    const float *gradient; /* of this step; of 16 bits, where `narrow` says so */
     float *result;         /* where the mean over the ranks goes; may be the gradient's place */
     const float *source;   /* what is to be compressed where that is known; NULL: x, which `hvd_x` makes */
     const float *kept;     /* x of an earlier step, of which a part was sent; NULL: there is no residual */
@@ -38,6 +37,8 @@ typedef struct {
     hvd_product product, sent_product; /* sent of `kept`, and of x */
     float *total;                 /* to which gradients are added */
     double sums[4];               /* what a kernel adds up: up to the kernel */
+    uint16_t *narrowed; /* where results of 16 bits go in the end */
+    int64_t narrow;     /* HVD_HALF or HVD_BFLOAT16: of what type gradients are, and `x` is not NULL; else 0 */
 } hvd_segment;
 
 /* A piece of a tensor. What is added up over a tensor is added up over each piece first, and then in their order, so
@@ -58,12 +59,11 @@ typedef struct {
     int32_t nesterov;
     int32_t threads;
     float share; /* gradients are multiplied by it when they are added to totals */
+    int32_t keeps; /* whether what is not sent is kept, as x */
 } hvd_bucket;
 
 /* Elements that are worked on while they lie in a core's first cache. */
 #define HVD_BLOCK 4096
-
-#define HVD_INFINITE 0x7f800000u /* the magnitude bits of inf; those of NaN are higher */
 
 static inline int64_t hvd_shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -72,18 +72,6 @@ static inline int32_t hvd_any_found(const hvd_task *tasks, int64_t count) {
     int64_t found = 0;
     for (int64_t i = 0; i < count; i++) found |= tasks[i].counts[0];
     return (int32_t)found;
-}
-
-static inline uint32_t hvd_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float hvd_of_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }
 
 static inline uint32_t hvd_largest_bits(const float *restrict x, int64_t length, uint32_t largest) {
@@ -152,11 +140,11 @@ static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t len
         for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
 }
 
-/* A block of x: the gradient with what the memory adds. */
-static inline void hvd_make(
-    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
+/* A block of x, of the block of its gradient. */
+static inline void hvd_make_of(
+    const hvd_bucket *b, const hvd_segment *s, const float *restrict gradient, int64_t start, int64_t length,
+    float *restrict x
 ) {
-    const float *restrict gradient = s->gradient + start;
     const float factor = b->factor, momentum = b->momentum;
     if (s->next_velocity) {
         float *restrict next = s->next_velocity + start;
@@ -192,6 +180,29 @@ static inline void hvd_make(
         for (int64_t i = 0; i < length; i++) x[i] = gradient[i] * factor;
 }
 
+/* A block of the gradient of 16 bits, as floats. */
+static inline void hvd_widened(const hvd_segment *s, int64_t start, int64_t length, float *restrict out) {
+    hvd_widen((const uint16_t *)(const void *)s->gradient + start, length, (int32_t)s->narrow, out);
+}
+
+#define HVD_WIDENED 1024 /* elements that are widened at a time */
+
+/* A block of x: the gradient with what the memory adds. */
+static inline void hvd_make(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
+) {
+    float gradient[HVD_WIDENED];
+    if (!s->narrow) {
+        hvd_make_of(b, s, s->gradient + start, start, length, x);
+        return;
+    }
+    for (int64_t done = 0; done < length; done += HVD_WIDENED) {
+        const int64_t some = hvd_shorter(HVD_WIDENED, length - done);
+        hvd_widened(s, start + done, some, gradient);
+        hvd_make_of(b, s, gradient, start + done, some, x + done);
+    }
+}
+
 /* What is compressed of a tensor, from `start` on, once it is made. */
 static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
     return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
@@ -210,6 +221,16 @@ static inline const float *hvd_x(
     if (s->x && !s->source) hvd_make(b, s, start, length, s->x + start);
     *largest = hvd_largest_bits(made, length, *largest);
     return made;
+}
+
+/* The same of a block that nobody else reads: where gradients are of 16 bits and nothing is kept, x is in `room`. */
+static inline const float *hvd_x_once(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
+) {
+    if (!s->narrow || b->keeps || s->source) return hvd_x(b, s, start, length, largest);
+    hvd_make(b, s, start, length, room);
+    *largest = hvd_largest_bits(room, length, *largest);
+    return room;
 }
 
 /* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */

@@ -1,10 +1,23 @@
-/* Half precision without instructions for it, for the few numbers that sparsifiers send: the same on every machine. */
+/* Numbers of 16 bits: half precision, by itself without instructions for it, and bfloat16. */
 #ifndef HVD_HALF_H
 #define HVD_HALF_H
 
-#include "bucket.h"
+#include "bits.h"
+
+#if defined(__AVX512F__) || defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+/* An element type: of gradients, and of what travels. `NARROW` of hvdcomp/kernels/tables.py numbers them so too. */
+enum { HVD_FLOAT, HVD_HALF, HVD_BFLOAT16 };
 
 #define HVD_LARGEST_HALF 65504.0f
+#define HVD_LARGEST_BFLOAT16 0x1.fep127f
+
+/* The value, or where half precision ends; NaN stays. */
+static inline float hvd_within_half(float value) {
+    return value > HVD_LARGEST_HALF ? HVD_LARGEST_HALF : value < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF : value;
+}
 
 /* Rounded to nearest, ties to even; what is beyond half precision becomes inf. */
 static inline uint16_t hvd_to_half(float value) {
@@ -22,6 +35,75 @@ static inline float hvd_from_half(uint16_t half) {
     if (bits >= 0x0f800000u) return hvd_of_bits(sign | (bits + 0x70000000u)); /* inf and NaN */
     /* 2**112 makes up for the difference of the exponents, of small numbers too. */
     return hvd_of_bits(sign | hvd_bits(hvd_of_bits(bits) * 0x1p112f));
+}
+
+static inline void hvd_to_halves(const float *restrict x, int64_t length, uint16_t *restrict out) {
+    int64_t i = 0;
+#if defined __AVX512F__
+    for (; i + 16 <= length; i += 16)
+        _mm256_storeu_si256(
+            (__m256i *)(void *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT)
+        );
+#elif defined __F16C__
+    for (; i + 8 <= length; i += 8)
+        _mm_storeu_si128(
+            (__m128i *)(void *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT)
+        );
+#endif
+    for (; i < length; i++) out[i] = hvd_to_half(x[i]);
+}
+
+static inline void hvd_from_halves(const uint16_t *restrict in, int64_t length, float *restrict x) {
+    int64_t i = 0;
+#if defined __AVX512F__
+    for (; i + 16 <= length; i += 16)
+        _mm512_storeu_ps(x + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(in + i))));
+#elif defined __F16C__
+    for (; i + 8 <= length; i += 8)
+        _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(in + i))));
+#endif
+    for (; i < length; i++) x[i] = hvd_from_half(in[i]);
+}
+
+/* To nearest, ties to even. */
+static inline void hvd_to_bfloat16s(const float *restrict x, int64_t length, uint16_t *restrict out) {
+    for (int64_t i = 0; i < length; i++) {
+        const uint32_t bits = hvd_bits(x[i]), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        out[i] = (uint16_t)((bits & 0x7fffffffu) > HVD_INFINITE ? bits >> 16 | 0x40u : rounded);
+    }
+}
+
+static inline void hvd_from_bfloat16s(const uint16_t *restrict in, int64_t length, float *restrict x) {
+    for (int64_t i = 0; i < length; i++) {
+        const uint32_t bits = (uint32_t)in[i] << 16;
+        memcpy(x + i, &bits, sizeof bits);
+    }
+}
+
+/* Numbers of 16 bits, of `type`, as floats, and the reverse. */
+static inline void hvd_widen(const uint16_t *restrict in, int64_t length, int32_t type, float *restrict x) {
+    if (type == HVD_HALF) hvd_from_halves(in, length, x);
+    else hvd_from_bfloat16s(in, length, x);
+}
+
+static inline void hvd_narrow(const float *restrict x, int64_t length, int32_t type, uint16_t *restrict out) {
+    if (type == HVD_HALF) hvd_to_halves(x, length, out);
+    else hvd_to_bfloat16s(x, length, out);
+}
+
+/* The nearest finite number of 16 bits; of NaN, NaN. */
+static inline uint16_t hvd_nearest_finite(float value, int32_t type) {
+    const float bound = type == HVD_HALF ? HVD_LARGEST_HALF : HVD_LARGEST_BFLOAT16;
+    uint16_t found;
+    value = value > bound ? bound : value < -bound ? -bound : value;
+    hvd_narrow(&value, 1, type, &found);
+    return found;
+}
+
+static inline float hvd_of_16_bits(uint16_t number, int32_t type) {
+    float value;
+    hvd_widen(&number, 1, type, &value);
+    return value;
 }
 
 #endif

@@ -1,5 +1,6 @@
 /* Half precision and bfloat16. Of each tensor, 16-bit numbers begin at `place[0]` (numbers) of what travels. */
 #include "half.h"
+#include "put.h"
 #include "quant.h"
 
 struct job {
@@ -9,50 +10,6 @@ struct job {
     int64_t ranks, row; /* bytes of a rank's payload */
     int large, nearest;
 };
-
-/* Each number of a group with what it becomes. */
-static void to_halves(const float *restrict x, int64_t length, uint16_t *restrict out) {
-    int64_t i = 0;
-#if defined __AVX512F__
-    for (; i + 16 <= length; i += 16)
-        _mm256_storeu_si256(
-            (__m256i *)(void *)(out + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT)
-        );
-#elif defined __F16C__
-    for (; i + 8 <= length; i += 8)
-        _mm_storeu_si128(
-            (__m128i *)(void *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT)
-        );
-#endif
-    for (; i < length; i++) out[i] = hvd_to_half(x[i]);
-}
-
-static void from_halves(const uint16_t *restrict in, int64_t length, float *restrict x) {
-    int64_t i = 0;
-#if defined __AVX512F__
-    for (; i + 16 <= length; i += 16)
-        _mm512_storeu_ps(x + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(in + i))));
-#elif defined __F16C__
-    for (; i + 8 <= length; i += 8)
-        _mm256_storeu_ps(x + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(in + i))));
-#endif
-    for (; i < length; i++) x[i] = hvd_from_half(in[i]);
-}
-
-/* To nearest, ties to even. */
-static void to_bfloat16s(const float *restrict x, int64_t length, uint16_t *restrict out) {
-    for (int64_t i = 0; i < length; i++) {
-        const uint32_t bits = hvd_bits(x[i]), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        out[i] = (uint16_t)((bits & 0x7fffffffu) > HVD_INFINITE ? bits >> 16 | 0x40u : rounded);
-    }
-}
-
-static void from_bfloat16s(const uint16_t *restrict in, int64_t length, float *restrict x) {
-    for (int64_t i = 0; i < length; i++) {
-        const uint32_t bits = (uint32_t)in[i] << 16;
-        memcpy(x + i, &bits, sizeof bits);
-    }
-}
 
 /* The magnitude, of so many distances between neighbours in 2**19ths, is carried up to the next whole one by 19 random
  * bits, or is not. Nothing finite becomes infinite that rounding to nearest leaves finite. */
@@ -92,14 +49,16 @@ static inline __attribute__((always_inline)) void encode_piece(
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t end = task->start + task->length;
-    float sent[HVD_GROUP];
+    float sent[HVD_GROUP], room[HVD_GROUP];
     uint32_t largest = 0;
     uint16_t highest = 0;
     for (int64_t start = task->start; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         uint16_t *out = job->wire + s->place[0] + start;
-        const float *x = hvd_x(job->bucket, s, start, length, &largest);
-        if (job->nearest)
+        const float *x = hvd_x_once(job->bucket, s, start, length, room, &largest);
+        if (job->nearest > 1)
+            for (int64_t i = 0; i < length; i++) out[i] = hvd_nearest_finite(x[i], HVD_HALF);
+        else if (job->nearest)
             to(x, length, out);
         else
             at_random(x, start, length, s->key, out);
@@ -107,7 +66,7 @@ static inline __attribute__((always_inline)) void encode_piece(
             const uint16_t magnitude = out[i] & 0x7fffu;
             highest = magnitude > highest ? magnitude : highest;
         }
-        if (!s->x) continue;
+        if (!job->bucket->keeps) continue;
         from(out, length, sent);
         for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], sent[i]);
     }
@@ -130,23 +89,23 @@ static inline __attribute__((always_inline)) void decode_piece(
             for (int64_t i = 0; rank && i < length; i++) sum[i] += other[i];
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
-        hvd_copy(s->result + start, sum, length, job->large);
+        largest = hvd_put(job->bucket, s, start, length, sum, job->large, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
 static void encode_halves(void *job, int64_t task) {
-    encode_piece(job, task, to_halves, to_halves_at_random, from_halves, 0x7c00);
+    encode_piece(job, task, hvd_to_halves, to_halves_at_random, hvd_from_halves, 0x7c00);
 }
 
-static void decode_halves(void *job, int64_t task) { decode_piece(job, task, from_halves); }
+static void decode_halves(void *job, int64_t task) { decode_piece(job, task, hvd_from_halves); }
 
 static void encode_bfloat16s(void *job, int64_t task) {
-    encode_piece(job, task, to_bfloat16s, to_bfloat16s_at_random, from_bfloat16s, 0x7f80);
+    encode_piece(job, task, hvd_to_bfloat16s, to_bfloat16s_at_random, hvd_from_bfloat16s, 0x7f80);
 }
 
-static void decode_bfloat16s(void *job, int64_t task) { decode_piece(job, task, from_bfloat16s); }
+static void decode_bfloat16s(void *job, int64_t task) { decode_piece(job, task, hvd_from_bfloat16s); }
 
 int32_t HVD_NAME(half_encode)(hvd_bucket *bucket, uint16_t *wire, int32_t nearest) {
     struct job job = {.bucket = bucket, .wire = wire, .nearest = nearest};
@@ -184,7 +143,7 @@ struct cast {
 static void narrow_slice(void *context, int64_t task) {
     const struct cast *cast = context;
     const int64_t start = task * SLICE;
-    to_halves(cast->x + start, hvd_shorter(SLICE, cast->size - start), cast->halves + start);
+    hvd_to_halves(cast->x + start, hvd_shorter(SLICE, cast->size - start), cast->halves + start);
 }
 
 static void widen_slice(void *context, int64_t task) {
@@ -194,7 +153,7 @@ static void widen_slice(void *context, int64_t task) {
     float widened[HVD_GROUP];
     for (int64_t start = task * SLICE; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
-        from_halves(cast->halves + start, length, widened);
+        hvd_from_halves(cast->halves + start, length, widened);
         hvd_copy(cast->widened + start, widened, length, large);
     }
     hvd_fence();

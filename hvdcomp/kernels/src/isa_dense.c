@@ -1,7 +1,7 @@
 /* Kernels that change nothing of what is sent: x itself, gradients that travel as they are, and what is measured. */
 #include "bucket.h"
 #include "isa.h"
-#include "stream.h"
+#include "put.h"
 
 struct job {
     const hvd_bucket *bucket;
@@ -51,12 +51,11 @@ static void copy_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     const float *mean = job->mean + s->place[0] + task->start;
-    float *result = s->result + task->start;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
         largest = hvd_largest_bits(mean + done, length, largest);
-        hvd_copy(result + done, mean + done, length, job->large);
+        largest = hvd_put(job->bucket, s, task->start + done, length, mean + done, job->large, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
@@ -68,10 +67,41 @@ int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
+static void narrow_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const float *mean = s->result + task->start;
+    task->counts[0] = hvd_put(job->bucket, s, task->start, task->length, mean, 0, 0) >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(narrow_results)(hvd_bucket *bucket) {
+    struct job job = {.bucket = bucket};
+    hvd_parallel(bucket->threads, bucket->task_count, narrow_piece, &job);
+    return hvd_any_found(bucket->tasks, bucket->task_count);
+}
+
 static void add_piece(const hvd_segment *s, const hvd_task *task, float share) {
-    const float *restrict gradient = s->gradient + task->start;
     float *restrict total = s->total + task->start;
-    for (int64_t i = 0; i < task->length; i++) total[i] += gradient[i] * share;
+    if (!s->narrow) {
+        const float *restrict gradient = s->gradient + task->start;
+        for (int64_t i = 0; i < task->length; i++) total[i] += gradient[i] * share;
+        return;
+    }
+    float gradient[HVD_WIDENED];
+    for (int64_t done = 0; done < task->length; done += HVD_WIDENED) {
+        const int64_t length = hvd_shorter(HVD_WIDENED, task->length - done);
+        hvd_widened(s, task->start + done, length, gradient);
+        for (int64_t i = 0; i < length; i++) total[done + i] += gradient[i] * share;
+    }
+}
+
+static void put_piece(const hvd_segment *s, const hvd_task *task, int large) {
+    if (s->narrow) {
+        uint16_t *gradient = (uint16_t *)(void *)s->gradient;
+        memcpy(gradient + task->start, s->narrowed + task->start, (size_t)task->length * sizeof *gradient);
+    } else
+        hvd_copy((float *)s->gradient + task->start, s->result + task->start, task->length, large);
 }
 
 static void end_piece(void *context, int64_t number) {
@@ -79,8 +109,7 @@ static void end_piece(void *context, int64_t number) {
     const hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     if (job->adds) add_piece(s, task, job->bucket->share);
-    if (job->puts)
-        hvd_copy((float *)s->gradient + task->start, s->result + task->start, task->length, job->large);
+    if (job->puts) put_piece(s, task, job->large);
     hvd_fence();
 }
 
@@ -92,13 +121,8 @@ void HVD_NAME(end_step)(hvd_bucket *bucket, int32_t adds, int32_t puts) {
 static void left_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
-    hvd_segment left = job->bucket->segments[task->segment];
+    const hvd_segment left = hvd_unsent(job->bucket->segments + task->segment);
     float block[HVD_BLOCK];
-    left.kept = left.x;
-    left.rule = left.sent_rule;
-    left.product = left.sent_product;
-    left.above = left.sent_above;
-    left.below = left.sent_below;
     task->sums[0] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);

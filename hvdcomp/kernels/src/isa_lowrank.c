@@ -3,6 +3,7 @@
  *
  * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on who adds it. */
 #include "lowrank.h"
+#include "put.h"
 
 #define CHUNK 1024 /* columns of a row that are worked on at once: those of Q stay in a core's first cache */
 
@@ -84,7 +85,7 @@ static void rows_of_p(void *context, int64_t number) {
             const float *x = streams ? block : matrix + here;
             const float *ahead[3] = {matrix + next, matrix + next, matrix + next};
             if (job->makes_x) {
-                ahead[0] = s->gradient + next;
+                ahead[0] = s->narrow ? NULL : s->gradient + next;
                 if (s->kept) ahead[1] = s->kept + next;
                 if (streams) ahead[2] = NULL;
             }
@@ -240,16 +241,18 @@ static void decode_rows(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t columns = s->place[2], rows = s->size / columns;
     const float *q = job->q + s->place[1];
+    float room[CHUNK];
     int found = 0;
     for (int64_t start = 0; start < columns; start += CHUNK) {
         const int64_t length = hvd_shorter(columns - start, CHUNK);
         for (int64_t row = task->start; row < task->start + task->length; row++) {
             const int64_t at = row * columns + start;
             const float *p = job->p + s->place[0] + row;
-            float *result = s->result + at;
-            if (job->streams && (uintptr_t)result % sizeof(hvd_vector) == 0)
+            float *result = s->narrow ? room : s->result + at;
+            if (!s->narrow && job->streams && (uintptr_t)result % sizeof(hvd_vector) == 0)
                 found |= decode_row_of_any_rank(1, p, rows, q + start, columns, s->count, length, result);
             else found |= decode_row_of_any_rank(0, p, rows, q + start, columns, s->count, length, result);
+            found |= hvd_put(job->bucket, s, at, length, result, 0, 0) >= HVD_INFINITE;
         }
     }
     hvd_fence();

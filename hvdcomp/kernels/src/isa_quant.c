@@ -7,6 +7,7 @@
 
 #include "float8.h"
 #include "packing.h"
+#include "put.h"
 #include "quant.h"
 
 struct job {
@@ -137,10 +138,12 @@ static void encode_piece(void *context, int64_t number) {
     const struct codes c = codes_of(s->count, job->mantissa);
     float *scales = (float *)(void *)(job->payload + s->place[1]);
     uint8_t codes[HVD_GROUP + 8];
+    float room[HVD_BLOCK];
     uint32_t largest = 0;
     for (int64_t start = task->start; start < task->start + task->length; start += HVD_BLOCK) {
         const int64_t end = hvd_shorter(start + HVD_BLOCK, task->start + task->length);
-        const float *x = job->known ? hvd_made(s, start) : hvd_x(job->bucket, s, start, end - start, &largest);
+        const float *x =
+            job->known ? hvd_made(s, start) : hvd_x_once(job->bucket, s, start, end - start, room, &largest);
         if (!job->known) find_scales(job, x, end - start, scales + start / job->length);
         for (int64_t group = start; group < end; group += HVD_GROUP) {
             const int64_t length = hvd_shorter(HVD_GROUP, end - group);
@@ -150,7 +153,7 @@ static void encode_piece(void *context, int64_t number) {
                 to = hvd_shorter((place + 1) * job->length, group + length);
                 uint8_t *mine = codes + (from - group);
                 encode(job, x + (from - start), from, to - from, scales[place], c.half, s->key, mine);
-                if (s->x) subtract(s->x + from, mine, to - from, c, scales[place] * c.unit);
+                if (job->bucket->keeps) subtract(s->x + from, mine, to - from, c, scales[place] * c.unit);
             }
             memset(codes + length, 0, 8);
             hvd_pack(codes, job->payload + s->place[0], s->size, group, length, (int)s->count, 0);
@@ -182,7 +185,7 @@ static void decode_piece(void *context, int64_t number) {
             }
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
-        hvd_copy(s->result + group, sum, length, job->large);
+        largest = hvd_put(job->bucket, s, group, length, sum, job->large, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;

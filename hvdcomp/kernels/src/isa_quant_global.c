@@ -2,6 +2,7 @@
  *
  * Digits have `count` bits. Of each tensor of n words, word i holds the elements i, i + n, i + 2 n, ..., the first in
  * its lowest digit, and lies at `place[0]` (words). */
+#include "put.h"
 #include "quant.h"
 
 #define CHUNK 512 /* words */
@@ -84,7 +85,7 @@ static void encode_piece(void *context, int64_t number) {
             const int64_t start = field * d.words + first, length = hvd_shorter(count, s->size - start);
             if (length <= 0) break;
             add_digit(hvd_made(s, start), start, length, factor, levels, s->key, field * d.bits, words, digits);
-            if (s->x)
+            if (job->bucket->keeps)
                 for (int64_t i = 0; i < length; i++)
                     s->x[start + i] = hvd_left(s->x[start + i], (float)digits[i] * unit);
         }
@@ -118,6 +119,7 @@ static void decode_piece(void *context, int64_t number) {
                 result[i] = (float)((int32_t)digit - (int32_t)largest) * unit;
             }
             found = hvd_largest_bits(result, length, found);
+            found = hvd_put(job->bucket, s, start, length, result, 0, found);
         }
     task->counts[0] = found >= HVD_INFINITE;
 }

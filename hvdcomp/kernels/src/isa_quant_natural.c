@@ -2,6 +2,7 @@
  *
  * Of each tensor, a byte for each exponent lies at `place[0]` of a payload, and packed sign bits at `place[1]`. */
 #include "packing.h"
+#include "put.h"
 #include "quant.h"
 
 struct job {
@@ -39,14 +40,15 @@ static void encode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t end = task->start + task->length;
     uint8_t signs[HVD_GROUP + 8];
+    float room[HVD_GROUP];
     uint32_t largest = 0;
     for (int64_t start = task->start; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         hvd_ask_ahead(s, start);
-        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        const float *x = hvd_x_once(job->bucket, s, start, length, room, &largest);
         uint8_t *exponents = job->payload + s->place[0] + start;
         round_to_powers(x, start, length, s->key, exponents, signs);
-        if (s->x)
+        if (job->bucket->keeps)
             for (int64_t i = 0; i < length; i++)
                 s->x[start + i] = hvd_left(s->x[start + i], power(exponents[i], signs[i]));
         memset(signs + length, 0, 8);
@@ -86,7 +88,7 @@ static void decode_piece(void *context, int64_t number) {
             add_powers(sum, payload + s->place[0] + start, signs, length, rank > 0);
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
-        hvd_copy(s->result + start, sum, length, job->large);
+        largest = hvd_put(job->bucket, s, start, length, sum, job->large, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;

@@ -6,7 +6,7 @@
 #include "isa.h"
 #include "lanes.h"
 #include "masks.h"
-#include "stream.h"
+#include "put.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "bits are packed for a little-endian machine"
@@ -115,7 +115,7 @@ static void decode_piece(void *context, int64_t number) {
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
-        float *result = job->large ? block : s->result + start;
+        float *result = job->large || s->narrow ? block : s->result + start;
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *payload = job->payloads + rank * job->row, *bits = payload + s->place[0] + start / 8;
             float above, below;
@@ -134,7 +134,7 @@ static void decode_piece(void *context, int64_t number) {
             }
         }
         largest = hvd_mean(result, length, job->ranks, largest);
-        if (job->large) hvd_copy(s->result + start, block, length, 1);
+        largest = hvd_put(job->bucket, s, start, length, result, 1, largest);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
@@ -251,6 +251,7 @@ static void elect_piece(void *context, int64_t number) {
                 }
                 from = to;
             }
+        hvd_put(job->bucket, s, start, length, result, 0, 0);
     }
 }
 

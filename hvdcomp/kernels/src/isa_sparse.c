@@ -176,13 +176,10 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     const int64_t first = to->packed, width = s->place[3];
     uint8_t *wire = to->job->wire;
     count = hvd_shorter(count, s->count - first); /* what cannot be unless x holds NaN */
-    if (to->job->sparse->half)
+    if (to->job->sparse->type)
         for (int64_t i = 0; i < count; i++) {
-            const float bounded = values[i] > HVD_LARGEST_HALF    ? HVD_LARGEST_HALF
-                                  : values[i] < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF
-                                                                  : values[i];
-            const uint16_t half = hvd_to_half(bounded);
-            memcpy(wire + s->place[0] + 2 * (first + i), &half, 2);
+            const uint16_t number = hvd_nearest_finite(values[i], to->job->sparse->type);
+            memcpy(wire + s->place[0] + 2 * (first + i), &number, 2);
         }
     else memcpy(wire + s->place[0] + 4 * first, values, (size_t)count * 4);
     if (width == 2) memcpy(wire + s->place[2] + 2 * first, places, (size_t)count * 2);

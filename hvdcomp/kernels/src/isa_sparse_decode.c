@@ -2,6 +2,7 @@
  * lies in cache. And what is left of x. */
 #include "half.h"
 #include "isa.h"
+#include "put.h"
 #include "sparse.h"
 
 #define BLOCK_BITS 16
@@ -10,7 +11,7 @@ struct job {
     const hvd_bucket *bucket;
     const uint8_t *payloads;
     int64_t ranks, row;
-    int32_t half, masking;
+    int32_t type, masking; /* type: in which values travel, as of half.h */
 };
 
 static int64_t index_at(const uint8_t *indices, int64_t width, int64_t place) {
@@ -45,14 +46,14 @@ struct elements {
     const uint8_t *values, *indices;
     int64_t from, end; /* of the tensor's elements in the payload */
     int64_t width, start;
-    int32_t half;
+    int32_t type;
 };
 
 static struct elements elements_of(const struct job *job, const hvd_task *task, int64_t rank) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const uint8_t *payload = job->payloads + rank * job->row;
     struct elements found = {
-        .values = payload + s->place[0], .indices = payload + s->place[2], .width = s->place[3], .half = job->half
+        .values = payload + s->place[0], .indices = payload + s->place[2], .width = s->place[3], .type = job->type
     };
     found.start = found.width == 2 ? 0 : task->start; /* two bytes say where in the task it is */
     if (s->place[1] >= 0) {
@@ -69,10 +70,10 @@ static struct elements elements_of(const struct job *job, const hvd_task *task, 
 }
 
 static inline float value_at(const struct elements *e, int64_t i) {
-    if (e->half) {
-        uint16_t half;
-        memcpy(&half, e->values + 2 * i, sizeof half);
-        return hvd_from_half(half);
+    if (e->type) {
+        uint16_t number;
+        memcpy(&number, e->values + 2 * i, sizeof number);
+        return hvd_of_16_bits(number, e->type);
     }
     float value;
     memcpy(&value, e->values + 4 * i, sizeof value);
@@ -91,7 +92,8 @@ static void decode_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
     const float share = (float)(1.0 / (double)job->ranks);
-    float *result = job->bucket->segments[task->segment].result + task->start;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    float *result = s->result + task->start;
     uint32_t largest = 0;
     memset(result, 0, (size_t)task->length * sizeof *result);
     for (int64_t rank = 0; rank < job->ranks; rank++) {
@@ -102,11 +104,12 @@ static void decode_piece(void *context, int64_t number) {
             largest = hvd_magnitude(*sum) > largest ? hvd_magnitude(*sum) : largest;
         }
     }
+    largest = hvd_put(job->bucket, s, task->start, task->length, result, 0, largest);
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-int32_t HVD_NAME(sparse_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row, int32_t half) {
-    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .half = half};
+int32_t HVD_NAME(sparse_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t ranks, int64_t row, int32_t type) {
+    struct job job = {.bucket = bucket, .payloads = payloads, .ranks = ranks, .row = row, .type = type};
     hvd_parallel(bucket->threads, bucket->task_count, decode_piece, &job);
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
@@ -123,7 +126,7 @@ static void keep_piece(void *context, int64_t number) {
     for (int64_t i = e.from; i < e.end; i++) velocity[place_at(&e, i)] = 0;
 }
 
-void HVD_NAME(sparse_keep)(hvd_bucket *bucket, const uint8_t *payload, int32_t half, int32_t masking) {
-    struct job job = {.bucket = bucket, .payloads = payload, .ranks = 1, .half = half, .masking = masking};
+void HVD_NAME(sparse_keep)(hvd_bucket *bucket, const uint8_t *payload, int32_t type, int32_t masking) {
+    struct job job = {.bucket = bucket, .payloads = payload, .ranks = 1, .type = type, .masking = masking};
     hvd_parallel(bucket->threads, bucket->task_count, keep_piece, &job);
 }

@@ -1,6 +1,7 @@
 /* Elements at random places, which every rank draws alike: `distinct_indices` of hvdcomp/compressors/randomness.py. */
 #include "half.h"
 #include "isa.h"
+#include "put.h"
 #include "randomness.h"
 #include "sparse.h"
 
@@ -149,6 +150,7 @@ static void decode_piece(void *context, int64_t number) {
         result[job->places[i]] += mean;
         largest = hvd_magnitude(mean) > largest ? hvd_magnitude(mean) : largest;
     }
+    largest = hvd_put(job->bucket, s, task->start, task->length, result, 0, largest);
     task->counts[0] = largest >= HVD_INFINITE;
 }
 

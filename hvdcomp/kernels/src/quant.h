@@ -51,9 +51,10 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
 
 /* Asks for a group of gradients that will be read a block later: while numbers are rounded, memory has time. */
 static inline void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
-    const float *next = (s->source ? s->source : s->gradient) + start + HVD_BLOCK;
-    const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK);
-    for (int64_t i = 0; i < length; i += 16) __builtin_prefetch(next + i);
+    const int64_t size = s->narrow && !s->source ? sizeof(uint16_t) : sizeof(float);
+    const char *next = (const char *)(s->source ? s->source : s->gradient) + (start + HVD_BLOCK) * size;
+    const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK) * size;
+    for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(next + i);
 }
 
 #endif

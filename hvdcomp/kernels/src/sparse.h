@@ -53,7 +53,7 @@ typedef struct {
     float *sample;    /* magnitudes */
     int32_t method;
     int32_t rounds;
-    int32_t half; /* whether values travel in half precision */
+    int32_t type; /* in which values travel, as of half.h */
     int32_t unused;
 } hvd_sparse;
 

@@ -1,16 +1,16 @@
-"""Trainings of a benchmark: each a process of `hvdcomp train` on simulated ranks, with a folder of its own.
+"""Trainings for figures: each a process of `hvdcomp train`, with a folder of its own.
 
-A training that is there already, complete and with the same options, is not trained again, so that a benchmark that was
-interrupted goes on where it stopped. The figures that pages are made of are also kept in one file, `trainings.csv`,
+A training that is there already, complete and with the same options, is not trained again, so that what was interrupted
+goes on where it stopped. Benchmarks keep the figures that their pages are made of in one file too, `trainings.csv`,
 which is a part of the repository: a training in it counts as there, on any machine, and the folders can go.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
-import math
 import os
 import re
 import shlex
@@ -27,15 +27,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import click
+from hvdcomp.files import VERSION, csv_of, parse_json, replace_files, replace_text
 
-from hvdcomp.files import csv_of, replace_files, replace_text
-from hvdcomp.reproduce.counterparts import commit_of
-from hvdcomp.train.spread import estimate
-
-ROOT = Path(__file__).parents[1]
-MEASURED = ROOT / "benchmarks/measured"
-"""Where benchmarks keep their trainings, by default: folders of them, which git ignores, and the files of records."""
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,8 @@ class Run:
         return found if same and found.get("status") in ("finished", "diverged") else None
 
     def figures(self) -> dict[str, Any]:
-        """Numbers of the complete training in the folder, those that pages are made of."""
-        raise NotImplementedError
+        """Numbers of the complete training in the folder that are to be kept in the file of records."""
+        return {}
 
     @property
     def target(self) -> str:
@@ -149,7 +143,7 @@ class Run:
         return about
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+        return [parse_json(line) for line in (self.folder / name).read_text().splitlines()]
 
 
 RECORDS = "trainings.csv"
@@ -191,7 +185,7 @@ def seeds_there(runs: Path) -> list[int]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text())
+        return parse_json(file.read_text())
     except (OSError, ValueError):
         return None
 
@@ -268,15 +262,23 @@ class Trainer:
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it. Records of trainings are no sources."""
-    return commit_of(ROOT, "hvdcomp", "benchmarks", f":!{MEASURED.relative_to(ROOT)}") or "unknown"
+    """The commit of the sources, with a plus sign if they differ from it; the version of a package without them."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        if (ROOT / ".git").exists():  # else it is below another checkout
+            changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", ":!benchmarks/measured")
+            return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    return f"hvdcomp {VERSION}"
 
 
 def _outcome(run: Run, about: Mapping[str, Any]) -> str:
     if about["error"] is not None:
         return f"failed: {about['error']}"
     assert run.summary is not None
-    loss = run.summary["validation_loss"]
+    loss = run.summary.get("validation_loss")
     return f"{run.summary['status']}, loss {'-' if loss is None else format(loss, '.4f')}"
 
 
@@ -293,7 +295,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def train_missing(
-    runs: Sequence[Run], console: Any, *, workers: int | None, dry_run: bool = False
+    runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False
 ) -> list[Run]:
     """Trains those that are not there yet; returns those that failed. Ends the process if it is stopped.
 
@@ -303,69 +305,23 @@ def train_missing(
         dry_run: show the commands instead.
     """
     todo = [run for run in runs if run.record is None]
+    workers = workers or len(os.sched_getaffinity(0))
+    took: dict[str, list[float]] = {}
+    for run in runs:
+        if (record := run.record) is not None and record["seconds"] is not None:
+            took.setdefault(run.workload, []).append(record["seconds"])
     if dry_run:
         for run in todo:
             console.print(run.command)
-    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
+    left = f"; {_left(todo, took, workers)}" if todo and took else ""
+    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train{left}")
     if dry_run or not todo:
         return []
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
-    took: dict[str, list[float]] = {}
-    for run in runs:
-        if (record := run.record) is not None and record["seconds"] is not None:
-            took.setdefault(run.workload, []).append(record["seconds"])
     try:
-        return Trainer(workers or len(os.sched_getaffinity(0)), console.print).train(todo, took)
+        return Trainer(workers, console.print).train(todo, took)
     except KeyboardInterrupt:
         console.print("stopped; what is finished is kept, and the same command goes on from there")
         sys.exit(130)
-
-
-def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval; that is not known of one value."""
-    found = estimate(values)
-    assert found is not None
-    return found.mean, math.nan if found.half is None else found.half
-
-
-def with_interval(values: Sequence[float], form: str) -> str:
-    """The mean with half of its 95 % interval, each in a format; "-" without a value."""
-    if not values:
-        return "-"
-    mean, half = mean_and_interval(values)
-    return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
-
-
-def commits_of(runs: Iterable[Run]) -> str:
-    """The commits at which runs were trained, for a page."""
-    commits = {record["commit"] for run in runs if (record := run.record) is not None}
-    return ", ".join(f"`{commit}`" for commit in sorted(commits))
-
-
-def end_if_failed(failed: Sequence[Run], console: Any) -> None:
-    """Names the runs that failed, and ends the process, if there are any."""
-    if failed:
-        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
-        sys.exit(1)
-
-
-FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-- end of findings -->"
-
-
-def findings_of(page: Path) -> str:
-    """What is written by hand on a page that is there, with its marks; none on a new one."""
-    before = page.read_text() if page.exists() else ""
-    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
-    return f"{FINDINGS}\n{findings}\n{END_OF_FINDINGS}"
-
-
-def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))
-    except ValueError:
-        seeds = (-1,)
-    if min(seeds) < 0:
-        raise click.BadParameter(f"{value!r} is no list of seeds; give whole numbers of at least 0: 0,1,2")
-    return seeds

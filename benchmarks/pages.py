@@ -1,0 +1,65 @@
+"""What the pages of several benchmarks share: intervals, commits, and what is written on them by hand."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdcomp.reproduce.trainings import ROOT, Run
+from hvdcomp.train.spread import estimate
+
+MEASURED = ROOT / "benchmarks/measured"
+"""Where benchmarks keep their trainings, by default: folders of them, which git ignores, and the files of records."""
+
+
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval; that is not known of one value."""
+    found = estimate(values)
+    assert found is not None
+    return found.mean, math.nan if found.half is None else found.half
+
+
+def with_interval(values: Sequence[float], form: str) -> str:
+    """The mean with half of its 95 % interval, each in a format; "-" without a value."""
+    if not values:
+        return "-"
+    mean, half = mean_and_interval(values)
+    return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
+
+
+def commits_of(runs: Iterable[Run]) -> str:
+    """The commits at which runs were trained, for a page."""
+    commits = {record["commit"] for run in runs if (record := run.record) is not None}
+    return ", ".join(f"`{commit}`" for commit in sorted(commits))
+
+
+def end_if_failed(failed: Sequence[Run], console: Any) -> None:
+    """Names the runs that failed, and ends the process, if there are any."""
+    if failed:
+        console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
+        sys.exit(1)
+
+
+FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-- end of findings -->"
+
+
+def findings_of(page: Path) -> str:
+    """What is written by hand on a page that is there, with its marks; none on a new one."""
+    before = page.read_text() if page.exists() else ""
+    findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
+    return f"{FINDINGS}\n{findings}\n{END_OF_FINDINGS}"
+
+
+def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))
+    except ValueError:
+        seeds = (-1,)
+    if min(seeds) < 0:
+        raise click.BadParameter(f"{value!r} is no list of seeds; give whole numbers of at least 0: 0,1,2")
+    return seeds

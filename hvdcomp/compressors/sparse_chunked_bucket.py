@@ -1,0 +1,56 @@
+"""The bucket form of chunked top-k: one payload of the values of all tensors and, behind them, what is packed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
+from hvdcomp.compressors.low_rank_bucket import Tasks
+from hvdcomp.compressors.packing import packed_bytes
+from hvdcomp.compressors.protocol import AllGather
+
+VALUES = ("2bit", "fp16", "float32")
+"""How values travel, in the order of `isa_sparse_chunked.c`."""
+
+_PIECE = 1 << 16  # elements of a task
+
+
+class _Layout:
+    """Where what is sent of the tensors lies, as `isa_sparse_chunked.c` has it, and scratch memory."""
+
+    def __init__(self, bucket: Bucket, chunk: int, how: int) -> None:
+        sizes = bucket.segments["size"].tolist()
+        pairs = list(zip(bucket.compressors, sizes, strict=True))
+        counts = np.array([one.count(size) for one, size in pairs])
+        bits = np.array([one.place_bits(size) for one, size in pairs])
+        values = np.full_like(counts, 16) if how == 0 else counts * (2 if how == 1 else 4)
+        codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
+        codes += packed_bytes(2, counts) if how == 0 else 0
+        places = bucket.segments["place"]
+        bucket.segments["count"] = counts
+        places[:, 0] = np.cumsum(values) - values
+        places[:, 1] = values.sum() + np.cumsum(codes) - codes
+        places[:, 2] = [one.k for one in bucket.compressors]
+        places[:, 3] = np.cumsum(counts) - counts
+        self.payload = bucket.payload(int(values.sum() + codes.sum()))
+        self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]
+        self.passed: tuple[int, ...] = chunk, how
+        if bucket.device is None:
+            self._tasks = Tasks([(-(-size // chunk), max(1, _PIECE // chunk)) for size in sizes])
+            self.passed = *self._tasks.passed, chunk, how
+
+
+def aggregate_chunks(bucket: Bucket, chunk: int, how: int) -> BucketAggregation:
+    """A bucket's step.
+
+    Args:
+        chunk: number of elements in a chunk.
+        how: values travel, by their place in `VALUES`.
+    """
+    if bucket.layout is None:
+        bucket.layout = _Layout(bucket, chunk, how)
+    layout = bucket.layout
+    payload = layout.payload
+    bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
+    ranks = yield AllGather((payload.vector,), payload.with_room)
+    return bucket.call("chunks_decode", *layout.passed, *gathered(ranks))

@@ -1,0 +1,69 @@
+"""The bucket form of the sparsifiers whose ranks send the same blocks: one allreduce of what the blocks of all tensors
+are judged by, and one of the elements that are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
+from hvdcomp.compressors.low_rank_bucket import Tasks
+from hvdcomp.compressors.protocol import AllReduce
+
+_PIECE = 1 << 16  # elements of a task, unless a block has more
+
+
+class Blocks:
+    """Where the blocks of a bucket's tensors are: as `isa_sparse_together.c` has it, or on a device `together.py`.
+
+    Attributes:
+        judged: what this rank's blocks are judged by, tensor by tensor.
+        rows: of each tensor, which of all blocks are its own.
+        passed: what kernels on the host take of the tasks.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        pairs = list(zip(bucket.compressors, bucket.tensors, strict=True))
+        shapes = [one.blocks_of(tensor.shape) for one, tensor in pairs]
+        counts = np.array([one.count(tensor.shape) for one, tensor in pairs])
+        blocks, lengths = np.array(shapes, np.int64).T
+        method = bucket.compressors[0]
+        numbers = self._numbers = method.numbers_of_block()
+        starts, ends = np.cumsum(blocks) - blocks, np.cumsum(blocks)
+        self.rows = list(map(slice, starts.tolist(), ends.tolist()))
+        self.judged = bucket.payload(int(ends[-1]) * numbers, "float32")
+        self._sent = bucket.payload(int(counts @ lengths), "float32")
+        self._chosen = bucket.zeros(int(counts.sum()), "int64")
+        self._scratch = counts  # on a device
+        self.passed: tuple[int, ...] = ()
+        columns = lengths * numbers
+        places = starts * numbers, np.cumsum(columns) - columns if method.of_matrices else 4 * starts, lengths, lengths
+        if bucket.device is None:
+            self._scratch = np.zeros(int(ends[-1]) if numbers > 1 else 0, np.float32)
+            self._tasks = Tasks([(some, max(1, _PIECE // length)) for some, length in shapes])
+            self.passed = self._tasks.passed
+            places = starts, np.cumsum(counts) - counts, np.cumsum(counts * lengths) - counts * lengths, lengths
+        bucket.segments["place"] = np.stack(places, axis=1)
+        bucket.segments["count"] = counts if bucket.device is None else numbers
+
+    def exchange(self, bucket: Bucket) -> BucketAggregation:
+        """A step, of which `judged` is there."""
+        judged = yield AllReduce(self.judged.vector, with_room=self.judged.with_room)
+        sent = self._sent
+        bucket.call("together_encode", judged, self._numbers, self._scratch, self._chosen, sent.vector)
+        mean = yield AllReduce(sent.vector, with_room=sent.with_room)
+        return bucket.call("together_decode", *self.passed, mean, self._chosen)
+
+
+def aggregate_together(bucket: Bucket, judge: Callable[[Bucket, Blocks], bool | Array]) -> BucketAggregation:
+    """A bucket's step.
+
+    Args:
+        judge: makes x and `judged`; returns as `Bucket.call` does.
+    """
+    if bucket.layout is None:
+        bucket.layout = Blocks(bucket)
+    bucket.found_inf = judge(bucket, bucket.layout)
+    return (yield from bucket.layout.exchange(bucket))

@@ -1,0 +1,143 @@
+"""Blocks that all ranks send together: chosen by one sort of the blocks of all tensors, and moved by a program each.
+
+A block has place 3 elements; the last one of a tensor may have fewer, and zeros travel in their place. Where blocks are
+judged by norms, place 1 is where those of a tensor begin (bytes); sketches are products as PowerSGD's (`factors`).
+"""
+
+import numpy as np
+import torch
+
+from hvdcomp.kernels.cuda.language import tl, triton
+from hvdcomp.kernels.cuda.lowrank import multiplied
+from hvdcomp.kernels.cuda.quant import find_runs
+from hvdcomp.kernels.cuda.random import zero_results
+from hvdcomp.kernels.cuda.x import PLACE3, RESULT, X, entry, floats, left_of, made, magnitude, pointer, report, size_of
+
+_MOST_AT_A_TIME = 1024  # elements of a block
+
+
+@triton.jit
+def _slot(table, segments, slots, chosen):
+    """This program's tensor; where its block's elements begin among what travels, and in the tensor; how many they are,
+    and how many of them there are in the tensor. A slot is a tensor and the first of these places."""
+    slot = pointer(slots, tl.int64) + 2 * tl.program_id(0)
+    segment = tl.load(slot)
+    length = entry(table, segments, segment, PLACE3)
+    start = tl.load(pointer(chosen, tl.int64) + tl.program_id(0)) * length
+    inside = tl.minimum(size_of(table, segments, segment) - start, length)
+    return segment, tl.load(slot + 1), start.to(tl.int32), length.to(tl.int32), inside.to(tl.int32)
+
+
+@triton.jit
+def together_take(
+    table, segments, slots, chosen, wire, KEEPS: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Puts a block of x, which is made, on the wire, and takes it off x."""
+    segment, place, start, length, inside = _slot(table, segments, slots, chosen)
+    to = pointer(wire, tl.float32) + place
+    for block in range(0, length, BLOCK):
+        j = block + tl.arange(0, BLOCK)
+        there = j < inside
+        x = made(table, segments, segment, start + j, there, KEEPS, FROM)
+        tl.store(to + j, x, mask=j < length)
+        if KEEPS:
+            kept = floats(table, segments, segment, X) + start + j
+            tl.store(kept, left_of(tl.load(kept, mask=there, other=0.0), x + 0.0), mask=there)
+
+
+@triton.jit
+def together_put(table, segments, flag, slots, chosen, mean, BLOCK: tl.constexpr):
+    """The means of a block; the results hold zeros."""
+    segment, place, start, _, inside = _slot(table, segments, slots, chosen)
+    result = floats(table, segments, segment, RESULT) + start
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(0, inside, BLOCK):
+        j = block + tl.arange(0, BLOCK)
+        value = tl.load(pointer(mean, tl.float32) + place + j, mask=j < inside, other=0.0)
+        largest = tl.maximum(largest, magnitude(value))
+        tl.store(result + j, value + 0.0, mask=j < inside)  # added to zero, -0.0 is 0.0
+    report(flag, largest)
+
+
+class _Plan:
+    """What follows from the tensors and levels.
+
+    Args:
+        counts: of blocks that are sent of each tensor.
+        numbers: of a block, by which it is judged.
+
+    Attributes:
+        slots: tensor, and place of its elements on the wire, of each block that is sent.
+        keys: of each block, its tensor in the upper half, and the largest magnitude's bits in the lower one.
+        places: where what is sent of the tensors is in the order of the keys.
+        begins: the number of the first block of the tensor of each block that is sent.
+        judged: where each block's numbers are, if there are several.
+    """
+
+    def __init__(self, on, counts, numbers):
+        lengths, tensors = on.segments["place"][:, 3], np.arange(len(counts))
+        blocks = -(-on.segments["size"] // lengths)
+        firsts, tensor = np.cumsum(blocks) - blocks, np.repeat(tensors, counts)
+        number = np.arange(counts.sum()) - (np.cumsum(counts) - counts)[tensor]
+        wire = (np.cumsum(counts * lengths) - counts * lengths)[tensor] + number * lengths[tensor]
+        of_block = np.repeat(tensors, blocks)
+        block = np.arange(blocks.sum()) - firsts[of_block]
+        columns = np.arange(numbers) * blocks[of_block][:, None]
+        self.slots = on.static("slots", lambda: np.stack([tensor, wire], axis=1))
+        self.keys = on.static("keys", lambda: of_block << 32 | 0x7FFFFFFF)
+        self.places = on.static("places", lambda: firsts[tensor] + number)
+        self.begins = on.static("begins", lambda: firsts[tensor])
+        self.judged = on.static("judged", lambda: (numbers * firsts[of_block] + block)[:, None] + columns)
+
+    def choose(self, judged):
+        """The numbers of the best blocks of each tensor, in ascending order; of equal ones the first."""
+        scores = judged if self.judged.shape[1] == 1 else _norms(judged[self.judged])
+        bits = scores.view(torch.int32) & 0x7FFFFFFF
+        order = torch.sort(self.keys - bits, stable=True).indices
+        return torch.sort(order[self.places]).values - self.begins
+
+
+def _norms(rows):
+    """Those of `row_norms` in NumPy, in whose order squares are added."""
+    squares = rows.double().square()
+    squares = torch.nn.functional.pad(squares, (0, -rows.shape[1] % 16)).view(len(rows), -1, 16)
+    lanes = squares[:, 0]
+    for number in range(1, squares.shape[1]):
+        lanes = lanes + squares[:, number]
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0].sqrt().float()
+
+
+def _launch(on, kernel, *arguments, **constants):
+    longest = int(on.segments["place"][:, 3].max())
+    block = min(_MOST_AT_A_TIME, triton.next_power_of_2(longest))
+    programs = on.plans["together"].slots.shape[0]
+    on.launch(kernel, programs, on.rows, len(on.segments), *arguments, BLOCK=block, **constants)
+
+
+def _judge(on, norms):
+    find_runs(on, int(on.segments["place"][:, 3].max()), norms, True)
+    norms.mul_(norms)
+
+
+def _encode(on, judged, numbers, counts, chosen, wire):
+    if "together" not in on.plans:
+        on.plans["together"] = _Plan(on, counts, numbers)
+    plan = on.plans["together"]
+    chosen.copy_(plan.choose(judged))
+    _launch(on, together_take, plan.slots, chosen, wire, KEEPS=on.keeps, FROM=on.origin)
+
+
+def _decode(on, mean, chosen):
+    on.pieces(zero_results)
+    _launch(on, together_put, on.flag, on.plans["together"].slots, chosen, mean)
+
+
+KERNELS = {
+    "together_judge": _judge,
+    "together_sketch": lambda on, columns, sketches: multiplied(on, columns, sketches, True, False),
+    "together_encode": _encode,
+    "together_decode": _decode,
+}
+"""How each is launched, by its name. The kernels in C have other arguments."""

@@ -1,0 +1,285 @@
+/* The largest elements of each chunk of neighbours: x, what is sent of it, and the mean of what all ranks sent.
+ *
+ * Of a full chunk place[2] elements are sent, `count` of the tensor. In the payload its values begin at place[0], or
+ * four means of them; at place[1] begin their places in their chunks, packed, the low eight bits and what is above; and
+ * behind them the number of each one's mean, packed. Until all are known, values and places are kept at place[3] of all
+ * tensors' ones. Tasks are of whole chunks: start and length count these. */
+#include <math.h>
+
+#include "collect.h"
+#include "half.h"
+#include "isa.h"
+#include "packing.h"
+
+enum { FOUR_MEANS, HALF, FLOAT }; /* how values travel; as in hvdcomp/compressors/sparse_chunked.py */
+
+#define CANDIDATES 1024
+
+struct job {
+    const hvd_bucket *bucket;
+    hvd_task *tasks;
+    int64_t chunk;
+    int32_t how, masking;
+    float *values;
+    uint16_t *places;
+    uint8_t *wire;
+    const uint8_t *payloads;
+    int64_t ranks, row;
+};
+
+/* Where a tensor's packed codes are. */
+struct codes {
+    uint8_t *low, *high, *bins;
+    int bits; /* of a place */
+};
+
+static int64_t packed_bytes(int64_t count, int bits) {
+    int64_t bytes = 0;
+    for (int width = 8; width; width /= 2)
+        if (bits & width) bytes += (count * width + 7) / 8;
+    return bytes;
+}
+
+static struct codes codes_of(const struct job *job, const hvd_segment *s, uint8_t *payload) {
+    struct codes found = {.low = payload + s->place[1], .bits = 1};
+    while ((hvd_shorter(job->chunk, s->size) - 1) >> found.bits) found.bits++;
+    found.high = found.low + packed_bytes(s->count, found.bits < 8 ? found.bits : 8);
+    found.bins = found.high + (found.bits > 8 ? packed_bytes(s->count, found.bits - 8) : 0);
+    return found;
+}
+
+/* A group of codes, each with room for packing. */
+struct group {
+    uint8_t low[HVD_GROUP + 8], high[HVD_GROUP + 8], bins[HVD_GROUP + 8];
+};
+
+static void pack(
+    const struct job *job, struct codes to, struct group *group, int64_t size, int64_t start, int unpacks
+) {
+    const int64_t length = hvd_shorter(HVD_GROUP, size - start);
+    hvd_pack(group->low, to.low, size, start, length, to.bits < 8 ? to.bits : 8, unpacks);
+    if (to.bits > 8) hvd_pack(group->high, to.high, size, start, length, to.bits - 8, unpacks);
+    if (job->how == FOUR_MEANS) hvd_pack(group->bins, to.bins, size, start, length, 2, unpacks);
+}
+
+/* The `count` largest of a chunk, in their order; of equal ones the first. Once few enough reach a bound that `count`
+ * do, these alone are looked at.
+ *
+ * guess: a bound to begin with, 0 for none.
+ * largest: bits that no magnitude exceeds.
+ * Returns: the least bits that are taken. */
+static uint32_t choose(
+    const float *x, int64_t length, int64_t count, uint32_t guess, uint32_t largest, float *values, uint16_t *places
+) {
+    float candidates[CANDIDATES + HVD_SLACK];
+    uint16_t of_candidates[CANDIDATES + HVD_SLACK];
+    const float *from = x;
+    uint32_t low = 0, high = largest + 1; /* `count` elements reach low, fewer high */
+    int64_t above = 0;                    /* as many reach high */
+    while (high - low > 1) {
+        const uint32_t middle = guess ? guess : low + (high - low) / 2;
+        const int64_t reaching = hvd_count(from, length, middle);
+        guess = 0;
+        if (reaching < count) {
+            high = middle;
+            above = reaching;
+            continue;
+        }
+        low = middle;
+        if (reaching == count) break;
+        if (from != x || reaching > CANDIDATES || reaching > 8 * count) continue;
+        length = hvd_collect(x, length, low, 0, candidates, of_candidates);
+        from = candidates;
+    }
+    int64_t equal = count - above, taken = 0;
+    for (int64_t i = 0; i < length && taken < count; i++) {
+        const uint32_t magnitude = hvd_magnitude(from[i]);
+        values[taken] = from[i];
+        places[taken] = from == x ? (uint16_t)i : of_candidates[i];
+        taken += (magnitude > low) | ((magnitude == low) & (equal > 0)); /* a branch would often be foreseen wrongly */
+        equal -= magnitude == low;
+    }
+    return low;
+}
+
+static void choose_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t chunk = job->chunk, k = s->place[2];
+    const int64_t end = hvd_shorter((task->start + task->length) * chunk, s->size);
+    int64_t place = s->place[3] + task->start * k;
+    uint32_t largest = 0, least = 0;
+    for (int64_t start = task->start * chunk; start < end; start += chunk) {
+        const int64_t length = hvd_shorter(chunk, end - start), count = (k * length + chunk - 1) / chunk;
+        for (int64_t done = 0; done < length; done += HVD_BLOCK)
+            hvd_x(job->bucket, s, start + done, hvd_shorter(HVD_BLOCK, length - done), &largest);
+        /* A little less than what the chunk before it took, or half of the largest: most chunks have enough of that. */
+        const uint32_t near = least ? least : largest, less = least ? 1u << 21 : 1u << 23;
+        const uint32_t guess = near > less ? near - less : 0;
+        least = choose(hvd_made(s, start), length, count, guess, largest, job->values + place, job->places + place);
+        place += count;
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+/* The four means of a tensor's values. `_to_bins` in Python is the plain statement. */
+struct four {
+    double mean, bounds[3];
+    float means[4];
+};
+
+static int bin_of(const struct four *four, float value) {
+    const double centred = value - four->mean;
+    return (centred >= four->bounds[0]) + (centred >= four->bounds[1]) + (centred >= four->bounds[2]);
+}
+
+#define LANES 8
+
+static double sum_of(const double *lanes) {
+    double sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+static struct four four_of(const float *values, int64_t count) {
+    double sum[LANES] = {0}, squares[LANES] = {0}, sums[4][LANES] = {{0}}, numbers[4][LANES] = {{0}};
+    struct four found;
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int lane = 0; lane < LANES && i + lane < count; lane++) sum[lane] += values[i + lane];
+    found.mean = sum_of(sum) / (double)count;
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int lane = 0; lane < LANES && i + lane < count; lane++) {
+            const double centred = values[i + lane] - found.mean;
+            squares[lane] += centred * centred;
+        }
+    const double sigma = sqrt(sum_of(squares)) / sqrt((double)count);
+    for (int i = 0; i < 3; i++) found.bounds[i] = (1.5 * i - 2.25) * sigma;
+    for (int64_t i = 0; i < count; i++) {
+        const int bin = bin_of(&found, values[i]), lane = (int)(i % LANES);
+        sums[bin][lane] += values[i];
+        numbers[bin][lane]++;
+    }
+    for (int i = 0; i < 4; i++) {
+        const double number = sum_of(numbers[i]);
+        found.means[i] = number > 0 ? (float)(sum_of(sums[i]) * (1 / number)) : 0;
+    }
+    return found;
+}
+
+/* Where the elements lie that are sent of a tensor, one after the other. */
+struct walk {
+    int64_t chunk, k, start, left; /* of its chunk, and how many of that are still to come */
+};
+
+static int64_t next_start(struct walk *walk) {
+    if (walk->left == 0) {
+        walk->start += walk->chunk;
+        walk->left = walk->k;
+    }
+    walk->left--;
+    return walk->start;
+}
+
+static void pack_tensor(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_segment *s = job->bucket->segments + number;
+    const float *values = job->values + s->place[3];
+    const uint16_t *places = job->places + s->place[3];
+    const struct codes codes = codes_of(job, s, job->wire);
+    struct group group = {0};
+    struct four four = {0};
+    struct walk walk = {job->chunk, s->place[2], 0, s->place[2]};
+    uint8_t *wire = job->wire + s->place[0];
+    const int how = job->how;
+    float *x = s->x, *velocity = job->masking ? s->next_velocity : NULL;
+    if (how == FOUR_MEANS) {
+        four = four_of(values, s->count);
+        memcpy(wire, four.means, sizeof four.means);
+    } else if (how == FLOAT) memcpy(wire, values, (size_t)s->count * sizeof *values);
+    for (int64_t i = 0, count = s->count; i < count; i++) {
+        const int64_t index = next_start(&walk) + places[i], at = i % HVD_GROUP;
+        float sent = values[i];
+        group.low[at] = (uint8_t)places[i];
+        group.high[at] = (uint8_t)(places[i] >> 8);
+        if (how == FOUR_MEANS) {
+            group.bins[at] = (uint8_t)bin_of(&four, sent);
+            sent = four.means[group.bins[at]];
+        } else if (how == HALF) {
+            const uint16_t half = hvd_to_half(hvd_within_half(sent));
+            memcpy(wire + 2 * i, &half, sizeof half);
+            sent = hvd_from_half(half);
+        }
+        if (x) x[index] = hvd_left(x[index], sent);
+        if (velocity) velocity[index] = 0;
+        if (at < HVD_GROUP - 1 && i < count - 1) continue;
+        memset(group.low + at + 1, 0, 7);
+        memset(group.high + at + 1, 0, 7);
+        memset(group.bins + at + 1, 0, 7);
+        pack(job, codes, &group, count, i - at, 0);
+    }
+}
+
+int32_t HVD_NAME(chunks_encode)(
+    hvd_bucket *bucket, hvd_task *tasks, int64_t count, int64_t chunk, int32_t how, int32_t masking, float *values,
+    uint16_t *places, uint8_t *wire
+) {
+    struct job job = {bucket, tasks, chunk, how, masking, values, places, wire, NULL, 0, 0};
+    hvd_parallel(bucket->threads, count, choose_piece, &job);
+    hvd_parallel(bucket->threads, bucket->segment_count, pack_tensor, &job);
+    return hvd_any_found(tasks, count);
+}
+
+/* Adds what one rank sent to a task's elements, times `share`. */
+static uint32_t add_rank(const struct job *job, const hvd_task *task, uint8_t *payload, float share, uint32_t largest) {
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t k = s->place[2], first = task->start * k;
+    const int64_t end = hvd_shorter(first + task->length * k, s->count);
+    const struct codes codes = codes_of(job, s, payload);
+    const uint8_t *values = payload + s->place[0];
+    struct group group;
+    struct walk walk = {job->chunk, k, task->start * job->chunk, k};
+    float means[4];
+    if (job->how == FOUR_MEANS) memcpy(means, values, sizeof means);
+    for (int64_t i = first; i < end; i++) {
+        const int64_t at = i % HVD_GROUP;
+        if (i == first || at == 0) pack(job, codes, &group, s->count, i - at, 1);
+        const int place = codes.bits > 8 ? group.low[at] | group.high[at] << 8 : group.low[at];
+        float value;
+        if (job->how == FOUR_MEANS) value = means[group.bins[at]];
+        else if (job->how == FLOAT) memcpy(&value, values + 4 * i, sizeof value);
+        else {
+            uint16_t half;
+            memcpy(&half, values + 2 * i, sizeof half);
+            value = hvd_from_half(half);
+        }
+        float *sum = s->result + next_start(&walk) + place;
+        *sum += value * share;
+        largest = hvd_magnitude(*sum) > largest ? hvd_magnitude(*sum) : largest;
+    }
+    return largest;
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t start = task->start * job->chunk, length = hvd_shorter(task->length * job->chunk, s->size - start);
+    const float share = (float)(1.0 / (double)job->ranks);
+    uint32_t largest = 0;
+    memset(s->result + start, 0, (size_t)length * sizeof *s->result);
+    for (int64_t rank = 0; rank < job->ranks; rank++)
+        largest = add_rank(job, task, (uint8_t *)job->payloads + rank * job->row, share, largest);
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(chunks_decode)(
+    hvd_bucket *bucket, hvd_task *tasks, int64_t count, int64_t chunk, int32_t how, const uint8_t *payloads,
+    int64_t ranks, int64_t row
+) {
+    struct job job = {
+        .bucket = bucket, .tasks = tasks, .chunk = chunk, .how = how, .payloads = payloads, .ranks = ranks, .row = row
+    };
+    hvd_parallel(bucket->threads, count, decode_piece, &job);
+    return hvd_any_found(tasks, count);
+}

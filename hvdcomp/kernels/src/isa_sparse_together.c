@@ -1,0 +1,131 @@
+/* Blocks of elements that all ranks send together: what they are judged by, the best of them, and the means.
+ *
+ * A tensor's blocks begin at place[0] of those of all tensors. `count` of them are sent, whose numbers begin at
+ * place[1] of `chosen`, in ascending order, and whose elements at place[2] of what travels. A block has place[3]
+ * elements; the last one may have fewer, and zeros travel in their place. Tasks are of whole blocks: start and
+ * length count these. */
+#include <math.h>
+
+#include "isa.h"
+#include "quant.h"
+#include "sparse.h"
+
+struct job {
+    const hvd_bucket *bucket;
+    hvd_task *tasks;
+    const float *judged, *mean;
+    int64_t numbers; /* of a block, in `judged` */
+    float *norms, *scores, *wire;
+    int64_t *chosen;
+};
+
+/* The element behind a task's last one. */
+static int64_t end_of(const hvd_segment *s, const hvd_task *task) {
+    return hvd_shorter((task->start + task->length) * s->place[3], s->size);
+}
+
+static void judge_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t length = s->place[3], end = end_of(s, task);
+    const int64_t together = length < HVD_BLOCK ? HVD_BLOCK / length * length : length;
+    uint32_t largest = 0;
+    for (int64_t first = task->start * length; first < end; first += together) {
+        const int64_t last = hvd_shorter(first + together, end);
+        for (int64_t start = first; start < last; start += HVD_BLOCK)
+            hvd_x(job->bucket, s, start, hvd_shorter(HVD_BLOCK, last - start), &largest);
+        for (int64_t start = first; start < last; start += length) {
+            const double squares = hvd_sum_of_squares(hvd_made(s, start), hvd_shorter(length, last - start));
+            const float norm = (float)sqrt(squares);
+            job->norms[s->place[0] + start / length] = norm * norm;
+        }
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(together_judge)(hvd_bucket *bucket, hvd_task *tasks, int64_t count, float *norms) {
+    struct job job = {.bucket = bucket, .tasks = tasks, .norms = norms};
+    hvd_parallel(bucket->threads, count, judge_piece, &job);
+    return hvd_any_found(tasks, count);
+}
+
+/* Puts a block on the wire, and takes it off x. */
+static void send(const hvd_segment *s, int64_t block, float *wire) {
+    const int64_t start = block * s->place[3], length = hvd_shorter(s->place[3], s->size - start);
+    memcpy(wire, hvd_made(s, start), (size_t)length * sizeof *wire);
+    memset(wire + length, 0, (size_t)(s->place[3] - length) * sizeof *wire);
+    if (s->x)
+        for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], wire[i] + 0.0f);
+}
+
+static void encode_tensor(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_segment *s = job->bucket->segments + number;
+    const int64_t blocks = (s->size - 1) / s->place[3] + 1;
+    const float *judged = job->judged + s->place[0] * job->numbers, *scores = judged;
+    if (job->numbers > 1) {
+        float *norms = job->scores + s->place[0];
+        for (int64_t i = 0; i < blocks; i++)
+            norms[i] = (float)sqrt(hvd_sum_of_squares(judged + i * job->numbers, job->numbers));
+        scores = norms;
+    }
+    uint32_t low = 0, high = hvd_largest_bits(scores, blocks, 0) + 1; /* `count` scores reach low, fewer high */
+    int64_t above = 0;                                                /* as many reach high */
+    while (high - low > 1) {
+        const uint32_t middle = low + (high - low) / 2;
+        const int64_t reaching = hvd_count(scores, blocks, middle);
+        if (reaching >= s->count) low = middle;
+        else {
+            high = middle;
+            above = reaching;
+        }
+    }
+    int64_t *chosen = job->chosen + s->place[1], equal = s->count - above, sent = 0;
+    for (int64_t i = 0; i < blocks; i++) {
+        const uint32_t score = hvd_magnitude(scores[i]);
+        if (score < low || (score == low && equal-- <= 0)) continue;
+        send(s, i, job->wire + s->place[2] + sent * s->place[3]);
+        chosen[sent++] = i;
+    }
+}
+
+void HVD_NAME(together_encode)(
+    hvd_bucket *bucket, const float *judged, int64_t numbers, float *scores, int64_t *chosen, float *wire
+) {
+    struct job job = {
+        .bucket = bucket, .judged = judged, .numbers = numbers, .scores = scores, .chosen = chosen, .wire = wire
+    };
+    hvd_parallel(bucket->threads, bucket->segment_count, encode_tensor, &job);
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const int64_t length = s->place[3], start = task->start * length, *chosen = job->chosen + s->place[1];
+    uint32_t largest = 0;
+    memset(s->result + start, 0, (size_t)(end_of(s, task) - start) * sizeof *s->result);
+    int64_t i = 0;
+    for (int64_t high = s->count; i < high;) { /* to the first block of the task */
+        const int64_t middle = (i + high) / 2;
+        if (chosen[middle] < task->start) i = middle + 1;
+        else high = middle;
+    }
+    for (; i < s->count && chosen[i] < task->start + task->length; i++) {
+        const float *mean = job->mean + s->place[2] + i * length;
+        float *result = s->result + chosen[i] * length;
+        const int64_t elements = hvd_shorter(length, s->size - chosen[i] * length);
+        for (int64_t j = 0; j < elements; j++) result[j] = mean[j] + 0.0f; /* no -0.0, as where zeros are added to */
+        largest = hvd_largest_bits(mean, elements, largest);
+    }
+    task->counts[0] = largest >= HVD_INFINITE;
+}
+
+int32_t HVD_NAME(together_decode)(
+    hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *mean, int64_t *chosen
+) {
+    struct job job = {.bucket = bucket, .tasks = tasks, .mean = mean, .chosen = chosen};
+    hvd_parallel(bucket->threads, count, decode_piece, &job);
+    return hvd_any_found(tasks, count);
+}

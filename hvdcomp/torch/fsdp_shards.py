@@ -1,0 +1,273 @@
+"""Serves models in FSDP2 (`fully_shard`) without replicas: takes the place of FSDP's reduce-scatter.
+
+FSDP hands over the flat gradient of a module when that module's backward pass is over, a row for each rank, and gets
+this rank's row of the mean. So the exchange overlaps with the rest of the backward pass as FSDP's own does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.state_check import FORMAT, parts_of
+from hvdcomp.communicators.nodes import RANKS_PER_NODE
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
+from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
+from hvdcomp.exchange.ledger import Cost, Sent
+from hvdcomp.exchange.shards import ShardReducer
+from hvdcomp.files import VERSION
+from hvdcomp.torch.compressed_adam import CompressedAdam
+from hvdcomp.torch.parameters import plain_names
+
+
+class ShardsBinding:
+    """Ties one `Compression` to the reduce-scatters of one model; all ranks make it at the same point.
+
+    Args:
+        setup: what the user gave.
+        model: sharded by `fully_shard` over all ranks.
+
+    Attributes:
+        engine: that compresses.
+        coordinator, accumulation: as of `Binding`, without a policy.
+    """
+
+    coordinator = None
+    accumulation = 1
+
+    def __init__(self, setup: Setup, model: torch.nn.Module) -> None:
+        communicator, like = TorchDistributedCommunicator(), torch.empty(0)
+        settings = setup.compression.settings
+        with refused_on_every_rank(communicator, like):
+            _check(setup)
+            trained = _trained(model, communicator.world_size)
+        shapes = {f"parameter {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in trained.items()}
+        require_agreement(communicator, {**settings.describe(), "hvdcomp": VERSION, **shapes}, like)
+        self._device = next((one.device_mesh.device_type for one in trained.values()), "cpu")
+        try:
+            self.engine = ShardReducer(
+                communicator, settings.compressor, settings.memory, settings.seed, settings.min_numel,
+                setup.compression.ledger, like,
+            )  # fmt: skip
+        except UnevenNodesError:
+            raise ConfigurationError(
+                "the nodes have different numbers of ranks, so that FSDP's reduce-scatter has no two levels; "
+                f"start as many ranks on each, or set {RANKS_PER_NODE}=1 on every rank, which makes each rank a node"
+            ) from None
+        if self.engine.levels.across.size == 1 and communicator.rank == 0 < communicator.world_size - 1:
+            warn_alone(
+                f"all {communicator.world_size} ranks are on one node, where hvdcomp.fsdp.register leaves FSDP's "
+                f"reduce-scatter as it is; with {RANKS_PER_NODE}=1 each rank counts as a node"
+            )
+        self._method = f"{settings.compressor} with memory {self.engine.memory}"
+        self._due = False  # whether the step under way has to be ended
+        modules = {name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)}
+        for name, module in zip(plain_names(modules), modules.values(), strict=True):
+            # FSDP asks for no more than these methods, and its own class is private.
+            module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def reduce(self, name: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Writes this rank's row of the mean, or of the sum.
+
+        Args:
+            name: of the module.
+            row, rows, group, op: as FSDP gives them to its own reduce-scatter.
+        """
+        if not self._due:
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
+        if not engine.takes(name, rows.numel()):
+            reduce_scatter(row, rows, op=op, group=group)
+            engine.enter(name, dense_bytes, Sent(dense_bytes), rows.numel())
+            return
+        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise ConfigurationError(
+                f"set_gradient_divide_factor lets FSDP multiply within its reduce-scatter ({op}), which hvdcomp "
+                "replaces; call set_force_sum_reduction_for_comms(True) on the same modules, and FSDP divides after it"
+            )
+        ranks = engine.communicator.world_size
+        mean = engine.reduce(name, rows.view(ranks, -1), dense_bytes)
+        row.copy_(mean if op == dist.ReduceOp.AVG else mean * ranks)
+
+    def _end_step(self) -> None:
+        self._due = False
+        self.engine.end_step()
+
+    # What `Compression` asks of a binding.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a gradient has come."""
+        return bool(self.engine.plan)
+
+    def compress(self, tensor: torch.Tensor) -> Any:
+        """Refuses what Horovod hands over."""
+        raise ConfigurationError(
+            "this hvdcomp.Compression serves a model in FSDP, which averages its gradients; use the optimizer as it "
+            "is, without hvd.DistributedOptimizer"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """`Compression.state_dict`."""
+        engine, memory = self.engine, str(self.engine.memory)
+        residuals = {
+            name: {"memory": memory, "arrays": [one.clone() for one in arrays]}
+            for name, arrays in engine.states.items()
+            if arrays
+        }
+        shapes = {name: list(kept["arrays"][0].shape) for name, kept in residuals.items()}
+        shared = {
+            "format": FORMAT,
+            "compressor": self._method,
+            "tensors": shapes,
+            "shards": self._shards,
+            "step": engine.step_number,
+            "level": engine.compressor.level,
+            "warm_starts": {},
+            "coordinator": None,
+        }
+        own = {
+            "rank": engine.communicator.rank,
+            "size": engine.communicator.world_size,
+            "residuals": residuals,
+            "coordinator": None,
+            "totals": dataclasses.asdict(engine.ledger.totals),
+            "steps": engine.ledger.steps,
+        }
+        return {"shared": shared, "own": own}
+
+    @property
+    def _shards(self) -> str:
+        return f"{self.engine.communicator.world_size} ranks on {self.engine.levels.across.size} nodes"
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`Compression.load_state_dict`.
+
+        Raises:
+            ConfigurationError: if it is of another compressor, or of another rank: rows follow from the ranks.
+        """
+        shared, own = parts_of(state)
+        engine = self.engine
+        if shared["compressor"] != self._method:
+            raise ConfigurationError(
+                f"the checkpoint was written with compressor {shared['compressor']}, this run has {self._method}; "
+                "continue with what the training was started with"
+            )
+        if shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank:
+            raise ConfigurationError(
+                f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, and "
+                f"was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a shard "
+                "fits the same rank of as many alone. Give each rank its own state, or go on without a state on all "
+                "ranks: what was left to be sent is lost then"
+            )
+        engine.set_level(shared["level"])
+        engine.step_number = shared["step"]
+        engine.states = {
+            name: tuple(one.to(self._device, copy=True) for one in kept["arrays"])
+            for name, kept in own["residuals"].items()
+        }
+        engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+
+
+class _ReduceScatter:
+    """What FSDP calls in place of its own reduce-scatter of a module's flat gradient."""
+
+    def __init__(self, binding: ShardsBinding, name: str) -> None:
+        self._binding = binding
+        self._name = name
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._binding.reduce(self._name, output_tensor, input_tensor, group, op)
+
+
+def _check(setup: Setup) -> None:
+    """Raises ConfigurationError for settings that a reduce-scatter cannot follow."""
+    settings = setup.compression.settings
+    method, memory = settings.compressor, settings.memory
+    if not (method.lossless or (isinstance(method, Gathering) and not method.of_matrices)):
+        raise ConfigurationError(
+            f"{method} does not go with FSDP without replicas, whose reduce-scatter hands over flat gradients of whole "
+            "modules: take int8, int4, fp8, bf16 or another quantizer for all of them. Within a node it is exact anyway"
+        )
+    if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
+        raise ConfigurationError(
+            f"the memory {memory} needs whole gradients of each rank, and FSDP without replicas has none; take "
+            "error_feedback or none"
+        )
+    if settings.policy is not None:
+        raise ConfigurationError(
+            f"the policy {settings.policy} does not go with FSDP without replicas, where gradients come and go module "
+            "by module; leave it out"
+        )
+    if settings.overlap is True or settings.bucket_bytes is not None:
+        raise ConfigurationError(
+            'FSDP itself says what is exchanged when: leave overlap at "auto" and bucket_bytes at None'
+        )
+    if setup.process_set is not None:
+        raise ConfigurationError("process_set is for Horovod; leave it out with FSDP")
+    if isinstance(setup.optimizer, CompressedAdam):
+        raise ConfigurationError(
+            "CompressedAdam does not work with FSDP: it exchanges momenta, of which a rank has but its shard; use "
+            "torch.optim.AdamW"
+        )
+    if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
+        raise ConfigurationError(
+            "a torch.amp.GradScaler does not go with FSDP without replicas: residuals would have other scales than the "
+            "gradients that they are added to. Train in bfloat16, which needs no scaler"
+        )
+
+
+def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
+    """The trained parameters, by name.
+
+    Raises:
+        ConfigurationError: if one is not sharded over all ranks, and over nothing else.
+    """
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise ConfigurationError(
+            f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13"
+        )
+    found: dict[str, DTensor] = {}
+    for name, one in model.named_parameters():
+        if not one.requires_grad:
+            continue
+        if not isinstance(one, DTensor):
+            raise ConfigurationError(
+                f"parameter {name} is trained and not sharded, so that nothing averages its gradients; leave it out of "
+                "ignored_params of fully_shard, call fully_shard(model) on the whole model, or freeze it"
+            )
+        mesh = one.device_mesh
+        if mesh.ndim != 1:
+            raise ConfigurationError(
+                f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions. With replicas, give fully_shard "
+                "mesh['shard'] alone and hvdcomp.fsdp.register mesh['replicate']; with tensor parallelism hvdcomp does "
+                "not work"
+            )
+        if mesh.mesh.tolist() != list(range(ranks)):
+            raise ConfigurationError(
+                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
+                "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
+            )
+        found[name] = one
+    return found

@@ -1,0 +1,283 @@
+"""FSDP2 without replicas: its reduce-scatter, exact within nodes and quantized between them."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import hvdcomp
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.ledger import Ledger
+from hvdcomp.exchange.shards import ShardReducer
+from hvdcomp.train.models import TransformerSize
+from hvdcomp.train.models_torch import GPT
+from tests.multirank.cases_fsdp import weights
+from tests.multirank.collectives import nodes_of
+from tests.multirank.training_ddp import assert_same_everywhere, large_model, raised
+from tests.two_hops import stated
+
+TOKENS = 61  # rows that no number of ranks divides: FSDP pads
+
+
+@contextmanager
+def two_nodes() -> Iterator[None]:
+    with nodes_of(dist.get_world_size() // 2):
+        yield
+
+
+def sharded(**options: Any) -> Any:
+    """A small GPT, each block sharded by itself, and the whole; the same on all ranks."""
+    torch.manual_seed(1)
+    model = GPT(TOKENS, 16, TransformerSize(2, 36, 4))
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def made(spec: str, **options: Any) -> hvdcomp.Compression:
+    return hvdcomp.Compression.from_spec(spec, **options)
+
+
+def distribute(how: hvdcomp.Compression | None, sgd: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """With AdamW; or SGD, which does not hide a gradient's scale."""
+    model = sharded(**options)
+    if how is not None:
+        hvdcomp.fsdp.register(model, how)
+    kind, rate = (torch.optim.SGD, 0.1) if sgd else (torch.optim.AdamW, 3e-3)
+    return model, kind(model.parameters(), lr=rate)
+
+
+def batch(generator: torch.Generator) -> torch.Tensor:
+    """Sequences in which each token follows from the one before."""
+    tokens = torch.randint(TOKENS, (8, 1), generator=generator)
+    for _ in range(16):
+        tokens = torch.cat([tokens, (7 * tokens[:, -1:] + 3) % TOKENS], 1)
+    return tokens
+
+
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, steps: range, passes: int = 1, clip: float | None = None
+) -> list[float]:
+    """On this rank's own data, of several passes with one exchange; the ranks' mean losses."""
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        optimizer.zero_grad()
+        for number in range(1, passes + 1):
+            tokens = batch(generator)
+            model.set_requires_gradient_sync(number == passes)
+            logits = model(tokens[:, :-1]).float()
+            loss = torch.nn.functional.cross_entropy(logits.reshape(-1, TOKENS), tokens[:, 1:].reshape(-1))
+            (loss / passes).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses
+
+
+def trained(how: hvdcomp.Compression | None, steps: int = 5, **options: Any) -> tuple[torch.Tensor, list[float]]:
+    asked = {name: options.pop(name) for name in ("passes", "clip") if name in options}
+    model, optimizer = distribute(how, **options)
+    losses = train(model, optimizer, range(steps), **asked)
+    assert_same_everywhere(weights(model))
+    return weights(model), losses
+
+
+def off(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def case_none_is_fsdp_bit_for_bit() -> None:
+    theirs, _ = trained(None)
+    with two_nodes():
+        ours, _ = trained(how := made("none"))
+    assert torch.equal(ours, theirs)
+    assert how.ledger.steps == 5
+    assert how.ledger.last is not None
+    assert how.ledger.last.bytes_sent == how.ledger.last.dense_bytes > 0
+
+
+def case_on_one_node_all_is_left_as_it_is_with_a_warning() -> None:
+    with nodes_of(dist.get_world_size()), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours, _ = trained(made("int4"), steps=2)
+    assert torch.equal(ours, trained(None, steps=2)[0])
+    assert any("HVDCOMP_RANKS_PER_NODE=1" in str(one.message) for one in told) == (dist.get_rank() == 0)
+
+
+def case_ranks_get_what_numpy_states() -> None:
+    ranks, length = dist.get_world_size(), 1234
+    for places in (1, ranks // 2):
+        with nodes_of(places):
+            for spec in ("int8", "int4", "fp8", "bf16"):
+                method, memory = parse_compressor(spec), hvdcomp.ErrorFeedback()
+                assert isinstance(method, Gathering)
+                communicator, like = TorchDistributedCommunicator(), torch.empty(0)
+                reducer = ShardReducer(communicator, method, memory, 0, 0, Ledger(), like)
+                nodes = ranks // places
+                residuals = np.zeros((nodes, places, nodes, length), np.float32)
+                for step in range(3):
+                    every = [np.random.default_rng([step, one]).normal(size=(ranks, length)) for one in range(ranks)]
+                    given = [one.astype(np.float32) for one in every]
+                    mine = torch.from_numpy(given[dist.get_rank()])
+                    row = reducer.reduce("w", mine, mine.nbytes)
+                    reducer.end_step()
+                    rows, residuals = stated(method, given, residuals, step)
+                    np.testing.assert_array_equal(row.numpy(), rows[dist.get_rank()])
+                (kept,) = reducer.states["w"]
+                np.testing.assert_array_equal(kept.numpy(), residuals[divmod(dist.get_rank(), places)])
+
+
+def case_int8_trains_as_fsdp_does() -> None:
+    start, (theirs, their_losses) = weights(sharded()), trained(None, steps=20)
+    for places in (1, dist.get_world_size() // 2):
+        with nodes_of(places):
+            ours, losses = trained(made("int8"), steps=20)
+        assert their_losses[-1] < their_losses[0] - 0.3
+        assert abs(losses[-1] - their_losses[-1]) < 0.02, (losses[-1], their_losses[-1])
+        assert not torch.equal(ours, theirs)
+        assert off(ours - start, theirs - start) < 0.1, off(ours - start, theirs - start)
+
+
+def case_int4_sends_a_sixth_between_nodes() -> None:
+    ranks = dist.get_world_size()
+    for places in (1, ranks // 2):
+        with nodes_of(places):
+            _, losses = trained(how := made("int4"), steps=20)
+        assert losses[-1] < losses[0] - 0.3
+        last = how.ledger.last
+        assert last is not None
+        # What FSDP itself would hand to its reduce-scatter: all parameters, with rows for padding, as float32.
+        shapes = [one.shape for one in sharded().parameters()]
+        padded = [-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in shapes]
+        assert last.dense_bytes == 4 * sum(padded)
+        assert last.bytes_in_node == (last.dense_bytes if places > 1 else 0)
+        assert 6 * (last.bytes_sent - last.bytes_in_node) < last.dense_bytes
+        assert how.metrics()["hvdcomp/compression_factor"] > 6
+        assert sum(one.bytes_sent for one in last.tensors.values()) == last.bytes_sent
+        assert last.tensors.keys() == {"model", "blocks.0", "blocks.1"} == how.plan.keys()
+        kept = sum(array.numel() for arrays in how._binding.engine.states.values() for array in arrays)
+        assert kept == (sum(padded) // places if places > 1 else 0)
+
+
+def case_what_fsdp_offers_works() -> None:
+    half = {dtype: MixedPrecisionPolicy(reduce_dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    settings: dict[str, dict[str, Any]] = {
+        "two passes, clipped": {"passes": 2, "clip": 0.5},
+        "sums of bfloat16": {"mp_policy": half[torch.bfloat16], "clip": 0.5},
+        "sums of float16": {"mp_policy": half[torch.float16]},
+        "parameters in bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "not resharded": {"reshard_after_forward": False},
+    }
+    start = weights(sharded())
+    for name, options in settings.items():
+        theirs, _ = trained(None, sgd=True, **options)
+        with two_nodes():
+            ours, _ = trained(how := made("int8"), sgd=True, **options)
+        assert off(ours - start, theirs - start) < 0.1, (name, off(ours - start, theirs - start))
+        assert how.ledger.steps == 5, name
+
+
+def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
+    with two_nodes():
+        how = made("int4", memory="error_feedback")
+        model, optimizer = distribute(how)
+        train(model, optimizer, range(3))
+        name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(name)
+        folder = str(name[0])
+        state = {"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}
+        dcp.save(state, checkpoint_id=folder)
+        of_optimizer = optimizer.state_dict()
+        of_optimizer = torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), of_optimizer)
+        train(model, optimizer, range(3, 6))
+
+        again = made("int4", memory="error_feedback")
+        fresh, other = distribute(again)
+        dcp.load({"model": (loaded := fresh.state_dict())}, checkpoint_id=folder)
+        fresh.load_state_dict(loaded)
+        other.load_state_dict(of_optimizer)
+        hvdcomp.dcp.load(again, folder)
+        train(fresh, other, range(3, 6))
+        assert torch.equal(weights(fresh), weights(model))
+        assert again.ledger.steps == how.ledger.steps == 6
+        assert again.ledger.totals.bytes_sent == how.ledger.totals.bytes_sent
+
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, how.state_dict())
+        wrong = made("int4", memory="error_feedback")
+        hvdcomp.fsdp.register(sharded(), wrong)
+        of_other = states[dist.get_rank() - 1]
+        said = raised(hvdcomp.ConfigurationError, lambda: wrong.load_state_dict(of_other))
+        assert "fits the same rank of as many" in said
+        other_method = made("int8")
+        hvdcomp.fsdp.register(sharded(), other_method)
+        mine = states[dist.get_rank()]
+        assert "compressor int4" in raised(hvdcomp.ConfigurationError, lambda: other_method.load_state_dict(mine))
+    with nodes_of(1):
+        if dist.get_world_size() > 2:
+            hvdcomp.fsdp.register(sharded(), other_nodes := made("int4", memory="error_feedback"))
+            assert "on 2 nodes" in raised(hvdcomp.ConfigurationError, lambda: other_nodes.load_state_dict(mine))
+
+
+def case_what_cannot_be_is_refused_on_every_rank() -> None:
+    def refused(model: Any, how: hvdcomp.Compression, optimizer: Any = None) -> str:
+        return raised(hvdcomp.ConfigurationError, lambda: hvdcomp.fsdp.register(model, how, optimizer=optimizer))
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    assert "mesh of 2 dimensions" in refused(sharded(mesh=mesh), made("int4"))
+    assert "fully_shard(model)" in refused(large_model(), made("int4"))
+    assert "mesh['replicate']" in refused(sharded(mesh=mesh["shard"]), made("int4"))
+    model = large_model()
+    fully_shard(model, ignored_params={model[0].bias})
+    assert "ignored_params" in refused(model, made("int4"))
+    model = sharded()
+    for spec in ("topk:ratio=0.1", "powersgd:rank=2", "two_level(int4)", "onebit:per_row=True", "dgc:ratio=0.1"):
+        assert "take int8, int4, fp8, bf16" in refused(model, made(spec)), spec
+    momentum = "momentum_correction:momentum=0.9"
+    assert "whole gradients" in refused(model, made("int4", memory=momentum))
+    schedule = hvdcomp.WarmUp(levels=(8, 4), epochs=1)
+    assert "the policy" in refused(model, made("qsgd:bits=4", policy=schedule, steps_per_epoch=4))
+    assert "overlap" in refused(model, made("int4", overlap=True))
+    assert "process_set" in refused(model, made("int4", process_set=object()))
+    assert "GradScaler" in refused(model, made("int4", grad_scaler=torch.amp.GradScaler("cpu")))
+    adam = hvdcomp.torch.CompressedAdam(model.parameters(), freeze_after=4)
+    assert "CompressedAdam does not work with FSDP" in refused(model, made("int4"), adam)
+    spec = "int4" if dist.get_rank() else "int8"
+    assert "do not agree" in raised(hvdcomp.RankMismatchError, lambda: hvdcomp.fsdp.register(model, made(spec)))
+    if dist.get_world_size() == 4:
+        with nodes_of(3):
+            assert "HVDCOMP_RANKS_PER_NODE=1" in refused(model, made("int4"))
+
+
+def case_another_divisor_is_refused_with_the_way_out() -> None:
+    def divided(how: hvdcomp.Compression | None, forced: bool) -> torch.Tensor:
+        model, optimizer = distribute(how, sgd=True)
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(forced)
+        train(model, optimizer, range(1))
+        return weights(model)
+
+    with two_nodes():
+        said = raised(hvdcomp.ConfigurationError, lambda: divided(made("int8"), forced=False))
+        assert "set_force_sum_reduction_for_comms(True)" in said
+        start, theirs = weights(sharded()), divided(None, forced=True)
+        assert off(divided(made("int8"), forced=True) - start, theirs - start) < 0.1

@@ -1,0 +1,158 @@
+"""Reduce-scatter of sharded trainings: exact within a node, quantized between nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp import ErrorFeedback, NoMemory
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.ledger import Ledger
+from hvdcomp.exchange.shards import ShardReducer
+from tests.harness import BACKENDS, as_numpy, make
+from tests.two_hops import stated
+
+LENGTH = 301  # of whole blocks and a rest
+METHODS = ["int8", "int4", "fp8", "bf16", "int4:rounding=stochastic", "qsgd:bits=4", "natural"]
+
+
+def gradient(rank: int, ranks: int, step: int = 0) -> np.ndarray:
+    return np.random.default_rng([rank, step]).normal(size=(ranks, LENGTH)).astype(np.float32)
+
+
+def reducer(communicator: Any, spec: str, memory: Memory | None, like: Any, **options: Any) -> ShardReducer:
+    options = {"seed": 0, "min_numel": 0, "ledger": Ledger(), **options}
+    return ShardReducer(communicator, parse_compressor(spec), memory, like=like, **options)
+
+
+def run(
+    spec: str, nodes: int, places: int, steps: int = 3, memory: Memory | None = None, backend: str = "numpy"
+) -> Any:
+    """Of each rank: its rows by step, its residual, its ledger."""
+
+    def work(communicator: InProcessCommunicator) -> Any:
+        own = reducer(communicator, spec, memory, make(backend, []))
+        rows = []
+        for step in range(steps):
+            given = gradient(communicator.rank, communicator.world_size, step)
+            assert own.takes("w", given.size)
+            rows.append(as_numpy(own.reduce("w", make(backend, given), given.nbytes)))
+            own.end_step()
+        return rows, [as_numpy(one) for one in own.states["w"]], own.ledger
+
+    return run_ranks(nodes * places, work, places)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize(("nodes", "places"), [(2, 2), (3, 2), (2, 1)])
+def test_it_is_what_was_stated(spec: str, nodes: int, places: int, backend: str) -> None:
+    method, ranks = parse_compressor(spec), nodes * places
+    assert isinstance(method, Gathering)
+    memory = ErrorFeedback() if method.biased else NoMemory()
+    results = run(spec, nodes, places, memory=memory, backend=backend)
+    residuals = np.zeros((nodes, places, nodes, LENGTH), np.float32)
+    for step in range(3):
+        gradients = [gradient(rank, ranks, step) for rank in range(ranks)]
+        rows, left = stated(method, gradients, residuals, step)
+        residuals = left if method.biased else residuals
+        for rank, (got, _, _) in enumerate(results):
+            np.testing.assert_array_equal(got[step], rows[rank])
+    for rank, (_, kept, _) in enumerate(results):
+        assert len(kept) == method.biased
+        for one in kept:
+            np.testing.assert_array_equal(one, residuals[divmod(rank, places)])
+
+
+def test_what_is_left_is_all_that_rows_lack_and_no_larger_than_a_part_of_a_node() -> None:
+    nodes, places, steps = 2, 2, 5
+    results = run("int4", nodes, places, steps)
+    for rank, (rows, _, _) in enumerate(results):
+        true = sum(gradient(one, 4, step)[rank] for one in range(4) for step in range(steps)) / 4
+        mine = [results[node * places + rank % places][1][0][rank // places] for node in range(nodes)]
+        np.testing.assert_allclose(sum(rows) + np.mean(mine, axis=0), true, atol=1e-5)
+    for _, (residual,), _ in results:
+        assert residual.shape == (nodes, LENGTH)
+
+
+def test_where_a_rank_is_a_node_nothing_is_kept_unless_asked_for() -> None:
+    assert run("int4", 3, 1)[0][1] == []
+    assert run("int4", 3, 1, memory=ErrorFeedback())[0][1][0].shape == (3, LENGTH)
+
+
+def test_bytes_are_those_of_both_levels() -> None:
+    for places, least in ((1, 6), (2, 12)):
+        (_, _, ledger), *_ = run("int4", 2, places, steps=2)
+        dense, ranks = 4 * 2 * places * LENGTH, 2 * places
+        payload = -(-LENGTH // 2) + 4 * -(-LENGTH // 128)
+        assert ledger.totals.dense_bytes == 2 * dense == 2 * 4 * ranks * LENGTH
+        assert ledger.last.bytes_in_node == (dense if places > 1 else 0)
+        leaving = ledger.last.bytes_sent - ledger.last.bytes_in_node
+        assert 0 <= leaving - 2 * payload < 2 * 8  # rows end at whole eight bytes
+        assert ledger.totals.compression_factor > least
+        assert ledger.tensors["w"].bytes_sent == ledger.totals.bytes_sent
+
+
+def test_small_lossless_and_single_nodes_are_left_to_somebody_else() -> None:
+    def work(communicator: InProcessCommunicator) -> tuple[bool, ...]:
+        def takes(spec: str) -> bool:
+            return reducer(communicator, spec, None, make("numpy", []), min_numel=100).takes("w", 100)
+
+        small = reducer(communicator, "int4", None, make("numpy", []), min_numel=101).takes("w", 100)
+        return takes("int4"), takes("none"), small
+
+    assert run_ranks(4, work, 2) == [(True, False, False)] * 4
+    assert run_ranks(4, work, 4) == [(False, False, False)] * 4
+
+
+def test_rows_of_another_length_begin_anew_with_a_warning() -> None:
+    def work(communicator: InProcessCommunicator) -> Any:
+        own = reducer(communicator, "int4", ErrorFeedback(), make("numpy", []))
+        given = gradient(communicator.rank, 2)
+        own.reduce("w", given, given.nbytes)
+        return own.reduce("w", given[:, :77], given.nbytes), own.states["w"][0].shape
+
+    with pytest.warns(UserWarning, match="w: the gradient has rows of 77 elements"):
+        results = run_ranks(2, work, 1)
+    method, nothing = parse_compressor("int4"), np.zeros((2, 1, 2, 77), np.float32)
+    assert isinstance(method, Gathering)
+    rows, _ = stated(method, [gradient(rank, 2)[:, :77] for rank in range(2)], nothing)
+    for rank, (row, shape) in enumerate(results):
+        np.testing.assert_array_equal(row, rows[rank])
+        assert shape == (2, 77)
+
+
+def test_no_infinity_stays_in_a_residual() -> None:
+    def work(communicator: InProcessCommunicator) -> Any:
+        own = reducer(communicator, "int4", None, make("numpy", []))
+        given = gradient(communicator.rank, 4)
+        if communicator.rank == 3:
+            given[0, 5] = np.inf
+        with np.errstate(invalid="ignore"):
+            return own.reduce("w", given, given.nbytes), own.states["w"][0]
+
+    results = run_ranks(4, work, 2)
+    assert not np.isfinite(results[0][0]).all()
+    assert all(np.isfinite(kept).all() for _, kept in results)
+
+
+def test_a_level_holds_from_the_next_step_on() -> None:
+    def work(communicator: InProcessCommunicator) -> list[int]:
+        own = reducer(communicator, "qsgd:bits=8", None, make("numpy", []))
+        given, sent = gradient(communicator.rank, 2), []
+        for bits in (8, 2):
+            own.set_level(bits)
+            own.takes("w", given.size)
+            own.reduce("w", given, given.nbytes)
+            own.end_step()
+            sent.append(own.ledger.last.bytes_sent)
+            assert own.plan["w"] == dataclasses.replace(own.compressor, bits=bits)
+        return sent
+
+    assert all(large > 3 * small for large, small in run_ranks(2, work, 1))

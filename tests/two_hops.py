@@ -1,0 +1,39 @@
+"""The reduce-scatter of sharded trainings, stated in NumPy for all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.protocol import Context
+
+
+def stated(
+    method: Gathering, gradients: Sequence[np.ndarray], residuals: np.ndarray, step: int = 0, name: str = "w"
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Each rank's row, and what each rank has left to send.
+
+    Args:
+        gradients: by rank, node after node, float32 (ranks, length): row r is for rank r.
+        residuals: (nodes, ranks of a node, nodes, length): of each rank, by the node that gets it.
+    """
+    nodes, places, _, length = residuals.shape
+    given = np.stack(gradients).reshape(nodes, places, nodes, places, length)  # by node and place, from and to
+    x = given.mean(1, dtype=np.float32).swapaxes(1, 2) + residuals  # of each node's mean, the part of each place
+    sent = np.empty_like(x)
+    for node, place, to in np.ndindex(nodes, places, nodes):
+        context = Context(f"{name}@{place}#{to}", step, 0, node, nodes)
+        parts = method.encode(numpy_arrays, x[node, place, to], context)
+        sent[node, place, to] = method.decode(numpy_arrays, parts, (length,)).reshape(-1)
+    rows = []
+    for node in range(nodes):
+        sent[node, :, node] = x[node, :, node]  # what stays is not rounded
+        for place in range(places):
+            row = sent[node, place, node]
+            for other in range(nodes):
+                row = row + sent[other, place, node] if other != node else row
+            rows.append(row * np.float32(1 / nodes))
+    return rows, x - sent
