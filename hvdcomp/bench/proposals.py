@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdcomp.bench.compare import Row, compare
 from hvdcomp.bench.places import place_of
-from hvdcomp.compressors import Compressor, excess_of
+from hvdcomp.compressors import Compressor, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import STOCK_SPECS, Asked, propose
 
@@ -27,11 +27,11 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
         fastest_allowed: of the same, the fastest as measured, at which its trials are to end.
         fastest, fastest_ms: of all that was measured.
         behind_percent: how much longer a step takes with `chosen` than with `fastest`.
-        fastest_loss_percent: by how much the fastest raised the loss at worst; empty where nothing was measured.
+        fastest_lost_percent: what the fastest lost at worst; empty where nothing was measured.
     """
     rows = compare(run)
     fastest = min(rows, key=lambda row: row.measured_ms)
-    excess = 0.0 if fastest.spec in STOCK_SPECS.values() else excess_of(parse_compressor(fastest.spec), optimizer)
+    lost = 0.0 if fastest.spec in STOCK_SPECS.values() else lost_with(parse_compressor(fastest.spec), optimizer)
     place = place_of(run)
     for loss in losses:
         offered = _offered(rows, Asked(loss, optimizer))
@@ -47,7 +47,7 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
             "fastest": fastest.method,
             "fastest_ms": round(fastest.measured_ms, 1),
             "behind_percent": round(100 * (chosen.measured_ms / fastest.measured_ms - 1), 1),
-            "fastest_loss_percent": None if excess is None else round(100 * excess, 1),
+            "fastest_lost_percent": None if lost is None else round(100 * lost, 1),
         }
 
 

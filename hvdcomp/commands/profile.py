@@ -18,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from hvdcomp.commands.advise import lines_to_type, show_advice
 from hvdcomp.commands.calibrate import COMPRESSORS, check_writable
 from hvdcomp.communicators import allow_process_sets
-from hvdcomp.compressors import FIRST, excess_of
+from hvdcomp.compressors import FIRST, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.kernels import cuda
@@ -218,15 +218,15 @@ def to_begin_with(adviser: Adviser, advice: Advice, optimizer: str | None) -> li
     """
     assert advice.free is not None
     free = advice.methods[advice.free]
-    excess = {spec: excess_of(adviser.compressors[spec], optimizer) for spec in advice.methods}
+    lost = {spec: lost_with(adviser.compressors[spec], optimizer) for spec in advice.methods}
     known = [
         method
         for method in advice.methods.values()
-        if (found := excess[method.spec]) is not None and found <= HARMLESS and method.spec not in FREE
+        if (found := lost[method.spec]) is not None and found <= HARMLESS and method.spec not in FREE
     ]
     best = min(known, key=lambda method: method.step_s, default=None)
     which = f"with {optimizer}" if optimizer else "with SGD and with Adam"
-    those = f"Of the methods whose loss {which} was at most {HARMLESS:.0%} above dense in hvdcomp's own trainings,"
+    those = f"Of the methods that lost at most {HARMLESS:.0%} {which} in hvdcomp's own trainings,"
     if best is None:
         return [f"{those} none was measured here: name some with --compressor, such as int4 or powersgd:rank=4."]
     if free.step_s / best.step_s - 1 < advice.error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.evidence import OPTIMIZERS, excess_of
+from hvdcomp.compressors.evidence import OPTIMIZERS, lost_with
 from hvdcomp.compressors.evidence import in_words as evidence_in_words
 from hvdcomp.compressors.first import FIRST, first_to_try
 from hvdcomp.compressors.memory import Memory
@@ -43,7 +43,7 @@ __all__ = [
     "NoCompression",
     "TensorInfo",
     "evidence_in_words",
-    "excess_of",
     "first_to_try",
+    "lost_with",
     "needs_nodes",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.contraction import can_take_turns
-from hvdcomp.compressors.evidence import excess_of, measured_specs
+from hvdcomp.compressors.evidence import lost_with, measured_specs
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.two_level import within
 from hvdcomp.perfmodel.ways import in_two_levels
@@ -112,6 +112,6 @@ def propose(
 def _allowed(asked: Asked) -> Iterator[Compressor]:
     """What evidence allows."""
     for compressor in map(parse_compressor, measured_specs()):
-        excess = excess_of(compressor, asked.optimizer)
-        if excess is not None and excess <= asked.loss:
+        lost = lost_with(compressor, asked.optimizer)
+        if lost is not None and lost <= asked.loss:
             yield compressor
