@@ -67,8 +67,8 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
         known = [one for one in of_each if one is not None]
         return max(known) if len(known) == len(OPTIMIZERS) else None
     spec = str(within(compressor))
-    found = [training.lost[spec] for training in evidence() if training.optimizer == optimizer and spec in training.lost]
-    return max(found, default=None)
+    trainings = [training.lost for training in evidence() if training.optimizer == optimizer]
+    return max((lost[spec] for lost in trainings if spec in lost), default=None)
 
 
 def measured_specs() -> tuple[str, ...]:
@@ -87,6 +87,6 @@ def in_words(compressor: Compressor) -> str:
         for optimizer, lost in found.items()
     ]
     return (
-        f"In small trainings of hvdcomp's own, {compressor} lost beside uncompressed gradients, in percent of the loss or "
-        f"points of accuracy, at worst: {', '.join(said)} (docs/convergence.md)."
+        f"In small trainings of hvdcomp's own, {compressor} lost beside uncompressed gradients, in percent of the loss "
+        f"or points of accuracy, at worst: {', '.join(said)} (docs/convergence.md)."
     )
