@@ -47,8 +47,9 @@ INSTALLED = [backend for backend in DTYPES if find_spec(backend) is not None]
 EVERY_BACKEND = [needing(backend, backend) for backend in DTYPES]
 EVERY_DTYPE = [needing(backend, backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
 BACKENDS = EVERY_BACKEND
-# What is written with the array functions knows no framework: `tests.test_arrays` holds these functions equal in both,
-# `tests.test_two_frameworks` the compressors. So the quick tests run in NumPy's own types, and in PyTorch's float32.
+# What is written with the array functions knows no framework: `tests.arrays.test_arrays` holds these functions equal in
+# both, `tests.bindings.test_two_frameworks` the compressors. So the quick tests run in NumPy's own types, and in
+# PyTorch's float32.
 BACKENDS_AND_DTYPES = [
     needing(backend, backend, dtype, thorough=dtype == "bfloat16" or (backend == "torch" and dtype != "float32"))
     for backend, dtypes in DTYPES.items()

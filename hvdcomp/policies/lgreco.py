@@ -24,7 +24,7 @@ class LGreCo(OptimalLevels[TensorLevels]):
     gradients is not finite, the levels stay as they are.
 
     Bytes stand for time. The performance model says that of one method a byte takes as long in every tensor and at
-    every level (tests/test_policies_lgreco.py holds that), so no calibration could change a choice.
+    every level (tests/policies/test_policies_lgreco.py holds that), so no calibration could change a choice.
 
     Attributes:
         alpha: the budget, as a share of the error at the own levels.

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.faults.points import LAUNCHER
 from tests.faults.victim import FAULT, WEIGHTS
-from tests.launch import available, launcher_command, launcher_variables
+from tests.launched import available, launcher_command, launcher_variables
 
 ROOT = Path(__file__).parents[2]
 CONTROLLERS = {"gloo": "gloo", "mpi": "mpi", "ddp": "torchrun"}

@@ -13,7 +13,7 @@ from tests.multirank.training_tensorflow import Network, TapeTraining, assert_sa
 
 
 def case_element_types() -> None:
-    # How the methods reckon in each of them is tested in `tests.test_every_compressor`.
+    # How the methods reckon in each of them is tested in `tests.compressors.test_every_compressor`.
     methods = {
         "float64": ("none", "fp16", "topk:ratio=0.05"),
         "float16": ("none", "powersgd:rank=2"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import run_ranks
+from tests.launched import run_ranks
 
 # The first of a module's settings is that of the quick tests. With PyTorch, what is sent is tested in every setting;
 # most other modules see each number of ranks and each controller once: a compressor knows of neither. Four ranks on two

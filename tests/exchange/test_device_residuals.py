@@ -1,0 +1,140 @@
+"""What is kept on a device from step to step: in one place of each tensor, and in two within a step only."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp import ErrorFeedback, MomentumCorrection
+from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.device_residuals import DeviceResiduals
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.kernels import cuda
+from tests.harness import infos, states_of
+from tests.interpreted import needs_triton
+
+torch = pytest.importorskip("torch")
+from tests.cuda_kernels import recorded  # noqa: E402
+from tests.device_waits import on_device  # noqa: E402
+from tests.exchange.test_overlap import BYTES, assert_same, early, run, with_nan, without_one  # noqa: E402
+from tests.gpu import cases  # noqa: E402
+
+pytestmark = needs_triton
+
+SHAPES = {"matrix": (40, 48), "long": (3, 3_200), "small": (8, 12)}  # sizes are multiples of 32
+ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
+
+
+def given() -> dict[str, Any]:
+    return {name: torch.ones(shape) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Memory that is taken or let go of holds NaN, so that whoever reads it is found; it is what has been let go of."""
+    gone: list[Any] = []
+    fresh = DeviceResiduals._buffer
+    monkeypatch.setattr(DeviceResiduals, "_buffer", lambda self, count: fresh(self, count).fill_(float("nan")))
+    monkeypatch.setattr(cuda, "let_go", lambda array: gone.append(array.fill_(float("nan"))))
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory", "expected"),
+    [("efsignsgd", None, 4), ("topk:ratio=0.1", None, 4), ("int8", ErrorFeedback(), 4), ("powersgd:rank=2", None, 4),
+     ("dgc:ratio=0.1", None, 8), ("int8", None, 0)],
+)  # fmt: skip
+def test_residuals_take_one_place_between_steps(
+    spec: str, memory: Memory | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept() -> float:
+        return engine.buckets._residuals.nbytes / ELEMENTS
+
+    within: list[float] = []
+    with on_device(monkeypatch), recorded():
+        engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor(spec), memory, 0, 0, 0)
+        engine.before_compress = lambda look: within.append(kept()) or {}
+        for _ in range(3):
+            engine.begin()
+            engine.step(given())
+            assert kept() == expected
+    assert within == [expected, 2 * expected, 2 * expected]
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [("efsignsgd", 4.2), ("topk:ratio=0.01", 4.2), ("int8", 5.1), ("powersgd:rank=4", 4.2), ("dgc:ratio=0.01", 8.2)],
+)
+def test_little_else_stays_in_memory(spec: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensors that are alive: what is sent, and what kernels note of each piece."""
+
+    def alive() -> int:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+    memory = None if spec.startswith("dgc") else ErrorFeedback()
+    with on_device(monkeypatch), recorded():
+        gradients = {"w": torch.ones(1024, 2048)}
+        before = alive()
+        engine = Engine(LoopbackCommunicator(), infos({"w": (1024, 2048)}), parse_compressor(spec), memory, 0, 0, 0)
+        for _ in range(3):
+            engine.begin()
+            engine.step(gradients, in_place=True)
+        assert 4 < (alive() - before) / 2**21 < most
+
+
+@pytest.mark.usefixtures("in_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("spec", ["efsignsgd", "dgc:ratio=0.3"])
+def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None:
+    """Nor what has just been taken: also where a step does not count, the second one here."""
+    assert list(cases.check(spec, "nan", "cpu", {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)})) == []
+    assert len(spoiled) == 2 * (cases.STEPS - 1) * (1 + (spec == "dgc:ratio=0.3"))  # on two ranks
+
+
+@pytest.mark.usefixtures("in_interpreter", "spoiled")
+@pytest.mark.parametrize("memory", [ErrorFeedback(0.5), MomentumCorrection(0.9)], ids=str)
+def test_buckets_that_start_early_keep_the_same(memory: Memory) -> None:
+    """With a tensor that misses a step, which moves to another bucket, and a step that does not count."""
+    options: dict[str, Any] = {
+        "backend": "torch", "memory": memory, "steps": 7, "change": {3: without_one, 5: with_nan}
+    }  # fmt: skip
+    found = run("efsignsgd", BYTES, **options)
+    assert all(isinstance(one.engine.buckets._residuals, DeviceResiduals) for one in found)
+    assert early(found[0])
+    assert_same(found, run("efsignsgd", None, **options))
+
+
+@pytest.mark.usefixtures("in_interpreter", "spoiled")
+def test_an_exchange_that_fails_costs_nothing_that_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(started: Any) -> Any:
+        raise ConnectionError
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("efsignsgd"), min_numel=0, min_ndim=0)
+        plain = Engine(communicator, infos(SHAPES), parse_compressor("efsignsgd"), min_numel=0, min_ndim=0)
+        for step in range(4):
+            rng = np.random.default_rng(step)
+            values = {name: torch.tensor(rng.normal(size=shape), dtype=torch.float32) for name, shape in SHAPES.items()}
+            if step == 2:
+                before = states_of(engine)
+                for _ in range(2):
+                    with monkeypatch.context() as patch:
+                        patch.setattr(communicator, "wait", lost)
+                        with pytest.raises(ConnectionError):
+                            engine.step(values)
+                assert states_of(engine) == before
+                assert engine.buckets._residuals.nbytes == 8 * ELEMENTS  # for the next try
+            found, expected = engine.step(values), plain.step(values)
+            assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
+            assert states_of(engine) == states_of(plain)
+        assert engine.buckets._residuals.nbytes == 4 * ELEMENTS
+
+    run_ranks(1, work)

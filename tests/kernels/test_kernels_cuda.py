@@ -1,0 +1,209 @@
+"""Buckets on CUDA devices: the same kernels in Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.communicators.in_process import run_ranks
+from hvdcomp.compressors.memory import MomentumCorrection
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.look import Look
+from tests.cuda_kernels import SPECS, launches
+from tests.exchange import test_buckets
+from tests.exchange.test_buckets import Recorded, assert_close, gradients, run
+from tests.gpu.cases import FORMS
+from tests.harness import infos, states_of
+from tests.interpreted import needs_triton
+
+torch = pytest.importorskip("torch")
+pytestmark = needs_triton
+
+SHAPES = {"matrix": (6, 8), "long": (3, 3_001), "vector": (77,), "odd": (5, 7, 3), "one": (1,), "scalar": ()}
+
+
+@pytest.fixture(autouse=True)
+def _shapes(in_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_buckets, "SHAPES", SHAPES)
+
+
+def off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDCOMP_KERNELS", "off")
+    kernels.reset()
+
+
+def quick_are(*specs: str) -> list[Any]:
+    """All methods' forms, of which those that are not named run in `make test-all` only."""
+    return [pytest.param(one, marks=[pytest.mark.thorough] * (one not in specs)) for one in FORMS if one != "none"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["none", *quick_are("efsignsgd", "int4", "topk:ratio=0.3,values=fp16", "powersgd:rank=4")],
+)
+def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = SHAPES
+    if spec.startswith("randomk"):  # whose draws from few elements are repeated many times, slowly here
+        shapes = {name: shape for name, shape in SHAPES.items() if np.prod(shape) > 32}
+        monkeypatch.setattr(test_buckets, "SHAPES", shapes)
+    recorded = Recorded()
+    found = run("torch", spec, steps=2, before=recorded.keep)
+    assert all(one.bucket.device is not None for run in found for one in run.engine.buckets.now)
+    assert {name for one in found[0].engine.buckets.now for name in one.names} == shapes.keys()
+    off(monkeypatch)
+    if parse_compressor(spec).keeps_state:
+        plain = run("torch", spec, steps=2, before=recorded.set)
+    else:
+        plain = run("numpy", spec, steps=2)
+    assert not plain[0].engine.buckets.now
+    assert_close(found, plain, atol=5e-6)
+    monkeypatch.undo()
+    kernels.reset()
+
+
+@pytest.mark.parametrize("spec", ["qsgd:bits=4", "int8", "int4", "fp8:rounding=stochastic", "bf16", "fp16"])
+def test_scattered_tensors_go_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give what they give in NumPy."""
+    spec += f"{',' if ':' in spec else ':'}exchange=scatter"
+    found = run("torch", spec, steps=2)
+    assert not any(one.engine.buckets.now for one in found)
+    off(monkeypatch)
+    assert_close(found, run("numpy", spec, steps=2), atol=5e-6)
+    monkeypatch.undo()
+    kernels.reset()
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory"),
+    [
+        ("efsignsgd", MomentumCorrection(0.9, nesterov=True, clip=1.0)),
+        # The interpreter takes ten seconds for each of these; `tests.exchange.test_engine_faults` has them without it.
+        pytest.param("topk:ratio=0.1", MomentumCorrection(0.9), marks=pytest.mark.thorough),
+        pytest.param("powersgd:rank=2", ErrorFeedback(0.5), marks=pytest.mark.thorough),
+    ],
+)
+def test_a_step_that_does_not_count_leaves_everything_as_it_was(spec: str, memory: Any) -> None:
+    """In no rank, although one alone has met an inf; and the host does not ask whether it counts."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), memory, min_numel=0, min_ndim=0)
+        for step in range(4):
+            engine.begin()
+            given = gradients("torch")(communicator.rank, step)
+            if step == 2 and communicator.rank == 1:
+                given["odd"][0, 0, 0] = float("inf")
+            before = states_of(engine)
+            found = engine.step(given)
+            assert engine.found_inf is not None
+            assert bool(torch.isnan(engine.found_inf)) == (step == 2)
+            for name, result in found.items():
+                assert bool(torch.isnan(result).any()) == (step == 2), name
+            if step == 2:
+                assert states_of(engine) == before
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize("spec", quick_are("fp16", "onebit", "qsgd:bits=4", "topk:ratio=0.01"))
+def test_what_was_not_sent_is_kept_exactly(spec: str) -> None:
+    """Of a rank that is alone the result is C(x), so that the residual is x less the result, bit by bit."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        for step in range(2):
+            engine.begin()
+            given = gradients("torch")(0, step)
+            kept = {name: one.numpy().copy() for name, one in given.items()}
+            found = engine.step(given, in_place=True)
+            assert all(found[name] is given[name] for name in given)
+            for name, result in found.items():
+                after = [one.numpy().copy() for one in engine.states[name].memory] or [0 * kept[name]]
+                np.testing.assert_array_equal(after[0], kept[name] + before[name] - result.numpy(), err_msg=name)
+                before[name] = after[0]
+            assert any(after.any() for after in before.values())
+
+    run_ranks(1, work)
+
+
+def test_residuals_are_sent_by_dense_steps_and_taken_over_by_other_methods() -> None:
+    """And a dense step that does not count drops nothing."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("none"), ErrorFeedback(), min_numel=0, min_ndim=0)
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        specs = ["efsignsgd", "topk:ratio=0.1", "onebit", "none", "none", "sidco:ratio=0.1", "fp16"]
+        for step, spec in enumerate(specs):
+            engine.set_plan(dict.fromkeys(SHAPES, parse_compressor(spec)))
+            engine.begin()
+            given = gradients("torch")(0, step)
+            if step == 3:
+                given["one"][0] = float("nan")
+            found = engine.step(given)
+            for name, result in found.items():
+                kept = [one.numpy().copy() for one in engine.states[name].memory] or [0 * result.numpy()]
+                if step == 3:
+                    np.testing.assert_array_equal(kept[-1], before[name], err_msg=name)
+                else:
+                    x = given[name].numpy() + before[name]
+                    np.testing.assert_array_equal(kept[-1], x - result.numpy(), err_msg=f"{name} of {spec}")
+                before[name] = kept[-1]
+
+    run_ranks(1, work)
+
+
+def test_while_somebody_looks_at_x_tensors_stay_in_their_bucket() -> None:
+    """And x is the gradient with what was kept, and what is kept is x less what was sent."""
+
+    def work(communicator: Any) -> None:
+        engine = Engine(communicator, infos(SHAPES), parse_compressor("fp16"), ErrorFeedback(), min_numel=0, min_ndim=0)
+        before = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        seen: list[dict[str, Any]] = []
+
+        def look(look: Look) -> dict[str, Any]:
+            seen.append({name: x.clone() for name, x in look.items()})
+            return {}
+
+        for step in range(4):
+            engine.before_compress = look if step % 2 else None
+            engine.begin()
+            given = gradients("torch")(0, step)
+            found = engine.step(given)
+            for name, result in found.items():
+                assert engine.states[name].is_flat
+                (after,) = (one.numpy().copy() for one in engine.states[name].memory)
+                x = given[name].numpy() + before[name]
+                np.testing.assert_array_equal(after, x - result.numpy(), err_msg=name)
+                if step % 2:
+                    np.testing.assert_array_equal(seen[-1][name].numpy(), x, err_msg=name)
+                before[name] = after
+
+    run_ranks(1, work)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_number_of_launches_depends_on_no_number_of_tensors_or_ranks(spec: str) -> None:
+    counts = {
+        len(launches(spec, [(3, 5)] * tensors, steps=2, ranks=ranks)) / ranks
+        for tensors, ranks in ((10, 1), (100, 1), (1000, 1), (10, 3))
+    }
+    assert len(counts) == 1
+    assert counts.pop() <= 2 * 16
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_every_kernel_compiles_for_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is needed for that; the registers that kernels take are printed."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    command = [sys.executable, "-m", "tests.cuda_kernels", "70", "80", "90"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    print(run.stdout)
+    assert run.returncode == 0, run.stderr

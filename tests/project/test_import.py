@@ -1,0 +1,108 @@
+"""The package is light: importing it, and asking for help, takes no framework."""
+
+from __future__ import annotations
+
+import importlib
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdcomp
+from tests.package_index import fresh_environment, pip_with_index, source_of_package
+
+ROOT = Path(__file__).parents[2]
+FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
+# Nor anything else that is heavy and optional.
+FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes", "prometheus_client"]
+
+
+def run(*command: str | Path, timeout: float = 300) -> str:
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, cwd="/")
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def hidden(code: str) -> list[str]:
+    """A Python command in which the frameworks cannot be imported at all."""
+    return [sys.executable, "-c", f"import sys; sys.modules.update(dict.fromkeys({FRAMEWORKS}))\n{code}"]
+
+
+def test_importing_imports_no_framework() -> None:
+    loaded = run(sys.executable, "-c", "import hvdcomp, sys; print(*sys.modules)").split()
+    assert "hvdcomp" in loaded
+    assert not set(FRAMEWORKS) & {module.partition(".")[0] for module in loaded}
+
+
+def test_importing_is_quick() -> None:
+    """Three times what NumPy takes by itself at most; the interpreter's start counts in both. It was 2.0 times.
+
+    CPU time, of each in turns: how fast a machine is, and how busy, does not matter.
+    """
+    seconds: dict[str, list[float]] = {"numpy": [], "hvdcomp": []}
+    for _ in range(7):
+        for module, took in seconds.items():
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            run(sys.executable, "-c", f"import {module}")
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert statistics.median(seconds["hvdcomp"]) < 3 * statistics.median(seconds["numpy"]), seconds
+
+
+def test_everything_public_is_there_without_frameworks() -> None:
+    code = """
+import hvdcomp, numpy
+assert all(hasattr(hvdcomp, name) for name in hvdcomp.__all__)
+compression = hvdcomp.Compression.from_spec("topk:ratio=0.01", named_parameters=[("w", object())])
+try:
+    compression.compress(numpy.zeros(3))
+except hvdcomp.ConfigurationError as error:
+    print(error)
+"""
+    assert "hvdcomp.Compression was given a numpy.ndarray" in run(*hidden(code))
+
+
+@pytest.mark.parametrize("name", ["dcp", "ddp", "fsdp"])
+def test_what_needs_pytorch_is_a_module_like_any_other(name: str) -> None:
+    pytest.importorskip("torch")
+    module = importlib.import_module(f"hvdcomp.{name}")
+    assert getattr(hvdcomp, name) is module
+    assert all(hasattr(module, offered) for offered in module.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'horse'"):
+        hvdcomp.horse  # noqa: B018
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_the_command_needs_no_framework(arguments: list[str]) -> None:
+    shown = run(*hidden(f"from hvdcomp.cli import main; main({arguments}, prog_name='hvdcomp')"))
+    assert ("Commands:" if arguments == ["--help"] else "hvdcomp, version") in shown
+
+
+@pytest.mark.parametrize("command", ["build-horovod", "doctor", "report", "train"])
+def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
+    assert f"hvdcomp {command} [OPTIONS]" in run(
+        *hidden(f"from hvdcomp.cli import main; main(['{command}', '--help'], prog_name='hvdcomp')")
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.network
+def test_installs_into_a_fresh_environment_without_frameworks(tmp_path: Path) -> None:
+    python = fresh_environment(tmp_path / "venv")
+    pip = pip_with_index(python, tmp_path)
+    run(*pip, "install", source_of_package(tmp_path / "source"))
+    installed = run(*pip, "list", "--format=freeze").lower()
+    assert not [name for name in FRAMEWORKS if f"{name}==" in installed]
+    assert run(python, "-I", "-c", "import hvdcomp; print(hvdcomp.TopK(ratio=0.01))").strip() == "topk:ratio=0.01"
+    shown = run(python, "-I", tmp_path / "venv" / "bin" / "hvdcomp", "--help")
+    assert "Commands:" in shown
+    assert "powersgd" in run(python, "-I", tmp_path / "venv" / "bin" / "hvdcomp", "compressors")
+    # Files that are not Python must be installed too.
+    package = next((tmp_path / "venv" / "lib").glob("python*/site-packages/hvdcomp"))
+    files = [path for path in (ROOT / "hvdcomp").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    wanted = {path.relative_to(ROOT / "hvdcomp") for path in files}
+    assert {path.suffix for path in wanted} >= {".html", ".json", ".sh", ".typed"}
+    assert all((package / path).is_file() for path in wanted)
