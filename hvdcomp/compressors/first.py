@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FIRST: dict[str, tuple[str, ...]] = {
-    "SGD": ("powersgd:rank=4", "topk:ratio=0.01"),
+    "SGD": ("terngrad", "powersgd:rank=4"),
     "Adam": ("int4", "int8"),
     "CompressedAdam": ("efsignsgd",),
 }
