@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _WARM_UP = 10
 HARMLESS = 0.02
-"""By how much a method may raise the loss, as a share, to be named as the one to begin with."""
+"""What a method may have lost in trainings, as a share, to be named as the one to begin with."""
 METHODS = tuple(dict.fromkeys([*COMPRESSORS, *(spec for specs in FIRST.values() for spec in specs)]))
 _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun -np 2 hvdcomp profile train.py"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -202,10 +203,12 @@ def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_p
     adviser = Adviser(slow)
     advice = adviser.advise(Setting(2))
     with_adam = to_begin_with(adviser, advice, "Adam")
-    assert "lost at most 2% with Adam in hvdcomp's own trainings, int8 is the fastest" in with_adam[0]
-    assert "from_spec('int8')" in with_adam[1]
+    # Gathered, or scattered where that was measured too.
+    best = r"in hvdcomp's own trainings, (int8(?::exchange=scatter)?) is the fastest"
+    (found,) = re.findall(f"lost at most 2% with Adam {best}", with_adam[0])
+    assert f"from_spec('{found}')" in with_adam[1]
     with_sgd = to_begin_with(adviser, advice, "SGD")
-    assert "int8 is the fastest" in with_sgd[0], "topk costs more than that with SGD"
+    assert re.search(f"with SGD {best}", with_sgd[0]), "topk costs more than that with SGD"
 
 
 @pytest.mark.thorough

@@ -199,7 +199,7 @@ def case_auto_past_the_engine() -> None:
 
 def case_auto_proposes_what_no_rank_was_told() -> None:
     """Rank 0 reads in its calibration what the others never named, and all of them send so in the same step."""
-    proposed = "powersgd:rank=4"
+    proposed = "terngrad"
     shapes = {name: tuple(one.shape) for name, one in large_model().named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
         calibration = Path(folder) / "cluster.json"
