@@ -51,3 +51,16 @@ def python(code: str, **environment: str) -> str:
     done = run_python(code, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def degenerate_columns(length: int) -> np.ndarray:
+    """A matrix (length, 9) with columns of zeros, that depend on those before, tiny and huge ones; between them columns
+    that are well."""
+    rng = np.random.default_rng(length)
+    start = rng.normal(size=(length, 9)).astype(np.float32)
+    start[:, 2] = start[:, 0] * np.float32(-2)
+    start[:, 4] = 0
+    start[:, 5] = start[:, 1] * np.float32(2.0**-120)
+    start[:, 6] *= np.float32(2.0**100)
+    start[:, 7] = np.finfo(np.float32).max
+    return start

@@ -91,7 +91,7 @@ def take_turns(
         ranks.barrier()
         step_s[name] = sum(parts_of(training.step()))
     step_s = ranks.broadcast(step_s, "turn")
-    round_s = sum(step_ * sum(turn_of(step_)) for step_ in step_s.values())
+    round_s = sum(step * sum(turn_of(step)) for step in step_s.values())
     rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / round_s)))
     samples: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(rounds):

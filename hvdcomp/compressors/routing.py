@@ -288,7 +288,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
     Raises:
         SpecError: for a pattern that matches none; says which names are nearest to it.
     """
-    patterns = (fromkey for fromkey in dict.fromkeys(compressor.name_patterns()) if fromkey != ANY)
+    patterns = (pattern for pattern in dict.fromkeys(compressor.name_patterns()) if pattern != ANY)
     wrong = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if not wrong:
         return

@@ -49,7 +49,7 @@ def serve_simulated(
 
     Args:
         compression: of this model alone.
-        model: a `torch.nn.Module` on the CPU.
+        model: a `torch.nn.Module` on any device.
         communicator: of the rank.
         optimizer: that steps with the gradients.
 

@@ -170,7 +170,7 @@ class RowExchange:
 
     def _bytes(self, lengths: Iterable[int]) -> int:
         """Of so many rows of each table."""
-        return sum(length * row_byte for length, row_byte in zip(lengths, self._row_bytes, strict=True))
+        return sum(length * row_bytes for length, row_bytes in zip(lengths, self._row_bytes, strict=True))
 
     def _unpack(self, packed: torch.Tensor, lengths: Iterable[int]) -> list[torch.Tensor]:
         """So many rows of each table."""

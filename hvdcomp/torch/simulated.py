@@ -26,7 +26,7 @@ class SimulatedBinding(TorchTraining):
 
     Args:
         setup: what the user gave.
-        model: on the CPU.
+        model: on any device.
         communicator: of the rank.
     """
 

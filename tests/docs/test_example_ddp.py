@@ -62,6 +62,7 @@ def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
     assert_same_weights(whole, stopped)
 
 
+@pytest.mark.thorough
 def test_the_click_model_learns() -> None:
     said = run_ranks(2, "torchrun", [str(EXAMPLES / "embeddings.py")], timeout=120).stdout
     losses, factors = zip(*re.findall(r"step \d+: loss ([\d.]+); tables in (\d+), layers in", said), strict=True)
@@ -70,6 +71,7 @@ def test_the_click_model_learns() -> None:
     assert int(factors[-1]) > 500
 
 
+@pytest.mark.thorough
 def test_fsdp_trains_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDCOMP_RANKS_PER_NODE", "1")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

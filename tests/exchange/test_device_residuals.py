@@ -100,7 +100,9 @@ def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None
 
 
 @pytest.mark.usefixtures("in_interpreter", "spoiled")
-@pytest.mark.parametrize("memory", [ErrorFeedback(0.5), MomentumCorrection(0.9)], ids=str)
+@pytest.mark.parametrize(
+    "memory", [pytest.param(ErrorFeedback(0.5), marks=pytest.mark.thorough), MomentumCorrection(0.9)], ids=str
+)
 def test_buckets_that_start_early_keep_the_same(memory: Memory) -> None:
     """With a tensor that misses a step, which moves to another bucket, and a step that does not count."""
     options: dict[str, Any] = {

@@ -16,6 +16,7 @@ from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.kernels import cuda
 from tests.interpreted import needs_triton
+from tests.kernel_calls import degenerate_columns
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -103,14 +104,7 @@ def test_columns_are_orthonormal_and_span_the_same(length: int, rank: int, condi
 
 @pytest.mark.parametrize("length", [40, *(pytest.param(n, marks=pytest.mark.thorough) for n in (9, 1_025))])
 def test_columns_that_say_nothing_become_zero(length: int) -> None:
-    """Zero columns, ones that depend on those before, tiny and huge ones; between them columns that are well."""
-    rng = np.random.default_rng(length)
-    start = rng.normal(size=(length, 9)).astype(np.float32)
-    start[:, 2] = start[:, 0] * np.float32(-2)
-    start[:, 4] = 0
-    start[:, 5] = start[:, 1] * np.float32(2.0**-120)
-    start[:, 6] *= np.float32(2.0**100)
-    start[:, 7] = np.finfo(np.float32).max
+    start = degenerate_columns(length)
     unit = orthonormal(start)
     with np.errstate(over="ignore"):
         expected = orthogonalize(numpy_arrays, start)

@@ -15,7 +15,7 @@ from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.kernels.tables import PRODUCT, Table, product
-from tests.kernel_calls import instruction_set
+from tests.kernel_calls import degenerate_columns, instruction_set
 
 __all__ = ["instruction_set"]
 
@@ -155,14 +155,7 @@ def test_one_factor_a_step(shapes: list[tuple[int, ...]], rank: int, seed: int, 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 17, 100, 1025])
 def test_columns_that_say_nothing_become_zero(length: int) -> None:
-    """Zero columns, ones that depend on those before, tiny and huge ones; between them columns that are well."""
-    rng = np.random.default_rng(length)
-    start = rng.normal(size=(length, 9)).astype(np.float32)
-    start[:, 2] = start[:, 0] * np.float32(-2)
-    start[:, 4] = 0
-    start[:, 5] = start[:, 1] * np.float32(2.0**-120)
-    start[:, 6] *= np.float32(2.0**100)
-    start[:, 7] = np.finfo(np.float32).max
+    start = degenerate_columns(length)
     bucket = Bucket([TensorInfo("w", (1000, length))], [PowerSGD(9)], NoMemory())
     bucket.segments["count"], bucket.segments["place"][:, :3] = 9, (0, 0, length)
     matrix, unit = np.zeros((1000, length), np.float32), np.empty((9, length), np.float32)

@@ -12,6 +12,7 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.sparse_select import MOST_BITS, bits_of
 from hvdcomp.kernels.cuda.x import (
     COUNT,
+    HALF,
     NEXT_VELOCITY,
     PLACE0,
     PLACE1,
@@ -21,6 +22,7 @@ from hvdcomp.kernels.cuda.x import (
     X,
     entry,
     floats,
+    held,
     left_of,
     made,
     magnitude,
@@ -32,7 +34,7 @@ from hvdcomp.kernels.cuda.x import (
 )
 
 FOUR_MEANS = tl.constexpr(0)  # how values travel
-HALF = tl.constexpr(1)
+IN_HALF = tl.constexpr(1)
 
 
 @triton.jit
@@ -180,8 +182,8 @@ def chunks_pack(
     if HOW == FOUR_MEANS:
         bin = tl.load(pointer(bins, tl.uint8) + at + i, mask=there, other=0).to(tl.int32)
         value = tl.load(pointer(wire, tl.float32) + bin)
-    elif HOW == HALF:
-        half = tl.where(value > 65504.0, 65504.0, tl.where(value < -65504.0, -65504.0, value)).to(tl.float16)
+    elif HOW == IN_HALF:
+        half = held(value, HALF).to(tl.float16)
         tl.store(pointer(wire, tl.float16) + i, half, mask=there)
         value = half.to(tl.float32)
     else:
@@ -237,7 +239,7 @@ def chunks_decode(
             if HOW == FOUR_MEANS:
                 bin = packed_code(payload, behind, count, 2, i, there)
                 value = tl.load(pointer(wire, tl.float32) + bin, mask=there, other=0.0)
-            elif HOW == HALF:
+            elif HOW == IN_HALF:
                 value = tl.load(pointer(wire, tl.float16) + i, mask=there, other=0.0).to(tl.float32)
             else:
                 value = tl.load(pointer(wire, tl.float32) + i, mask=there, other=0.0)

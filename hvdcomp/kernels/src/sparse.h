@@ -75,10 +75,4 @@ static inline int64_t hvd_count(const float *restrict x, int64_t length, uint32_
     return count;
 }
 
-static inline float hvd_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 #endif

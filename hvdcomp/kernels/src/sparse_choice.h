@@ -165,7 +165,7 @@ static inline void hvd_bisect(const struct hvd_view *view, struct hvd_bracket *b
     for (int64_t i = 0; i < view->choice->tasks; i++)
         mean += view->sparse->candidates[view->choice->first_task + i].sum;
     mean /= (double)view->s->size;
-    const double width = hvd_float(view->largest) - mean;
+    const double width = hvd_of_bits(view->largest) - mean;
     for (int32_t round = 0; round < view->sparse->rounds; round++) {
         const double middle = (left + right) / 2;
         hvd_test(view, bracket, mean + middle * width);
@@ -183,13 +183,13 @@ static inline double hvd_sample_threshold(const float *sample, int64_t sampled, 
         if (hvd_count(sample, sampled, middle) >= reaching) low = middle;
         else high = middle;
     }
-    return hvd_float(low);
+    return hvd_of_bits(low);
 }
 
 static inline void hvd_step_by_step(const struct hvd_view *view, struct hvd_bracket *bracket) {
     const hvd_choice *choice = view->choice;
     const float *sample = view->sparse->sample + choice->sample;
-    const double largest = hvd_float(view->largest);
+    const double largest = hvd_of_bits(view->largest);
     double threshold = hvd_sample_threshold(sample, choice->sampled, choice->reaching);
     for (int32_t round = 0; round < view->sparse->rounds; round++) {
         hvd_test(view, bracket, threshold);

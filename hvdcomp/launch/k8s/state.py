@@ -123,7 +123,7 @@ def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
 
 def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
     statuses = pod["status"].get("containerStatuses") or [{}]
-    return next((statuse for statuse in statuses if statuse.get("name") == LAUNCHER), statuses[0])
+    return next((status for status in statuses if status.get("name") == LAUNCHER), statuses[0])
 
 
 def _exit_code(launcher: Mapping[str, Any] | None) -> int | None:
