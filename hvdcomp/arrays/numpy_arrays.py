@@ -156,6 +156,23 @@ def block_counts(indices: Array, block: int, blocks: int) -> Array:
     return np.diff(ends, prepend=0, append=indices.shape[0]).astype(np.int32)
 
 
+def unique(x: Array) -> tuple[Array, Array]:
+    """The values of an integer vector in ascending order, each once, and the place of each element among them, int64.
+
+    Waits for an accelerator.
+    """
+    values, places = np.unique(x, return_inverse=True)
+    return values, places.astype(np.int64, copy=False)
+
+
+def counts(x: Array, length: int) -> Array:
+    """How many elements of an integer vector are 0, 1, ... (length,), int64; none is larger or negative.
+
+    Waits for an accelerator.
+    """
+    return np.bincount(x, minlength=length)
+
+
 def repeat(x: Array, counts: Array, total: int) -> Array:
     """Each element of the vector `x` as often as `counts` says, `total` elements in all."""
     return np.repeat(x, counts)

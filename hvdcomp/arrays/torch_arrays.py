@@ -123,6 +123,17 @@ def block_counts(indices: Array, block: int, blocks: int) -> Array:
     return torch.diff(places, append=places.new_full((1,), indices.shape[0])).int()
 
 
+def unique(x: Array) -> tuple[Array, Array]:
+    """Waits for an accelerator."""
+    values, places = x.unique(return_inverse=True)
+    return values, places
+
+
+def counts(x: Array, length: int) -> Array:
+    """Waits for an accelerator."""
+    return x.bincount(minlength=length)
+
+
 def repeat(x: Array, counts: Array, total: int) -> Array:
     return torch.repeat_interleave(x, counts, output_size=total)
 

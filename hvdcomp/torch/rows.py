@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.agreement import WEIGHTS, gather_rows, refused_on_every_rank, require_agreement
-from hvdcomp.exchange.ledger import Cost, Ledger, Sent
+from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.rows import WIRES, RowMeans, Rows, Table
 from hvdcomp.torch.local_steps import started_ranks
 from hvdcomp.torch.training import checksums_of
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _ON_HOST = torch.empty(0)
-_COUNT_BYTES = 8
 
 
 class RowExchange:
@@ -30,10 +28,8 @@ class RowExchange:
         rows.exchange()
         optimizer.step()
 
-    The ids of the rows are gathered once. Then either all rows are gathered; or each goes to one rank, by its place
-    among all ids, which sends the mean back to all. The way on which fewer bytes reach a rank is taken in each step,
-    by the ids of all ranks. Sums are made in the order of the ranks, in float32 or the table's wider type, so that all
-    ranks get the same bits on either way. What is inf or NaN is added up as any other number, and reaches all ranks.
+    Sums are made in the order of the ranks, in float32 or the table's wider type, so that all ranks get the same bits.
+    What is inf or NaN is added up as any other number, and reaches all ranks.
 
     A gradient that is sparse (`nn.Embedding(sparse=True)`) stays sparse, with the rows of any rank. Of a dense one,
     rows whose elements are all zero do not travel.
@@ -42,8 +38,9 @@ class RowExchange:
         model: whose tables these are, not yet wrapped.
         tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Default: those with
             sparse=True.
-        wire_dtype: in which rows and means travel, such as torch.bfloat16. What is rounded away is lost. Default: as
-            they are.
+        wire_dtype: in which rows and means travel: torch.bfloat16 or torch.float16; or torch.int8, with the largest
+            magnitude of each row beside it, of which an element is off by 1/254 at most, and a mean again. What is
+            rounded away is lost. Default: as they are.
         communicator: of the ranks. Default: all ranks of torch.distributed, or if that was not started, of Horovod.
 
     Attributes:
@@ -68,16 +65,11 @@ class RowExchange:
         with refused_on_every_rank(self._ranks, _ON_HOST):
             self._tables = _tables_of(model, tables, wire_dtype)
         weights = {name: table.weight for name, table in self._tables.items()}
-        shapes = {f"table {name}": f"{weight.dtype} {tuple(weight.shape)}" for name, weight in weights.items()}
-        facts = {"tables of RowExchange": list(weights), **shapes, "wire_dtype of RowExchange": str(wire_dtype)}
-        require_agreement(self._ranks, facts, _ON_HOST)
+        wire = None if wire_dtype is None else _name_of(wire_dtype)
+        shapes = {name: Table(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
+        self._means = RowMeans(self._ranks, shapes, wire, _ON_HOST)
         _leave_alone(model, weights.values())
-        self._wires = [wire_dtype or weight.dtype for weight in weights.values()]
-        self._columns = [weight.shape[1] for weight in weights.values()]
-        self._row_bytes = [wire.itemsize * n for wire, n in zip(self._wires, self._columns, strict=True)]
-        self._id_dtype = torch.int32 if max(len(weight) for weight in weights.values()) <= 2**31 else torch.int64
-        self._sent = 0  # bytes, in this step
-        self.ledger = Ledger()
+        self.ledger = self._means.ledger
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -90,99 +82,11 @@ class RowExchange:
             facts = {f"{WEIGHTS}{name}": f"{number:x}" for name, number in sums}
             same = "the same random seed, or the same checkpoint, on every rank"
             require_agreement(self._ranks, facts, _ON_HOST, same)
-        mine = [_rows_of(one.weight) for one in tables]
-        ids = [one.to(self._id_dtype) for one, _ in mine]
-        rows = [one.to(wire) for (_, one), wire in zip(mine, self._wires, strict=True)]
-
-        found = [-1 if one.weight.grad is None else len(own) for one, own in zip(tables, ids, strict=True)]
-        told = gather_rows(self._ranks, np.array(found, np.int64).tobytes(), _ON_HOST, "hvdcomp.rows.counts")
-        self._sent = _COUNT_BYTES * len(tables)
-        counts = np.array([np.frombuffer(one, np.int64) for one in told])  # (ranks, tables)
-        lengths = counts.clip(0).tolist()
-        gathered = self._gather(ids, "ids", max(map(sum, lengths)) * self._id_dtype.itemsize)
-        by_rank = [
-            _unpack(packed, [(n,) for n in of_rank], [self._id_dtype] * len(tables))
-            for packed, of_rank in zip(gathered, lengths, strict=True)
-        ]
-        unions, places = [], []  # of each table: the ids of any rank, in order; where in them each rank's are
-        for of_table in zip(*by_rank, strict=True):
-            union, inverse = torch.cat(of_table).unique(return_inverse=True)
-            unions.append(union)
-            places.append(inverse.split([len(one) for one in of_table]))
-
-        means, values = self._means(rows, lengths, unions, places)
-        for table, most, union, mean in zip(tables, counts.max(0).tolist(), unions, means, strict=True):
-            if most >= 0:
-                _put(table, union.long(), mean.to(table.weight.dtype))
-        self._record(names, ids, values)
-
-    def _means(
-        self, rows: list[torch.Tensor], lengths: list[list[int]], unions: list[torch.Tensor], places: list[Any]
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        """The mean rows of each table, in the order of its union; and how many numbers this rank sent for it."""
-        size, rank = self._ranks.world_size, self._ranks.rank
-        sums = [len(union) for union in unions]
-        whole = max(self._bytes(of_rank) for of_rank in lengths)
-        to_owners = np.zeros((size, size), np.int64)
-        for row_bytes, of_table in zip(self._row_bytes, places, strict=True):
-            for number, one in enumerate(of_table):
-                to_owners[number] += row_bytes * (one % size).bincount(minlength=size).cpu().numpy()
-        part, back = int(to_owners.max()), self._bytes([-(-length // size) for length in sums])
-        if whole <= part + back:
-            gathered = self._gather(rows, "gathered", whole)
-            return self._sums(gathered, places, sums), [row.numel() for row in rows]
-
-        own = [of_table[rank] % size for of_table in places]  # the owner of each row of this rank
-        chunks = [
-            _packed([row[to == owner] for row, to in zip(rows, own, strict=True)], part) for owner in range(size)
-        ]
-        self._sent += size * part
-        received = self._ranks.wait(self._ranks.start_alltoall(torch.cat(chunks), "hvdcomp.rows.parts"))
-        owned = [[one[one % size == rank] // size for one in of_table] for of_table in places]
-        of_owner = [[len(range(owner, length, size)) for length in sums] for owner in range(size)]
-        mine = self._sums(received, owned, of_owner[rank])
-        means = [one.new_empty(length, one.shape[1]) for one, length in zip(mine, sums, strict=True)]
-        for owner, packed in enumerate(self._gather(mine, "means", back)):
-            for mean, one in zip(means, self._unpack(packed, of_owner[owner]), strict=True):
-                mean[owner::size] = one
-        return means, [row.numel() + mean.numel() for row, mean in zip(rows, mine, strict=True)]
-
-    def _sums(self, received: torch.Tensor, places: Sequence[Any], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The means, as they travel, of rows that came from all ranks."""
-        by_rank = [self._unpack(one, [len(of[rank]) for of in places]) for rank, one in enumerate(received)]
-        means = []
-        for of_table, at, length in zip(zip(*by_rank, strict=True), places, lengths, strict=True):
-            wide = torch.promote_types(of_table[0].dtype, torch.float32)
-            total = of_table[0].new_zeros(length, of_table[0].shape[1], dtype=wide)
-            for rows, where in zip(of_table, at, strict=True):
-                total.index_add_(0, where, rows.to(wide))  # ids occur once on a rank: the order is that of the ranks
-            means.append((total / self._ranks.world_size).to(of_table[0].dtype))
-        return means
-
-    def _gather(self, parts: Sequence[torch.Tensor], name: str, length: int) -> torch.Tensor:
-        """What each rank packed, uint8 (ranks, length); `length` is that of the rank with most."""
-        self._sent += length
-        packed = _packed(parts, length)
-        if not length:
-            return packed.new_empty(self._ranks.world_size, 0)
-        gathered: torch.Tensor = self._ranks.wait(self._ranks.start_allgather(packed, f"hvdcomp.rows.{name}"))
-        return gathered
-
-    def _bytes(self, lengths: Iterable[int]) -> int:
-        """Of so many rows of each table."""
-        return sum(length * row_bytes for length, row_bytes in zip(lengths, self._row_bytes, strict=True))
-
-    def _unpack(self, packed: torch.Tensor, lengths: Iterable[int]) -> list[torch.Tensor]:
-        """So many rows of each table."""
-        return _unpack(packed, list(zip(lengths, self._columns, strict=True)), self._wires)
-
-    def _record(self, names: Sequence[str], ids: Sequence[torch.Tensor], values: Sequence[int]) -> None:
-        part = {}
-        for name, own, sent, wire in zip(names, ids, values, self._wires, strict=True):
-            weight = self._tables[name].weight
-            bytes_sent = own.nbytes + sent * wire.itemsize
-            part[name] = Cost(bytes_sent, weight.nbytes, sent * wire.itemsize / 4)
-        self.ledger.record(self.ledger.step_cost(self.ledger.steps, [part], Sent(self._sent)))
+        present = [table.weight.grad is not None for table in tables]
+        means = self._means.exchange([_rows_of(table.weight) for table in tables], present)
+        for table, mean in zip(tables, means, strict=True):
+            if mean is not None:
+                _put(table, mean)
 
 
 def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict[str, Any]:
@@ -192,7 +96,7 @@ def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict
             "RowExchange was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
             "model before"
         )
-    if wire_dtype is not None and not wire_dtype.is_floating_point:
+    if wire_dtype is not None and _name_of(wire_dtype) not in WIRES:
         raise ConfigurationError(f"RowExchange: wire_dtype={wire_dtype} is not possible; give it torch.bfloat16")
     known = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, _EMBEDDINGS)}
     wanted = [name for name, one in known.items() if one.sparse] if names is None else list(names)
@@ -212,6 +116,10 @@ def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict
     return {name: known[name] for name in wanted if of_weight[id(known[name].weight)] == name}
 
 
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
     """Tells DistributedDataParallel, under all names that the weights have, beside what it was told before."""
     ours = {id(weight) for weight in weights}
@@ -220,42 +128,24 @@ def _leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> Non
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
-def _rows_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_of(weight: torch.Tensor) -> Rows:
     """The ids, in order and each once, and the rows of the gradient that are not zero."""
     gradient = weight.grad
     if gradient is None:
-        return weight.new_empty(0, dtype=torch.int64), weight[:0]
+        return Rows(weight.new_empty(0, dtype=torch.int64), weight[:0])
     if gradient.is_sparse:
         gradient = gradient.coalesce()
-        return gradient.indices()[0], gradient.values()
+        return Rows(gradient.indices()[0], gradient.values())
     ids = (gradient != 0).any(1).nonzero()[:, 0]
-    return ids, gradient[ids]
+    return Rows(ids, gradient[ids])
 
 
-def _put(table: Any, ids: torch.Tensor, rows: torch.Tensor) -> None:
+def _put(table: Any, rows: Rows) -> None:
     """Makes rows the gradient of a table; of the layout that it has, or would have."""
-    weight = table.weight
+    weight, (ids, values) = table.weight, rows
     if table.sparse if weight.grad is None else weight.grad.is_sparse:
         shape = weight.shape
-        weight.grad = torch.sparse_coo_tensor(ids[None], rows, shape, is_coalesced=True, check_invariants=False)
+        weight.grad = torch.sparse_coo_tensor(ids[None], values, shape, is_coalesced=True, check_invariants=False)
         return
     weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
-    weight.grad[ids] = rows
-
-
-def _packed(parts: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """The bytes of tensors, with zeros up to a length."""
-    packed = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts])
-    return torch.nn.functional.pad(packed, (0, length - len(packed)))
-
-
-def _unpack(
-    packed: torch.Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    """Tensors from their bytes; copies, since in the bytes they may lie where their type must not."""
-    found, start = [], 0
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        end = start + int(np.prod(shape)) * dtype.itemsize
-        found.append(packed[start:end].clone().view(dtype).view(shape))
-        start = end
-    return found
+    weight.grad[ids] = values

@@ -228,6 +228,16 @@ def test_take_and_add_at(x: np.ndarray, data: st.DataObject) -> None:
     np.testing.assert_array_equal(results[0][1], expected)
 
 
+@given(st.lists(st.integers(0, 9)), st.sampled_from([np.int32, np.int64]))
+def test_unique_and_counts(numbers: list[int], dtype: type) -> None:
+    for xp, array in everywhere(np.array(numbers, dtype)):
+        values, places = xp.unique(array)
+        assert (xp.dtype_name(values), xp.dtype_name(places)) == (np.dtype(dtype).name, "int64")
+        assert values.tolist() == sorted(set(numbers))
+        assert values[places].tolist() == numbers
+        assert xp.counts(array, 12).tolist() == [numbers.count(one) for one in range(12)]
+
+
 @given(arrays(finite=True), st.floats(-2, 2, width=16))
 def test_a_product_with_a_number_keeps_the_type(x: np.ndarray, factor: float) -> None:
     result, *others = (array * factor for _, array in everywhere(x))

@@ -69,7 +69,7 @@ def mean_of(dense: list[np.ndarray]) -> np.ndarray:
     return total / np.float32(len(dense))
 
 
-def stated_bytes(ranks: int, kind: str, value_bytes: int = 4) -> tuple[int, str]:
+def stated_bytes(ranks: int, kind: str, value_bytes: int = 4, scale_bytes: int = 0) -> tuple[int, str]:
     """Bytes that a rank hands over in a step, and the way on which fewer reach it."""
     counts = 8 * len(SHAPES)
     ids, rows, back = np.zeros(ranks, int), np.zeros(ranks, int), 0
@@ -77,12 +77,13 @@ def stated_bytes(ranks: int, kind: str, value_bytes: int = 4) -> tuple[int, str]
     for name, (_, columns) in SHAPES.items():
         own = [np.flatnonzero(one.any(1)) for one in parts(ranks, name, kind)]
         union = np.unique(np.concatenate(own))
+        row_bytes = value_bytes * columns + scale_bytes
         ids += [4 * len(one) for one in own]
-        rows += [value_bytes * columns * len(one) for one in own]
+        rows += [row_bytes * len(one) for one in own]
         for rank, one in enumerate(own):
             owners = np.searchsorted(union, one) % ranks
-            to_owners[rank] += value_bytes * columns * np.bincount(owners, minlength=ranks)
-        back += value_bytes * columns * -(-len(union) // ranks)
+            to_owners[rank] += row_bytes * np.bincount(owners, minlength=ranks)
+        back += row_bytes * -(-len(union) // ranks)
     if rows.max() <= to_owners.max() + back:
         return counts + ids.max() + rows.max(), "gather"
     return counts + ids.max() + ranks * to_owners.max() + back, "owners"
@@ -124,6 +125,38 @@ def test_rows_travel_rounded(ranks: int, kind: str) -> None:
             gradient = getattr(model, name).weight.grad.to_dense().numpy()
             assert gradient.dtype == np.float32
             np.testing.assert_array_equal(gradient, mean_of(halves).astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "apart"), (4, "same")])
+def test_rows_travel_in_int8_within_the_stated_error(ranks: int, kind: str) -> None:
+    results = exchanged(ranks, kind, wire_dtype=torch.int8)
+    for model, rows in results:
+        assert rows.ledger.totals.bytes_sent == stated_bytes(ranks, kind, 1, scale_bytes=4)[0]
+        for name in SHAPES:
+            given = parts(ranks, name, kind)
+            gradient = getattr(model, name).weight.grad.to_dense().numpy()
+            assert np.array_equal(gradient, getattr(results[0][0], name).weight.grad.to_dense().numpy())
+            # The element of the largest magnitude is sent as it is; others are off by half of 1/127 of it at most.
+            rounded = np.mean([abs(one).max(1, keepdims=True) for one in given], 0) / 254
+            bound = rounded + (abs(mean_of(given)).max(1, keepdims=True) + rounded) / 254
+            error = abs(gradient - mean_of(given))
+            assert (error <= bound * 1.001).all()
+            assert error.max() > 0.2 * bound.max()
+
+
+def test_rows_of_zeros_and_nan_travel_in_int8() -> None:
+    def work(communicator: SimulatedCommunicator) -> Any:
+        model = Model()
+        rows = RowExchange(model, ["items.weight"], communicator=communicator, wire_dtype=torch.int8)
+        values = torch.tensor([[0.0] * 5, [torch.nan, 1, 2, 3, 4]])
+        model.items.weight.grad = torch.sparse_coo_tensor([[2, 7]], values, SHAPES["items"], check_invariants=True)
+        rows.exchange()
+        return model.items.weight.grad.to_dense()
+
+    for gradient in SimulatedGroup(2).run(work):
+        assert not gradient[2].any()
+        assert gradient[7].isnan().all()
+        assert gradient.isnan().sum() == 5
 
 
 def test_rows_of_16_bits_are_added_in_32() -> None:
@@ -177,7 +210,7 @@ def test_tables_that_share_a_weight_are_served_once() -> None:
         (Model, {"tables": []}, "no table"),
         (lambda: torch.nn.Linear(2, 2), {}, "no table with sparse=True; the model has none"),
         (lambda: Model(max_norm=1.0), {}, "items.weight has max_norm=1.0"),
-        (Model, {"wire_dtype": torch.int8}, "wire_dtype=torch.int8 is not possible"),
+        (Model, {"wire_dtype": torch.int16}, "wire_dtype=torch.int16 is not possible"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(model: Any, options: Any, message: str) -> None:

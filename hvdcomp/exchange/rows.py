@@ -1,0 +1,233 @@
+"""The mean over all ranks of rows of tables, of which each rank has some: ids travel once, and no other rows.
+
+The ids of the rows are gathered once. Then either all rows are gathered; or each goes to one rank, by its place among
+all ids, which sends the mean back to all. The way on which fewer bytes reach a rank is taken in each step, by the ids
+of all ranks. Sums are made in the order of the ranks, in float32 or the table's wider type, so that all ranks get the
+same bits on either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.arrays.types import FLOATING, Array, wide_dtype
+from hvdcomp.communicators import Communicator
+from hvdcomp.exchange.agreement import gather_rows, require_agreement
+from hvdcomp.exchange.ledger import Cost, Ledger, Sent
+
+_INT8, _LARGEST = "int8", 127
+WIRES = (*FLOATING, _INT8)
+"""The element types in which rows may travel."""
+
+_COUNT_BYTES, _SCALE_BYTES = 8, 4
+
+
+class Table(NamedTuple):
+    """What all ranks know of a table: its element type by name, and how many rows and columns it has."""
+
+    dtype: str
+    rows: int
+    columns: int
+
+
+class Rows(NamedTuple):
+    """Rows (n, columns) and their ids (n,), each once."""
+
+    ids: Array
+    values: Array
+
+
+class RowMeans:
+    """Makes the mean over all ranks of the rows of some tables.
+
+    Args:
+        ranks: all that take part.
+        tables: by name, the same on every rank.
+        wire: one of `WIRES`, in which rows and means travel: int8 with the largest magnitude of each row in float32.
+            What is rounded away is lost. None for the tables' own element types.
+        host: an array of the framework, on the host.
+
+    Attributes:
+        ledger: bytes of each step, without times. The dense bytes are the whole tables'.
+
+    Raises:
+        RankMismatchError: on every rank, if they were told different things.
+    """
+
+    def __init__(self, ranks: Communicator, tables: Mapping[str, Table], wire: str | None, host: Array) -> None:
+        shapes = {f"table {name}": f"{one.dtype} {(one.rows, one.columns)}" for name, one in tables.items()}
+        facts = {"tables of RowExchange": list(tables), **shapes, "wire_dtype of RowExchange": wire}
+        require_agreement(ranks, facts, host)
+        self._ranks = ranks
+        self._tables = dict(tables)
+        self._host = host
+        self._wires = [_Wire(wire or table.dtype, table.columns) for table in tables.values()]
+        large = max(table.rows for table in tables.values()) > 2**31
+        self._id_dtype, self._id_bytes = ("int64", 8) if large else ("int32", 4)
+        self._sent = 0  # bytes, in this step
+        self.ledger = Ledger()
+
+    def exchange(self, given: Sequence[Rows], present: Sequence[bool]) -> list[Rows | None]:
+        """The mean rows of each table, with the ids of any rank in order; None where no rank has a gradient.
+
+        Args:
+            given: this rank's rows of each table.
+            present: whether this rank has a gradient of each table, which may have no rows.
+        """
+        xp = arrays_for(given[0].values)
+        ids = [xp.astype(one.ids, self._id_dtype) for one in given]
+        found = [len(own) if there else -1 for own, there in zip(ids, present, strict=True)]
+        told = gather_rows(self._ranks, np.array(found, np.int64).tobytes(), self._host, "hvdcomp.rows.counts")
+        self._sent = _COUNT_BYTES * len(found)
+        counts = np.array([np.frombuffer(one, np.int64) for one in told])  # (ranks, tables)
+        lengths = counts.clip(0).tolist()
+        gathered = self._gather(list(map(xp.as_bytes, ids)), "ids", max(map(sum, lengths)) * self._id_bytes)
+
+        by_rank = [
+            [part.view(ids[0].dtype) for part in _parts(packed, [length * self._id_bytes for length in of_rank])]
+            for packed, of_rank in zip(gathered, lengths, strict=True)
+        ]
+        unions, places = [], []  # of each table: the ids of any rank, in order; where in them each rank's are
+        for of_table in zip(*by_rank, strict=True):
+            union, inverse = xp.unique(xp.concatenate(of_table))
+            unions.append(union)
+            places.append(_parts(inverse, list(map(len, of_table))))
+        means, handed_over = self._means([one.values for one in given], lengths, list(map(len, unions)), places)
+        self._record(ids, handed_over)
+        return [
+            Rows(xp.astype(union, "int64"), xp.astype(mean, table.dtype)) if most >= 0 else None
+            for table, union, mean, most in zip(
+                self._tables.values(), unions, means, counts.max(0).tolist(), strict=True
+            )
+        ]
+
+    def _means(
+        self, rows: Sequence[Array], lengths: list[list[int]], sums: list[int], places: list[list[Array]]
+    ) -> tuple[list[Array], list[int]]:
+        """The mean rows of each table, in the order of its union, of which `sums` are the lengths; and how many rows
+        this rank sent for it."""
+        xp = arrays_for(rows[0])
+        size, rank = self._ranks.world_size, self._ranks.rank
+        whole = max(map(self._bytes, lengths))
+        to_owners = np.zeros((size, size), np.int64)
+        for wire, of_table in zip(self._wires, places, strict=True):
+            for number, one in enumerate(of_table):
+                to_owners[number] += wire.row_bytes * np.array(xp.counts(one % size, size).tolist(), np.int64)
+        part, back = int(to_owners.max()), self._bytes([-(-length // size) for length in sums])
+        if whole <= part + back:
+            gathered = self._gather(self._encoded(rows), "gathered", whole)
+            return self._decoded(_packed(self._sums(gathered, places, sums)), sums), lengths[rank]
+
+        own = [of_table[rank] % size for of_table in places]  # the owner of each row of this rank
+        chunks = [
+            _packed(self._encoded([row[to == owner] for row, to in zip(rows, own, strict=True)]), part)
+            for owner in range(size)
+        ]
+        self._sent += size * part
+        received = self._ranks.wait(self._ranks.start_alltoall(xp.concatenate(chunks), "hvdcomp.rows.parts"))
+        owned = [[one[one % size == rank] // size for one in of_table] for of_table in places]
+        of_owner = [[len(range(owner, length, size)) for length in sums] for owner in range(size)]
+        mine = self._sums(received, owned, of_owner[rank])
+        by_owner = [
+            self._decoded(packed, of)
+            for packed, of in zip(self._gather(mine, "means", back), of_owner, strict=True)
+        ]
+        means = []
+        for of_table, length in zip(zip(*by_owner, strict=True), sums, strict=True):
+            mean = xp.zeros((length, of_table[0].shape[1]), of_table[0])
+            for owner, some in enumerate(of_table):
+                mean[owner::size] = some
+            means.append(mean)
+        return means, [a + b for a, b in zip(lengths[rank], of_owner[rank], strict=True)]
+
+    def _sums(self, received: Array, places: Sequence[Sequence[Array]], lengths: Sequence[int]) -> list[Array]:
+        """The means, as they travel, of rows that came from all ranks."""
+        xp = arrays_for(received)
+        by_rank = [self._decoded(one, [len(of[rank]) for of in places]) for rank, one in enumerate(received)]
+        means = []
+        for of_table, at, length in zip(zip(*by_rank, strict=True), places, lengths, strict=True):
+            total = xp.zeros((length, of_table[0].shape[1]), of_table[0])
+            for rows, where in zip(of_table, at, strict=True):
+                total = xp.add_at(total, where, rows)  # ids occur once on a rank: the order is that of the ranks
+            means.append(total / self._ranks.world_size)
+        return self._encoded(means)
+
+    def _gather(self, parts: Sequence[Array], name: str, length: int) -> Array:
+        """What each rank packed, uint8 (ranks, length); `length` is that of the rank with most."""
+        self._sent += length
+        packed = _packed(parts, length)
+        if not length:
+            return arrays_for(packed).zeros((self._ranks.world_size, 0), packed)
+        return self._ranks.wait(self._ranks.start_allgather(packed, f"hvdcomp.rows.{name}"))
+
+    def _bytes(self, lengths: Iterable[int]) -> int:
+        """Of so many rows of each table."""
+        return sum(length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True))
+
+    def _encoded(self, rows: Iterable[Array]) -> list[Array]:
+        return [wire.encoded(one) for wire, one in zip(self._wires, rows, strict=True)]
+
+    def _decoded(self, packed: Array, lengths: Sequence[int]) -> list[Array]:
+        """So many rows of each table."""
+        parts = _parts(packed, [length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True)])
+        return [wire.decoded(part) for wire, part in zip(self._wires, parts, strict=True)]
+
+    def _record(self, ids: Sequence[Array], handed_over: Sequence[int]) -> None:
+        part = {}
+        for (name, table), own, rows, wire in zip(self._tables.items(), ids, handed_over, self._wires, strict=True):
+            dense_bytes = table.rows * table.columns * FLOATING[table.dtype]
+            sent = rows * wire.row_bytes
+            part[name] = Cost(len(own) * self._id_bytes + sent, dense_bytes, sent / 4)
+        self.ledger.record(self.ledger.step_cost(self.ledger.steps, [part], Sent(self._sent)))
+
+
+class _Wire(NamedTuple):
+    """How rows of so many columns travel."""
+
+    dtype: str
+    columns: int
+
+    @property
+    def row_bytes(self) -> int:
+        return _SCALE_BYTES + self.columns if self.dtype == _INT8 else FLOATING[self.dtype] * self.columns
+
+    def encoded(self, rows: Array) -> Array:
+        """The rows as bytes: all scales before all numbers."""
+        xp = arrays_for(rows)
+        if self.dtype != _INT8:
+            return xp.as_bytes(xp.astype(rows, self.dtype))
+        rows = xp.astype(rows, "float32")
+        if not len(rows):
+            return xp.as_bytes(rows)
+        scales = xp.row_largest(rows) / _LARGEST
+        numbers = xp.floor(rows * xp.reciprocal_or_zero(scales, scales * 0) + 0.5)
+        return xp.concatenate([xp.as_bytes(scales), xp.as_bytes(xp.astype(numbers, _INT8))])
+
+    def decoded(self, packed: Array) -> Array:
+        """Rows of bytes, in the element type in which they are added up."""
+        xp = arrays_for(packed)
+        if self.dtype != _INT8:
+            rows = packed.view(xp.astype(packed[:0], self.dtype).dtype).reshape(-1, self.columns)
+            return xp.astype(rows, wide_dtype(self.dtype))
+        count = len(packed) // self.row_bytes
+        scales, numbers = _parts(packed, [_SCALE_BYTES * count, self.columns * count])
+        scales = scales.view(xp.astype(packed[:0], "float32").dtype).reshape(-1, 1)
+        return xp.astype(xp.bitcast(numbers, _INT8), "float32").reshape(-1, self.columns) * scales
+
+
+def _packed(parts: Sequence[Array], length: int | None = None) -> Array:
+    """Vectors of bytes end to end, with zeros up to a length."""
+    xp = arrays_for(parts[0])
+    missing = 0 if length is None else length - sum(map(len, parts))
+    return xp.concatenate([*parts, xp.zeros((missing,), parts[0])])
+
+
+def _parts(x: Array, lengths: Sequence[int]) -> list[Array]:
+    """A vector cut in parts, in fresh storage, since in bytes they may lie where their element type must not."""
+    xp = arrays_for(x)
+    ends = np.cumsum(lengths).tolist()
+    return [xp.concatenate([x[end - length : end]]) for end, length in zip(ends, lengths, strict=True)]
