@@ -75,7 +75,7 @@ _START = (
     metavar="SECONDS",
     shown="PyTorch's: 1800",
 )
-@_option("--model", "What to train. vit is PyTorch's alone.", type=click.Choice(MODELS))
+@_option("--model", "What to train. vit and dlrm are PyTorch's alone.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvdcomp.tensorflow.checkpoint import CompressionState, saved_state
     from hvdcomp.tensorflow.compressed_adam import CompressedAdam
+    from hvdcomp.tensorflow.rows import RowExchange
     from hvdcomp.tensorflow.simulated import serve_simulated
 
 _FILES = {
@@ -16,10 +17,11 @@ _FILES = {
     "refuse_keras_3": "caller",
     "CompressedAdam": "compressed_adam",
     "CompressionState": "checkpoint",
+    "RowExchange": "rows",
     "saved_state": "checkpoint",
     "serve_simulated": "simulated",
 }
-__all__ = ["CompressedAdam", "CompressionState", "saved_state", "serve_simulated"]
+__all__ = ["CompressedAdam", "CompressionState", "RowExchange", "saved_state", "serve_simulated"]
 
 
 def __getattr__(name: str) -> Any:

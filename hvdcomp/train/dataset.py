@@ -1,7 +1,7 @@
 """A data set in memory: NumPy arrays of training, validation and test samples, and what a model must know of them.
 
-Images are (N, channels, size, size) and signals (N, channels, size), with integer labels (N,). Text is token ids
-(N, length); its targets are the same ids one position further, (N, length).
+Images are (N, channels, size, size), signals (N, channels, size) and rows of features (N, channels), with integer
+labels (N,). Text is token ids (N, length); its targets are the same ids one position further, (N, length).
 """
 
 from __future__ import annotations

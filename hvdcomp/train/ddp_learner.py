@@ -27,6 +27,7 @@ class DDPLearner(TorchLearner):
         options: dict[str, Any] = {**OWN_BUFFERS}
         if self._options.bucket_bytes is not None:
             options["bucket_cap_mb"] = self._options.bucket_bytes / 2**20
+        self._serve_tables()
         self._ddp = DistributedDataParallel(self._model, **options)  # takes rank 0's weights and buffers
         self._begin()
 

@@ -6,11 +6,22 @@ import horovod.torch as hvd
 from torch import Tensor
 
 from hvdcomp.compression import Compression
+from hvdcomp.train.dataset import DataSet
+from hvdcomp.train.options import SetupError, TrainingOptions
+from hvdcomp.train.ranks import Ranks
 from hvdcomp.train.torch_learner import TorchLearner, loss_of
 
 
 class HorovodLearner(TorchLearner):
     """See `Learner`."""
+
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        super().__init__(options, data, ranks)
+        if self._tables:  # Horovod's optimizer would want an optimizer of their own for them
+            raise SetupError(
+                f"--model {options.model}: its tables are served under torchrun, with --backend ddp, and with "
+                "--simulate-ranks, and not under Horovod"
+            )
 
     def broadcast(self) -> None:
         # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would make some by a step

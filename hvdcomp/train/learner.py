@@ -58,6 +58,11 @@ class Learner(ABC):
     def distribute(self, compression: Compression) -> None:
         """Exchange gradients through Horovod from now on, compressed so."""
 
+    @property
+    def row_ledger(self) -> Any:
+        """The ledger of the tables whose rows are exchanged beside the compression; None without any."""
+        return None
+
     @abstractmethod
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next step."""

@@ -1,10 +1,11 @@
 """The models of the reference training program: small ones for a laptop, and those of the compression papers.
 
 Image models take float batches of shape (N, channels, size, size), and the signal model (N, channels, size), and give
-logits (N, classes); language models take token ids (N, length) and give logits (N, length, classes). The convolutional
-networks have their CIFAR form: no early downsampling, one linear layer at the end. Here is what all frameworks share;
-`models_torch` and `models_tensorflow` build the same networks, with the same parameters under the same names; the
-vision transformer is PyTorch's alone.
+logits (N, classes), as does the click model for features (N, dense + tables). Language models take token ids
+(N, length) and give logits (N, length, classes). The convolutional networks have their CIFAR form: no early
+downsampling, one linear layer at the end. Here is what all frameworks share; `models_torch` and `models_tensorflow`
+build the same networks, with the same parameters under the same names; the vision transformer and the click model are
+PyTorch's alone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,19 @@ GPT_SIZES = {
 """By model; of bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
 
 VIT_SIZE = TransformerSize(4, 64, 4)
+
+
+class DLRMSize(NamedTuple):
+    """Dense features of a sample, tables, their rows and columns, and the width of hidden layers."""
+
+    dense: int
+    tables: int
+    rows: int
+    columns: int
+    hidden: int
+
+
+DLRM_SIZE = DLRMSize(13, 8, 20_000, 16, 64)
 
 
 def patch_side(size: int) -> int:

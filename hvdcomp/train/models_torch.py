@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from hvdcomp.train.models import (
+    DLRM_SIZE,
     GPT_SIZES,
     VGG16,
     VGG19,
     VIT_SIZE,
+    DLRMSize,
     LSTMSize,
     TransformerSize,
     check_image_size,
@@ -36,6 +38,7 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
         "resnet18": lambda: ResNet(channels, classes, widths=(64, 128, 256, 512), blocks=2),
         "vgg16": lambda: vgg(VGG16, channels, size, classes, norm=False),
         "vgg19_bn": lambda: vgg(VGG19, channels, size, classes, norm=True),
+        "dlrm": lambda: DLRM(classes, DLRM_SIZE),
         "vit": lambda: ViT(channels, size, classes, VIT_SIZE),
     }
     return builders[name]()
@@ -271,3 +274,34 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         patches = self.embedding(images).flatten(2).transpose(1, 2)
         return self.head(self.norm(self.blocks(patches + self.position.weight)).mean(dim=1))
+
+
+class DLRM(nn.Module):
+    """A click model: a row of each table and the dense features meet in their products.
+
+    Inputs are rows (N, dense + tables): the dense features, and then an id for each table.
+
+    References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
+    """
+
+    def __init__(self, classes: int, size: DLRMSize) -> None:
+        super().__init__()
+        self.dense = size.dense
+        self.tables = nn.ModuleList(nn.EmbeddingBag(size.rows, size.columns, mode="sum") for _ in range(size.tables))
+        for table in self.tables:
+            nn.init.uniform_(table.weight, -(size.rows**-0.5), size.rows**-0.5)
+        self.bottom = nn.Sequential(
+            nn.Linear(size.dense, size.hidden), nn.ReLU(), nn.Linear(size.hidden, size.columns), nn.ReLU()
+        )
+        pairs = size.tables * (size.tables + 1) // 2
+        self.top = nn.Sequential(
+            nn.Linear(size.columns + pairs, size.hidden), nn.ReLU(), nn.Linear(size.hidden, classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        below, ids = self.bottom(x[:, : self.dense]), x[:, self.dense :].long()
+        rows = [table(ids[:, place, None]) for place, table in enumerate(self.tables)]
+        vectors = torch.stack([below, *rows], 1)
+        first, second = torch.triu_indices(len(rows) + 1, len(rows) + 1, offset=1)
+        products = (vectors @ vectors.mT)[:, first, second]
+        return self.top(torch.cat([below, products], 1))

@@ -30,21 +30,23 @@ DECISIONS = "decisions.jsonl"  # below --output; written by the compression, whi
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
+CLICK_MODELS = ("dlrm",)
 GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
-MODELS = IMAGE_MODELS + SIGNAL_MODELS + TEXT_MODELS
+MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + TEXT_MODELS
 TRANSFORMERS = (*GPT_MODELS, "vit")
-TORCH_MODELS = ("vit",)  # which TensorFlow has not
+TORCH_MODELS = ("vit", *CLICK_MODELS)  # which TensorFlow has not
 
 IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
 SIGNAL_DATA = ("mnist1d",)
+CLICK_DATA = ("clicks",)
 TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
-DATA = IMAGE_DATA + SIGNAL_DATA + TEXT_DATA
+DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
-VALIDATED_DATA = ("mnist1d", "text", "wikitext2", "ptb")  # with a validation part of their own
+VALIDATED_DATA = ("mnist1d", "clicks", "text", "wikitext2", "ptb")  # with a validation part of their own
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
-MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", *TEXT_MODELS)  # those with hidden matrices
+MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # those with hidden matrices
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
@@ -56,6 +58,7 @@ _SGD_RATES = {
     "vgg19_bn": 0.05,
     "vit": 0.05,
     "cnn1d": 0.05,
+    "dlrm": 0.05,
     "lstm": 2.0,
     "gpt": 0.1,
     "gpt-mini": 0.1,
@@ -63,7 +66,8 @@ _SGD_RATES = {
 }
 FREEZE_AFTER = 0.15  # of a run, where AdamW's second moment is frozen
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3; muon has the same
-_BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8}  # others: 32
+# Others: 32.
+_BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "clicks": 128, "text": 8}
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
 _TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
 _CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
@@ -169,7 +173,12 @@ class TrainingOptions:
         ):
             if value not in known:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
-        families = ((IMAGE_MODELS, IMAGE_DATA), (SIGNAL_MODELS, SIGNAL_DATA), (TEXT_MODELS, TEXT_DATA))
+        families = (
+            (IMAGE_MODELS, IMAGE_DATA),
+            (SIGNAL_MODELS, SIGNAL_DATA),
+            (CLICK_MODELS, CLICK_DATA),
+            (TEXT_MODELS, TEXT_DATA),
+        )
         suitable = next(data for models, data in families if self.model in models)
         if self.data not in suitable:
             raise SetupError(f"--model {self.model} cannot learn --data {self.data}; it takes {', '.join(suitable)}")
@@ -251,6 +260,11 @@ class TrainingOptions:
                 f"{self.framework}",
             ),
             (
+                self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
+                f"--optimizer compressed-adam sends momenta of all parameters, and --model {self.model} has tables of "
+                "which rows are sent; take --optimizer sgd or adamw",
+            ),
+            (
                 self.optimizer != "muon" or self.model in MUON_MODELS,
                 f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; take --optimizer "
                 f"sgd or adamw, or one of {', '.join(MUON_MODELS)}",
@@ -296,7 +310,8 @@ class TrainingOptions:
             (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise}: a fraction from 0 to 1"),
             (
                 self.label_noise == 0 or self.data not in TEXT_DATA,
-                f"--label-noise: --data {self.data} has no labels; {', '.join(IMAGE_DATA + SIGNAL_DATA)} have",
+                f"--label-noise: --data {self.data} has no labels; "
+                f"{', '.join(IMAGE_DATA + SIGNAL_DATA + CLICK_DATA)} have",
             ),
             (self.image_size >= 4, f"--image-size {self.image_size}: at least 4 pixels"),
             (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r}: char or word"),

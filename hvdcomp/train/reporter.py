@@ -109,6 +109,7 @@ class Reporter:
             ("sent per rank and step", _bytes(summary["bytes_sent_per_step"])),
             *_within_nodes(summary["bytes_in_node_per_step"]),
             ("compression factor", _factor(summary)),
+            *_tables(summary),
             ("weights", "the same on every rank" if summary["identical"] else "DIFFERENT between ranks"),
         ]
         if summary["note"]:
@@ -136,6 +137,15 @@ def _quality(metric: str, value: float | None) -> str:
 def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
     """The row that says how much of what is sent stays within a node, where anything does for certain."""
     return [("of that within a node", _bytes(sent))] if sent else []
+
+
+def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The row about tables whose rows were exchanged, where there are any."""
+    tables = summary["tables"]
+    if tables is None or not summary["steps"]:
+        return []
+    factor = _or_none(tables["compression_factor"], "{:.1f}")
+    return [("of that for rows of tables", f"{_bytes(tables['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
 
 
 def _factor(summary: dict[str, Any]) -> str:

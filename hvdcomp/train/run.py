@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -274,7 +275,8 @@ class Run:
                 "accumulation": accumulation,
                 "ms": milliseconds,
             }
-            self._writer.step(record, _cost(self._compression), self._compression.metrics)
+            cost = _cost(self._compression, self._learner.row_ledger)
+            self._writer.step(record, cost, self._compression.metrics)
 
     def _end_epoch(self) -> None:
         with self._compression.paused():
@@ -288,7 +290,7 @@ class Run:
             f"{self._watched}_loss": quality["loss"],
             self._metric: quality[self._metric],
             "seconds": self._ranks.now() - self._epoch_start,
-            "bytes_sent": self._compression.ledger.totals.bytes_sent,
+            "bytes_sent": self._totals.bytes_sent,
         }
         self._epochs.append(record)
         self._reporter.epoch(record)
@@ -317,7 +319,7 @@ class Run:
             **quality,
             "trained_seconds": self._trained_seconds,
             **self._on_links,
-            "bytes_sent": self._compression.ledger.totals.bytes_sent,
+            "bytes_sent": self._totals.bytes_sent,
         }
         if self._writer is not None:
             self._writer.evaluation(record)
@@ -359,7 +361,7 @@ class Run:
         return {"loss": loss / count, self._metric: right / count if self._metric == "accuracy" else _exp(loss / count)}
 
     def _summary(self, status: str, digests: list[str], final: dict[str, Any]) -> dict[str, Any]:
-        options, totals = self._options, self._compression.ledger.totals
+        options, totals = self._options, self._totals
         last = self._epochs[-1] if self._epochs else {}
         values = [record[self._metric] for record in self._epochs]
         best = max if self._metric == "accuracy" else min
@@ -399,6 +401,7 @@ class Run:
             "floats_sent": totals.floats_sent,
             "compression_factor": totals.compression_factor,
             "compression_factor_over": "dense bytes / sent bytes that may leave the node",
+            "tables": self._of_tables(),
             "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),
             "weights_sha256": digests,
             "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
@@ -407,6 +410,20 @@ class Run:
             "options": options.as_json(),
             "versions": environment.versions(options.framework, self._ranks.backend),
         }
+
+    @property
+    def _totals(self) -> Any:
+        """What was sent so far, of layers and tables."""
+        totals, rows = replace(self._compression.ledger.totals), self._learner.row_ledger
+        if rows is not None:
+            totals.add(rows.totals)
+        return totals
+
+    def _of_tables(self) -> dict[str, Any] | None:
+        """What of the bytes is of rows of tables; None without any."""
+        rows = self._learner.row_ledger
+        names = ("bytes_sent", "dense_bytes", "compression_factor")
+        return None if rows is None else {name: getattr(rows.totals, name) for name in names}
 
     def _until(self) -> dict[str, Any] | None:
         """What the target took, or that it was not reached; None without a target."""
@@ -435,11 +452,13 @@ def _digest(parameters: Arrays) -> str:
     return digest.hexdigest()
 
 
-def _cost(compression: Compression) -> dict[str, float | None]:
-    """What the ledger says of the last step; with one rank Horovod compresses nothing and it is empty."""
+def _cost(compression: Compression, rows: Any) -> dict[str, float | None]:
+    """What the ledgers say of the last step, the times without those of rows; with one rank Horovod compresses nothing
+    and they are empty."""
     last = compression.ledger.last
+    known = [one for one in (last, None if rows is None else rows.last) if one is not None]
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
-    cost: dict[str, float | None] = {name: 0 if last is None else getattr(last, name) for name in counts}
+    cost: dict[str, float | None] = {name: sum(getattr(one, name) for one in known) for name in counts}
     for phase in ("encode", "communicate", "decode"):
         seconds = None if last is None else getattr(last, f"{phase}_seconds")
         cost[f"{phase}_ms"] = None if seconds is None else 1000 * seconds

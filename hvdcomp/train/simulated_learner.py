@@ -36,7 +36,9 @@ class SimulatedLearner(TorchLearner):
             self._distribute_steps(compression, communicator=self._communicator)
             return
         self._compression = compression
-        self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
+        self._serve_tables(communicator=self._communicator)
+        with self._without_tables():
+            self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
         # All ranks share PyTorch's generators, and each has states of its own.

@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import itertools
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.files import write_file
-from hvdcomp.torch import CompressedAdam, LocalSteps
+from hvdcomp.torch import CompressedAdam, LocalSteps, RowExchange
 from hvdcomp.train import environment
 from hvdcomp.train.dataset import DataSet
 from hvdcomp.train.learner import Arrays, Learner
@@ -46,6 +48,10 @@ class TorchLearner(Learner):
         self._model = model.to(self._device)
         self._optimizer: Any = None
         self._compression: Compression | None = None
+        self._rows: RowExchange | None = None
+        apart = ranks.size > 1 and not self._steps_alone
+        bags = [name for name, module in self._model.named_modules() if isinstance(module, nn.EmbeddingBag)]
+        self._tables = [f"{name}.weight" for name in bags] if apart else []
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
@@ -89,7 +95,27 @@ class TorchLearner(Learner):
         )
 
     def compression(self, spec: str, **options: Any) -> Compression:
-        return Compression.from_spec(spec, named_parameters=self._model.named_parameters(), **options)
+        layers = [(name, one) for name, one in self._model.named_parameters() if name not in self._tables]
+        return Compression.from_spec(spec, named_parameters=layers, **options)
+
+    def _serve_tables(self, **options: Any) -> None:
+        """Lets the rows of the model's tables be exchanged, where it has any; options as of `RowExchange`."""
+        if self._tables:
+            self._rows = RowExchange(self._model, self._tables, **options)
+
+    @contextmanager
+    def _without_tables(self) -> Iterator[None]:
+        """Hides them from what exchanges the gradients of all parameters."""
+        tables = [self._model.get_parameter(name) for name in self._tables]
+        for table in tables:
+            table.requires_grad_(False)
+        yield
+        for table in tables:
+            table.requires_grad_(True)
+
+    @property
+    def row_ledger(self) -> Any:
+        return None if self._rows is None else self._rows.ledger
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
@@ -103,6 +129,8 @@ class TorchLearner(Learner):
         parts = [self._tensor(array).chunk(passes) for array in (inputs, targets)]
         for number, (x, y) in enumerate(zip(*parts, strict=True), 1):
             total += self._backward(x, y, passes, last=number == passes)
+        if self._rows is not None:
+            self._rows.exchange()
         self._update()
         return total.item()  # on an accelerator this waits for the step to be done
 
@@ -173,6 +201,7 @@ class TorchLearner(Learner):
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
             "compression": self._compression.state_dict(),
+            "rows": None if self._rows is None else (asdict(self._rows.ledger.totals), self._rows.ledger.steps),
         }
         contents[folder / _OWN.format(self._rank)] = own
         for file, content in contents.items():
@@ -193,6 +222,9 @@ class TorchLearner(Learner):
         self._model.load_state_dict(shared["model"])
         self._model.load_state_dict(own["buffers"], strict=False)
         self._optimizer.load_state_dict(shared["optimizer"])
+        if self._rows is not None and own["rows"] is not None:
+            totals, steps = own["rows"]
+            self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
         if first == self._rank:  # else another rank draws so
             torch.set_rng_state(own["random"].cpu())
             if own["cuda_random"] is not None and self._device.type == "cuda":

@@ -25,6 +25,7 @@ _MODULES = {
     "cases_tensorflow_collectives": ((2, "mpi"), (3, "gloo")),
     "cases_tensorflow_process_sets": ((3, "gloo"),),
     "cases_tensorflow_variables": ((2, "gloo"),),
+    "cases_tensorflow_rows": ((2, "gloo"), (3, "mpi")),
     "cases_keras": ((2, "gloo"), (2, "mpi")),
     "cases_keras_callback": ((2, "gloo"),),
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from hvdcomp.train.data import load_data  # noqa: E402
 from hvdcomp.train.frameworks import build_model  # noqa: E402
-from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError  # noqa: E402
+from hvdcomp.train.models import DLRM_SIZE  # noqa: E402
+from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError, TrainingOptions  # noqa: E402
 
 
 def _count(model: torch.nn.Module) -> int:
@@ -143,3 +146,34 @@ def test_models_learn_one_batch(name: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_click_model_is_that_of_its_statement_and_learns() -> None:
+    data = load_data(TrainingOptions(model="dlrm", data="clicks").resolved())
+    torch.manual_seed(0)
+    model = build_model("dlrm", channels=data.channels, size=data.size, classes=data.classes)
+    x, y = (torch.from_numpy(array[:10_000]) for array in (data.model_input(data.train_x), data.train_y))
+    below = model.bottom(x[:, :13])
+    vectors = [below, *(table.weight[x[:, 13 + place].long()] for place, table in enumerate(model.tables))]
+    products = [(a * b).sum(1) for place, a in enumerate(vectors) for b in vectors[place + 1 :]]
+    torch.testing.assert_close(model(x), model.top(torch.cat([below, torch.stack(products, 1)], 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for batch in torch.arange(10_000).split(128):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    rest = [torch.from_numpy(array) for array in data.validation]
+    always = data.validation.y.mean()
+    guessing = -(always * np.log(always) + (1 - always) * np.log(1 - always))
+    assert torch.nn.functional.cross_entropy(model(rest[0]), rest[1]) < guessing - 0.03
+
+
+def test_clicks_look_up_few_rows_often_and_ids_are_exact() -> None:
+    data = load_data(TrainingOptions(model="dlrm", data="clicks").resolved())
+    ids = data.train_x[:, 13:]
+    assert ids.shape[1] == DLRM_SIZE.tables
+    assert (ids == ids.astype(np.int64)).all()
+    assert 0 <= ids.min() <= ids.max() < DLRM_SIZE.rows
+    assert 0.85 < (ids < DLRM_SIZE.rows // 100).mean() < 0.95
+    assert set(np.unique(data.train_y)) == {0, 1}
+    assert len(data.validation.x) == 8000

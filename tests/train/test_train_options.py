@@ -18,6 +18,8 @@ from hvdcomp.launch.promise import EXPECTED_SIZE, LAUNCHERS
 from hvdcomp.train import beforehand, environment
 from hvdcomp.train.checkpoints import _MAY_CHANGE
 from hvdcomp.train.options import (
+    CLICK_DATA,
+    CLICK_MODELS,
     DATA,
     FOLDER_DATA,
     MODELS,
@@ -36,7 +38,8 @@ from hvdcomp.train.target import Target
 @pytest.mark.parametrize("data", DATA)
 def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: str) -> None:
     settings = TrainingOptions(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
-    if (model in TEXT_MODELS, model in SIGNAL_MODELS) == (data in TEXT_DATA, data in SIGNAL_DATA):
+    families = ((TEXT_MODELS, TEXT_DATA), (SIGNAL_MODELS, SIGNAL_DATA), (CLICK_MODELS, CLICK_DATA))
+    if all((model in models) == (data in suited) for models, suited in families):
         options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {

@@ -49,9 +49,10 @@ _KINDS = {
         *("--backward-passes-per-step", "2", "--clip-norm", "0.5"),
     ],
     "muon": [*_GPT, "--optimizer", "muon", "--compression", "topk:ratio=0.02"],
+    "rows": ["--model", "dlrm", "--data", "clicks", "--steps", "6", "--compression", "topk:ratio=0.1"],
     "dropout": [*_GPT, "--compression", "int8"],
 }
-_SAME = ("weights_sha256", "loss", "steps", "bytes_sent", "floats_sent", "compression_factor")
+_SAME = ("weights_sha256", "loss", "steps", "bytes_sent", "floats_sent", "compression_factor", "tables")
 
 
 def _simulated(ranks: int, folder: Path, *options: str) -> dict[str, Any]:
