@@ -137,9 +137,9 @@ class RowMeans:
             for packed, of in zip(self._gather(mine, "means", back), of_owner, strict=True)
         ]
         means = []
-        for of_table, length in zip(zip(*by_owner, strict=True), sums, strict=True):
-            mean = xp.zeros((length, of_table[0].shape[1]), of_table[0])
-            for owner, some in enumerate(of_table):
+        for by_place, length in zip(zip(*by_owner, strict=True), sums, strict=True):
+            mean = xp.zeros((length, by_place[0].shape[1]), by_place[0])
+            for owner, some in enumerate(by_place):
                 mean[owner::size] = some
             means.append(mean)
         return means, [a + b for a, b in zip(lengths[rank], of_owner[rank], strict=True)]

@@ -63,7 +63,7 @@ class RowExchange:
             ConfigurationError: for anything else, or what was served before; with op=hvd.Adasum or
                 backward_passes_per_step above 1.
         """
-        reduce_others = getattr(distributed, "_allreduce_grads", None)
+        reduce_others: Any = getattr(distributed, "_allreduce_grads", None)
         told = _settings_of(reduce_others)
         if "process_set" not in told:
             raise ConfigurationError(

@@ -288,8 +288,8 @@ class DLRM(nn.Module):
         super().__init__()
         self.dense = size.dense
         self.tables = nn.ModuleList(nn.EmbeddingBag(size.rows, size.columns, mode="sum") for _ in range(size.tables))
-        for table in self.tables:
-            nn.init.uniform_(table.weight, -(size.rows**-0.5), size.rows**-0.5)
+        for table in self.tables.parameters():
+            nn.init.uniform_(table, -(size.rows**-0.5), size.rows**-0.5)
         self.bottom = nn.Sequential(
             nn.Linear(size.dense, size.hidden), nn.ReLU(), nn.Linear(size.hidden, size.columns), nn.ReLU()
         )
