@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hvdcomp import kernels
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import FORMAT, parts_of
 from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
-from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
@@ -51,7 +52,8 @@ class ShardsBinding:
             _check(setup)
             trained = _trained(model, communicator.world_size)
         shapes = {f"parameter {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in trained.items()}
-        require_agreement(communicator, {**settings.describe(), "hvdcomp": VERSION, **shapes}, like)
+        facts = {**settings.describe(), "hvdcomp": VERSION, KERNELS: kernels.available(), **shapes}
+        require_agreement(communicator, facts, like)
         self._device = next((one.device_mesh.device_type for one in trained.values()), "cpu")
         try:
             self.engine = ShardReducer(
