@@ -26,8 +26,8 @@ from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_a
 from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
-from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import plain_names
+from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
 
 
 class ShardsBinding:
@@ -49,6 +49,7 @@ class ShardsBinding:
         communicator, like = TorchDistributedCommunicator(), torch.empty(0)
         settings = setup.compression.settings
         with refused_on_every_rank(communicator, like):
+            check_settings(setup)
             _check(setup)
             trained = _trained(model, communicator.world_size)
         shapes = {f"parameter {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in trained.items()}
@@ -72,10 +73,13 @@ class ShardsBinding:
             )
         self._method = f"{settings.compressor} with memory {self.engine.memory}"
         self._due = False  # whether the step under way has to be ended
-        modules = {name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)}
-        for name, module in zip(plain_names(modules), modules.values(), strict=True):
-            # FSDP asks for no more than these methods, and its own class is private.
-            module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+        modules = modules_of(model)
+        try:
+            for name, module in zip(plain_names(modules), modules.values(), strict=True):
+                # FSDP asks for no more than these methods, and its own class is private.
+                module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise one_group_a_module(error) from None
 
     @torch.no_grad()
     def reduce(self, name: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
@@ -226,13 +230,6 @@ def _check(setup: Setup) -> None:
         raise ConfigurationError(
             'FSDP itself says what is exchanged when: leave overlap at "auto" and bucket_bytes at None'
         )
-    if setup.process_set is not None:
-        raise ConfigurationError("process_set is for Horovod; leave it out with FSDP")
-    if isinstance(setup.optimizer, CompressedAdam):
-        raise ConfigurationError(
-            "CompressedAdam does not work with FSDP: it exchanges momenta, of which a rank has but its shard; use "
-            "torch.optim.AdamW"
-        )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
             "a torch.amp.GradScaler does not go with FSDP without replicas: residuals would have other scales than the "
@@ -250,26 +247,12 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
         raise ConfigurationError(
             f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13"
         )
-    found: dict[str, DTensor] = {}
-    for name, one in model.named_parameters():
-        if not one.requires_grad:
-            continue
-        if not isinstance(one, DTensor):
-            raise ConfigurationError(
-                f"parameter {name} is trained and not sharded, so that nothing averages its gradients; leave it out of "
-                "ignored_params of fully_shard, call fully_shard(model) on the whole model, or freeze it"
-            )
+    found = check_sharding(model.named_parameters())
+    for name, one in found.items():
         mesh = one.device_mesh
-        if mesh.ndim != 1:
-            raise ConfigurationError(
-                f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions. With replicas, give fully_shard "
-                "mesh['shard'] alone and hvdcomp.fsdp.register mesh['replicate']; with tensor parallelism hvdcomp does "
-                "not work"
-            )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
                 "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
             )
-        found[name] = one
     return found
