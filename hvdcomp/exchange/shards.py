@@ -111,6 +111,13 @@ class ShardReducer:
         self._costs: dict[str, Cost] = {}  # of the step under way
         self._sent = Sent()
 
+    @property
+    def owners(self) -> list[int]:
+        """The ranks whose rows this one keeps something of, as `states` has them in order."""
+        (place, _), (node, nodes) = self.levels.node, self.levels.across
+        ranks = self._order[place * nodes : (place + 1) * nodes]
+        return ranks[:node] + ranks[node + 1 :]
+
     def set_level(self, level: Level | None) -> None:
         """Sets the level of all flat gradients; to be called on every rank between the same two steps."""
         self.compressor = self.compressor.at_level(level)
@@ -138,7 +145,8 @@ class ShardReducer:
             rows = xp.concatenate([rows[rank : rank + 1] for rank in self._order])
         rows, sent = xp.astype(rows, "float32"), Sent()
         if ranks > 1:
-            dealt, sent = self._answer(ReduceScatter(xp.reshape(rows, (ranks, nodes * length)), group="node"), name, rows)
+            request = ReduceScatter(xp.reshape(rows, (ranks, nodes * length)), group="node")
+            dealt, sent = self._answer(request, name, rows)
             rows = xp.reshape(dealt, (nodes, length))
         context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size)
         shard = dataclasses.replace(between(context, self.levels), name=f"{name}@{place}")
@@ -146,11 +154,10 @@ class ShardReducer:
         answer = None
         while True:
             try:
-                request = generator.send(answer)
+                answer, more = self._answer(generator.send(answer), name, rows)
             except StopIteration as stop:
                 row, self.states[name] = stop.value
                 break
-            answer, more = self._answer(request, name, rows)
             sent += more
         self.enter(name, dense_bytes, sent, method.payload_floats((nodes, length)))
         return row

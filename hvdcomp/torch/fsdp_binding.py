@@ -89,8 +89,8 @@ class FSDPBinding(TorchTraining):
     def _come(self, name: str, parameter: torch.nn.Parameter) -> None:
         if name in self._ready and self.engine.overlap.started:
             raise ConfigurationError(
-                f"FSDP has reduced the gradient of {name} twice in a backward pass, and a part may be on its way already; "
-                "give hvdcomp.Compression overlap=False"
+                f"FSDP has reduced the gradient of {name} twice in a backward pass, and a part may be on its way "
+                "already; give hvdcomp.Compression overlap=False"
             )
         if name not in self._ready:
             self._ready[name] = _local(parameter.grad)

@@ -7,13 +7,13 @@ this rank's row of the mean. So the exchange overlaps with the rest of the backw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hvdcomp import kernels
 from hvdcomp.bindings.setup import Setup
@@ -27,6 +27,7 @@ from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.torch.parameters import plain_names
+from hvdcomp.torch.resharding import Layout, Rows, resharded
 from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
 
 
@@ -74,6 +75,7 @@ class ShardsBinding:
         self._method = f"{settings.compressor} with memory {self.engine.memory}"
         self._due = False  # whether the step under way has to be ended
         modules = modules_of(model)
+        self._layouts = _layouts(model)
         try:
             for name, module in zip(plain_names(modules), modules.values(), strict=True):
                 # FSDP asks for no more than these methods, and its own class is private.
@@ -138,6 +140,8 @@ class ShardsBinding:
             "compressor": self._method,
             "tensors": shapes,
             "shards": self._shards,
+            "nodes": engine.levels.across.size,
+            "layouts": self._layouts,
             "step": engine.step_number,
             "level": engine.compressor.level,
             "warm_starts": {},
@@ -146,6 +150,7 @@ class ShardsBinding:
         own = {
             "rank": engine.communicator.rank,
             "size": engine.communicator.world_size,
+            "owners": engine.owners,
             "residuals": residuals,
             "coordinator": None,
             "totals": dataclasses.asdict(engine.ledger.totals),
@@ -160,8 +165,11 @@ class ShardsBinding:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Compression.load_state_dict`.
 
+        On other ranks or nodes, `hvdcomp.dcp.load` gives it the states of all ranks.
+
         Raises:
-            ConfigurationError: if it is of another compressor, or of another rank: rows follow from the ranks.
+            ConfigurationError: if it is of another compressor, or of another rank and comes alone: rows follow from the
+                ranks.
         """
         shared, own = parts_of(state)
         engine = self.engine
@@ -170,18 +178,21 @@ class ShardsBinding:
                 f"the checkpoint was written with compressor {shared['compressor']}, this run has {self._method}; "
                 "continue with what the training was started with"
             )
+        states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
         if shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank:
-            raise ConfigurationError(
-                f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, and "
-                f"was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a shard "
-                "fits the same rank of as many alone. Give each rank its own state, or go on without a state on all "
-                "ranks: what was left to be sent is lost then"
-            )
+            every, nodes = state.get("every"), engine.levels.across.size
+            if every is None or nodes == 1 or "layouts" not in shared:
+                raise ConfigurationError(
+                    f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, "
+                    f"and was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a "
+                    "shard fits the same rank of as many alone. hvdcomp.dcp.load has it cut anew for other ranks, on "
+                    "several nodes; or go on without a state on all ranks: what was left to be sent is lost then"
+                )
+            states = resharded(every, self._layouts, Rows(engine.owners, engine.communicator.world_size, nodes))
         engine.set_level(shared["level"])
         engine.step_number = shared["step"]
         engine.states = {
-            name: tuple(one.to(self._device, copy=True) for one in kept["arrays"])
-            for name, kept in own["residuals"].items()
+            name: tuple(one.to(self._device, copy=True) for one in arrays) for name, arrays in states.items()
         }
         engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
 
@@ -255,4 +266,26 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
                 "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
             )
+    return found
+
+
+def _layouts(model: torch.nn.Module) -> dict[str, Layout]:
+    """The parameters whose gradients are flat together, by module; without modules whose parameters are cut along
+    another dimension than the first."""
+    modules = modules_of(model)
+    seen: set[torch.nn.Module] = set()
+
+    def flat(module: torch.nn.Module, name: str) -> Iterator[tuple[str, DTensor]]:
+        """In FSDP's order: of the modules inside before those of a module itself."""
+        seen.add(module)
+        for inside, child in module.named_children():
+            if child not in seen and not isinstance(child, FSDPModule):
+                yield from flat(child, f"{name}{inside}.")
+        yield from ((f"{name}{own}", one) for own, one in module.named_parameters(recurse=False) if one.requires_grad)
+
+    found = {}
+    for name, module in zip(plain_names(modules), modules.values(), strict=True):
+        parameters = list({one: own for own, one in flat(module, "")}.items())
+        if all(one.placements == (Shard(0),) for one, _ in parameters):
+            found[name or "model"] = [(own, list(one.shape)) for one, own in parameters]
     return found

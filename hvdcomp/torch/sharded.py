@@ -21,7 +21,7 @@ def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
 def check_settings(setup: Setup) -> None:
     """Raises ConfigurationError for settings that suit no model in FSDP."""
     if setup.process_set is not None:
-        raise ConfigurationError("process_set is for Horovod; leave it out with FSDP: hvdcomp.fsdp.register takes a mesh")
+        raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
             "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
@@ -53,9 +53,9 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
                 "between whose replicas FSDP exchanges gradients itself. Give fully_shard only the dimension of the "
                 "shards, mesh=mesh['shard'], and hvdcomp.fsdp.register that of the replicas, mesh['replicate']"
                 if replicated
-                else "as with tensor parallelism. Parameters that all its ranks have whole would get other gradients on "
-                "each, because they are compressed in blocks and steps with parts of which each has its own; train "
-                "without hvdcomp, or without tensor parallelism: fully_shard takes its ranks too"
+                else "as with tensor parallelism. What all of its ranks have whole would drift apart, because each of "
+                "them compresses it together with parts of its own. Train without hvdcomp, or without tensor "
+                "parallelism: fully_shard takes its ranks too"
             )
             raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, {cause}")
         found[name] = parameter
@@ -72,6 +72,6 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
 def one_group_a_module(error: ValueError) -> ConfigurationError:
     """What FSDP's refusal of a hook means, which it makes alike on every rank."""
     return ConfigurationError(
-        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out of "
-        "what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
+        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
     )

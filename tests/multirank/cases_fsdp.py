@@ -167,7 +167,8 @@ def case_the_exchange_of_a_module_overlaps_the_backward_pass_of_the_next() -> No
     """Buckets start between the backward passes of modules, in one order on all ranks, and change nothing."""
     results = []
     for overlap in (True, False):
-        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap, bucket_bytes=400_000 if overlap else None)
+        least = 400_000 if overlap else None
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap, bucket_bytes=least)
         model, optimizer, _ = distribute(how)
         events = record_events(model, how)
         train(model, optimizer, steps=3)
@@ -180,7 +181,7 @@ def case_the_exchange_of_a_module_overlaps_the_backward_pass_of_the_next() -> No
 
 
 def record_events(model: Any, how: hvdcomp.Compression) -> list[str]:
-    """What happens from now on on this rank, in its order: the beginnings of layers' backward passes, and of gathers."""
+    """What happens on this rank from now on: the beginnings of layers' backward passes, and of gathers."""
     binding: Any = how._binding
     events: list[str] = []
     start = binding.communicator.start_allgather

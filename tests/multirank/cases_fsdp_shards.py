@@ -206,6 +206,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         folder = str(name[0])
         state = {"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}
         dcp.save(state, checkpoint_id=folder)
+        saved = everywhere(how.state_dict())
         of_optimizer = optimizer.state_dict()
         of_optimizer = torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), of_optimizer)
         train(model, optimizer, range(3, 6))
@@ -221,8 +222,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         assert again.ledger.steps == how.ledger.steps == 6
         assert again.ledger.totals.bytes_sent == how.ledger.totals.bytes_sent
 
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, how.state_dict())
+        states = everywhere(how.state_dict())
         wrong = made("int4", memory="error_feedback")
         hvdcomp.fsdp.register(sharded(), wrong)
         of_other = states[dist.get_rank() - 1]
@@ -236,6 +236,72 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         if dist.get_world_size() > 2:
             hvdcomp.fsdp.register(sharded(), other_nodes := made("int4", memory="error_feedback"))
             assert "on 2 nodes" in raised(hvdcomp.ConfigurationError, lambda: other_nodes.load_state_dict(mine))
+            model, optimizer = distribute(cut_anew := made("int4", memory="error_feedback"))
+            hvdcomp.dcp.load(cut_anew, folder)
+            before, after = (lacking_anywhere(one) for one in (saved, everywhere(cut_anew.state_dict())))
+            assert abs(before - after) < 1e-5 * abs(before), (before, after)
+            train(model, optimizer, range(3, 6))
+            assert_same_everywhere(weights(model))
+            assert cut_anew.ledger.steps == 6
+    with nodes_of(dist.get_world_size()):
+        hvdcomp.fsdp.register(sharded(), one_node := made("int4", memory="error_feedback"))
+        assert "on several nodes" in raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(one_node, folder))
+
+
+def everywhere(mine: Any) -> list[Any]:
+    """What all ranks have."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def lacking_anywhere(states: list[Any]) -> float:
+    """The sum of all that means lack."""
+    kept = [one for state in states for one in state["own"]["residuals"].values()]
+    return sum(float(one["arrays"][0].double().sum()) for one in kept) / states[0]["shared"]["nodes"]
+
+
+class Nested(torch.nn.Module):
+    """Parameters of its own beside those of modules inside, of which one is frozen."""
+
+    def __init__(self, width: int, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = torch.nn.Parameter(torch.rand(width, 3))
+        self.first = torch.nn.Linear(width, width + 1)
+        self.inside = inside
+        self.last = torch.nn.Linear(width + 1, width)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.inside(self.last(self.first(given).sin()) * self.own.mean(1))
+
+
+def case_flat_gradients_lie_as_is_assumed() -> None:
+    """What residuals are cut anew by: FSDP says nowhere in what order it has parameters."""
+    with nodes_of(1):
+        torch.manual_seed(3)
+        model = Nested(5, Nested(5, torch.nn.LayerNorm(5)))
+        fully_shard(model.inside)
+        fully_shard(model)
+        hvdcomp.fsdp.register(model, how := made("int8", min_numel=0))
+        engine, rows = how._binding.engine, {}
+        reduce = engine.reduce
+
+        def seen(name: str, *arguments: Any) -> Any:
+            rows[name] = reduce(name, *arguments)
+            return rows[name]
+
+        engine.reduce = seen
+        model(torch.rand(4, 5)).square().sum().backward()
+        layouts = how.state_dict()["shared"]["layouts"]
+        assert layouts.keys() == rows.keys() == {"model", "inside"}
+        for module, row in rows.items():
+            start = 0
+            for name, (first, *others) in layouts[module]:
+                gradient = model.get_parameter(name if module == "model" else f"inside.{name}").grad.to_local()
+                assert torch.equal(row[start : start + gradient.numel()], gradient.reshape(-1)), (module, name)
+                start += -(-first // dist.get_world_size()) * math.prod(others)
+            assert start == len(row), module
 
 
 def case_what_cannot_be_is_refused_on_every_rank() -> None:
