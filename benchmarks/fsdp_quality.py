@@ -58,7 +58,7 @@ def trained(spec: str, memory: str, seed: int, steps: int) -> tuple[float, float
     def work(ranks: InProcessCommunicator) -> tuple[float, float]:
         model = GPT(VALUES, LENGTH, TransformerSize(2, 64, 4))
         model.load_state_dict(start)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         kept, like = parse_memory(memory), torch.empty(0)
         reducer = ShardReducer(ranks, parse_compressor(spec), kept, seed, 1024, Ledger(), like)
         inside = {parameter for block in model.blocks for parameter in block.parameters()}

@@ -43,7 +43,7 @@ def load(
     """Goes on from what `by_rank` returned on each rank, before the first step; to be called on every rank.
 
     On another number of ranks each takes over what it has to of what the ranks before had left to send, as
-    `hvdcomp.state_for` says.
+    `hvdcomp.state_for` says; of FSDP's shards it reads the states of all of them, one by one.
 
     Args:
         saved: the folder of the checkpoint, or what reads it.

@@ -33,9 +33,9 @@ def register(
         fully_shard(model, mesh=mesh["shard"])
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), mesh["replicate"])
 
-    To be called on every rank, before the first backward pass; docs/fsdp.md has both. With replicas, each shard is
-    exchanged with those of the other replicas when the backward pass is over; with a policy the ranks of each shard
-    decide for themselves, and the decision log has the decisions of rank 0's shard.
+    To be called on every rank, before the first backward pass; docs/fsdp.md has both. With replicas, shards are
+    exchanged while the backward pass goes on; with a policy the ranks of each shard decide for themselves, and the
+    decision log has the decisions of rank 0's shard.
 
     Args:
         model: sharded over one dimension of a mesh.

@@ -179,7 +179,7 @@ class ShardsBinding:
                 "continue with what the training was started with"
             )
         states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
-        if shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank:
+        if states and (shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank):
             every, nodes = state.get("every"), engine.levels.across.size
             if every is None or nodes == 1 or "layouts" not in shared:
                 raise ConfigurationError(

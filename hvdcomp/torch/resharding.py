@@ -53,15 +53,12 @@ def resharded(
     made: dict[str, torch.Tensor] = {}
     for state in states:
         shared, own = parts_of(state)
-        theirs = shared["layouts"]
         old = Rows(own["owners"], own["size"], shared["nodes"])
         factor = new.nodes / (new.nodes - 1) / old.nodes
         for name, kept in own["residuals"].items():
             (array,) = kept["arrays"]
             layout = layouts.get(name, ())
-            same = [(one, list(shape)) for one, shape in theirs.get(name, ())] == [
-                (one, list(shape)) for one, shape in layout
-            ]
+            same = _as_lists(shared["layouts"].get(name, ())) == _as_lists(layout)
             if not same or array.shape[1] != length_of(layout, old.ranks):
                 raise ConfigurationError(
                     f"what was left to be sent of module {name} cannot be cut anew for {new.ranks} ranks: its "
@@ -70,9 +67,13 @@ def resharded(
                     "all ranks: what was left to be sent is lost then"
                 )
             made.setdefault(name, torch.zeros(len(new.owners), length_of(layout, new.ranks)))
-            for mine, theirs_ in _overlaps(layout, old, new):
-                made[name][mine] += array[theirs_] * factor
+            for mine, theirs in _overlaps(layout, old, new):
+                made[name][mine] += array[theirs] * factor
     return {name: (one,) for name, one in made.items()}
+
+
+def _as_lists(layout: Layout) -> list[tuple[str, list[int]]]:
+    return [(name, list(shape)) for name, shape in layout]
 
 
 _Cut = tuple[int, slice]  # of the elements of a row
@@ -85,13 +86,13 @@ def _overlaps(layout: Layout, old: Rows, new: Rows) -> Iterator[tuple[_Cut, _Cut
         size = torch.Size(shape).numel()
         old_part, new_part = _part(shape, old.ranks), _part(shape, new.ranks)
         for mine, owner in enumerate(new.owners):
-            for theirs, before in enumerate(old.owners):
+            for row, before in enumerate(old.owners):
                 start = max(owner * new_part, before * old_part)
                 length = min((owner + 1) * new_part, (before + 1) * old_part, size) - start
                 if length > 0:
                     there = old_start + start - before * old_part
                     here = new_start + start - owner * new_part
-                    yield (mine, slice(here, here + length)), (theirs, slice(there, there + length))
+                    yield (mine, slice(here, here + length)), (row, slice(there, there + length))
         old_start, new_start = old_start + old_part, new_start + new_part
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import hvdcomp
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
@@ -27,6 +28,7 @@ from hvdcomp.train.models_torch import GPT
 from tests.multirank.cases_fsdp import weights
 from tests.multirank.collectives import nodes_of
 from tests.multirank.training_ddp import assert_same_everywhere, large_model, raised
+from tests.multirank.worker import thorough
 from tests.two_hops import stated
 
 TOKENS = 61  # rows that no number of ranks divides: FSDP pads
@@ -194,6 +196,57 @@ def case_what_fsdp_offers_works() -> None:
             ours, _ = trained(how := made("int8"), sgd=True, **options)
         assert off(ours - start, theirs - start) < 0.1, (name, off(ours - start, theirs - start))
         assert how.ledger.steps == 5, name
+
+
+def prefetching(model: Any) -> None:
+    first, second = model.blocks
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+
+@thorough
+def case_what_fsdp_does_with_weights_stays_as_it_is() -> None:
+    """Settings of FSDP's communication that torch tests of itself: with each, steps are stock's but for rounding."""
+    settings: dict[str, Callable[[Any], Any]] = {
+        "asked for by name": prefetching,
+        "gathered ahead": lambda model: model.unshard(async_op=True).wait(),
+        "kept after the backward pass": lambda model: model.set_reshard_after_backward(False),
+        "kept after the forward pass": lambda model: model.set_reshard_after_forward(False),
+        "not gathered in the backward pass": lambda model: model.set_unshard_in_backward(True),
+        "a frozen block": lambda model: model.blocks[0].requires_grad_(False),
+        "a frozen parameter": lambda model: next(model.parameters()).requires_grad_(False),
+        "several inputs in flight": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    }
+    with two_nodes():
+        for name, change in settings.items():
+            results = []
+            for how in (None, made("int8")):
+                model, optimizer = distribute(how, sgd=True)
+                start = weights(model)
+                change(model)
+                train(model, optimizer, range(2))
+                for module in (model, *model.blocks):
+                    module.reshard()
+                assert_same_everywhere(weights(model))
+                results.append(weights(model) - start)
+            assert off(*reversed(results)) < 0.1, (name, off(*reversed(results)))
+
+
+def case_collectives_are_those_of_fsdp_but_for_sums() -> None:
+    counts = []
+    with two_nodes():
+        for how in (None, made("int8")):
+            model, optimizer = distribute(how)
+            train(model, optimizer, range(1))
+            with CommDebugMode() as seen:
+                train(model, optimizer, range(1, 2))
+            counts.append({str(one).partition(".")[2]: count for one, count in seen.get_comm_counts().items()})
+    stock, ours = counts
+    gathers = [sum(count for name, count in one.items() if "allgather" in name.replace("_", "")) for one in counts]
+    assert gathers[0] == gathers[1] > 0, counts
+    sums = [name for name in stock if "reduce_scatter" in name]
+    assert sum(stock[name] for name in sums) == 3, stock  # two blocks, and the rest
+    assert not any(ours.get(name) for name in sums), ours
 
 
 def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
