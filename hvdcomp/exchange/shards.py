@@ -177,6 +177,7 @@ class ShardReducer:
     ) -> Generator[Request, Any, tuple[Array, State]]:
         """`reduce_scatter`, in kernels where there are some."""
         method, memory = self.compressor, self.memory
+        assert isinstance(method, Gathering)
         hosted = xp.hosted([rows])
         if hosted is None or not (self._kernels and method.has_bucket_form and type(memory) in KNOWN_TO_KERNELS):
             return (yield from reduce_scatter(method, memory, xp, rows, state, shard))

@@ -272,10 +272,10 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
 def _layouts(model: torch.nn.Module) -> dict[str, Layout]:
     """The parameters whose gradients are flat together, by module; without modules whose parameters are cut along
     another dimension than the first."""
-    modules = modules_of(model)
+    modules: Mapping[str, Any] = modules_of(model)
     seen: set[torch.nn.Module] = set()
 
-    def flat(module: torch.nn.Module, name: str) -> Iterator[tuple[str, DTensor]]:
+    def flat(module: torch.nn.Module, name: str) -> Iterator[tuple[str, Any]]:
         """In FSDP's order: of the modules inside before those of a module itself."""
         seen.add(module)
         for inside, child in module.named_children():
@@ -283,7 +283,7 @@ def _layouts(model: torch.nn.Module) -> dict[str, Layout]:
                 yield from flat(child, f"{name}{inside}.")
         yield from ((f"{name}{own}", one) for own, one in module.named_parameters(recurse=False) if one.requires_grad)
 
-    found = {}
+    found: dict[str, Layout] = {}
     for name, module in zip(plain_names(modules), modules.values(), strict=True):
         parameters = list({one: own for own, one in flat(module, "")}.items())
         if all(one.placements == (Shard(0),) for one, _ in parameters):

@@ -54,8 +54,8 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
                 "shards, mesh=mesh['shard'], and hvdcomp.fsdp.register that of the replicas, mesh['replicate']"
                 if replicated
                 else "as with tensor parallelism. What all of its ranks have whole would drift apart, because each "
-                "compresses it, and leaves out steps, together with parts of its own. Train without hvdcomp, or without "
-                "tensor parallelism: fully_shard takes its ranks too"
+                "compresses it, and leaves out steps, together with parts of its own. Train without hvdcomp, or "
+                "without tensor parallelism: fully_shard takes its ranks too"
             )
             raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, {cause}")
         found[name] = parameter
