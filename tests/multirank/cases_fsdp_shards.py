@@ -247,6 +247,8 @@ def case_collectives_are_those_of_fsdp_but_for_sums() -> None:
     sums = [name for name in stock if "reduce_scatter" in name]
     assert sum(stock[name] for name in sums) == 3, stock  # two blocks, and the rest
     assert not any(ours.get(name) for name in sums), ours
+    levels = 1 if dist.get_world_size() == 2 else 2  # in a node too, as Gloo has no reduce-scatter of its own
+    assert sum(count for name, count in ours.items() if "alltoall" in name) == 3 * levels, ours
 
 
 def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
