@@ -103,7 +103,7 @@ class TorchDistributedCommunicator(Ranks):
 
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Started:
         group, finish = self._group_for(array), self._finish(op)
-        if dist.get_backend(group) == dist.Backend.GLOO:
+        if f"{array.device.type}:gloo" in _backend(group).split(","):
             # Gloo has none: torch.distributed reduces all of it everywhere and drops the rest, in twice the bytes.
             work, rows, _, sent = self.start_alltoall(array, name)
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
