@@ -9,7 +9,7 @@ before that step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -64,7 +64,9 @@ class LocalStepsHandler(StateHandler):
         self._saved = copy.deepcopy((list(_parameters(self.value)), self.value.state_dict()))
 
     def restore(self) -> None:
-        self._go_on_from(*self._saved)
+        weights, state = self._saved
+        self._put(weights)
+        self.value.roll_back(copy.deepcopy(state))
 
     def sync(self) -> None:
         state = caller_local("self", lambda one: isinstance(one, TorchState))
@@ -74,25 +76,19 @@ class LocalStepsHandler(StateHandler):
                 "of rank 0, and what the others did since the latest exchange would be lost. LocalSteps keeps the "
                 "weights; leave out model="
             )
-        weights, common = hvd.broadcast_object(self._for_new_ranks() if hvd.rank() == 0 else None, root_rank=0)
-        if OWN not in common or OWN not in self.value.state_dict():
-            self._go_on_from(weights, common)
+        known = self.value.state_dict()
+        known.get(OWN, {}).pop("compression", None)  # on which the ranks agree by themselves
+        message = (list(_parameters(self.value)), known) if hvd.rank() == 0 else None
+        weights, common = hvd.broadcast_object(message, root_rank=0)
+        if OWN not in common:  # rank 0 has not begun
+            self._put(weights)
+        if OWN not in common or OWN not in known:
+            self.value.join(common)
         self.save()
 
-    def _for_new_ranks(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Weights and a state: of a rank that has moved nothing since the latest exchanges."""
-        state = self.value.state_dict()
-        own = state.get(OWN)
-        if own is None:
-            return list(_parameters(self.value)), state
-        sent = own["sent"] and {**own["sent"], "moved": [torch.zeros_like(one) for one in own["sent"]["moved"]]}
-        own = {name: one for name, one in own.items() if name != "compression"}  # which ranks agree on by themselves
-        return own["anchors"], {**state, OWN: {**own, "sent": sent}}
-
-    def _go_on_from(self, weights: Sequence[torch.Tensor], state: Mapping[str, Any]) -> None:
+    def _put(self, weights: Sequence[torch.Tensor]) -> None:
         for parameter, weight in zip(_parameters(self.value), weights, strict=True):
-            parameter.data.copy_(weight)
-        self.value.roll_back(copy.deepcopy(state))
+            parameter.copy_(weight)
 
 
 def _parameters(optimizer: LocalSteps) -> Iterator[torch.Tensor]:

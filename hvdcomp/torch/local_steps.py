@@ -298,6 +298,16 @@ class LocalSteps(torch.optim.Optimizer):
         called on every rank, with weights of the model from the same time."""
         self._load(state_dict, self.compression.roll_back)
 
+    def join(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on beside other ranks as a new one, from what `state_dict` returned on any of them: from the outer
+        weights, which the model gets, with the moments of that rank, and before this one has moved anything. Where that
+        rank had not begun, from the weights that the model has. The state of the compression is left to the caller."""
+        self._load(state_dict, lambda _: None)
+        if self._anchored:
+            _put(self._parameters(), self._anchors())
+            for moved in () if self._sent is None else self._sent.moved:
+                moved.zero_()
+
     @torch.no_grad()
     def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
         own = state_dict.get(OWN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def case_outer_weights_are_the_same_after_every_step() -> None:
             seen.append(outer(model, optimizer))
             assert equal_everywhere(seen[-1]), spec
             assert not equal_everywhere(weights(model)), spec
-        changed = [not torch.equal(one, other) for one, other in zip(seen, seen[1:], strict=False)]
+        changed = [not torch.equal(one, other) for one, other in itertools.pairwise(seen)]
         # Sent after steps 3, 6 and 9, and applied two steps later; the list begins with the second step.
         assert [step for step, here in enumerate(changed, 2) if here] == [5, 8, 11], spec
         train(model, optimizer, generator, 2)  # another is under way

@@ -47,7 +47,8 @@ def main(plan: dict[str, Any]) -> None:
     train(hvd.elastic.TorchState(optimizer=optimizer, step=0, phase=0, done=0, **given))
     optimizer.exchange()
     with torch.no_grad():
-        phases.write(right=(model(images).argmax(1) == shown).float().mean().item(), ends=values().double().sum().item())
+        right = (model(images).argmax(1) == shown).float().mean().item()
+    phases.write(right=right, ends=values().double().sum().item())
 
 
 if __name__ == "__main__":
