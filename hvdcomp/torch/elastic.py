@@ -79,7 +79,7 @@ class LocalStepsHandler(StateHandler):
         known = self.value.state_dict()
         known.get(OWN, {}).pop("compression", None)  # on which the ranks agree by themselves
         message = (list(_parameters(self.value)), known) if hvd.rank() == 0 else None
-        weights, common = hvd.broadcast_object(message, root_rank=0)
+        weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
         if OWN not in common:  # rank 0 has not begun
             self._put(weights)
         if OWN not in common or OWN not in known:

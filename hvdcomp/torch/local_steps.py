@@ -353,7 +353,7 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"LocalSteps was given a {type(optimizer).__name__}; give it an optimizer of PyTorch, such as "
-            "torch.optim.AdamW(model.parameters())"
+            "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # of Horovod
         raise ConfigurationError(

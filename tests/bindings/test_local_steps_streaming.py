@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdcomp import QSGD, Compression, ConfigurationError, TopK  # noqa: E402
+from hvdcomp import QSGD, Compression, ConfigurationError, TopK, state_for  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps  # noqa: E402
 from hvdcomp.torch.local_steps_rounds import Rounds, grouped  # noqa: E402
@@ -232,6 +233,53 @@ def test_what_is_not_finite_stops_all_ranks_when_it_is_to_be_applied() -> None:
     for rank, (message, same) in enumerate(SimulatedGroup(2).run(work)):
         assert same
         assert ("on this rank in 0.0" if rank == 1 else "on another rank") in message
+
+
+def test_a_new_rank_begins_with_the_outer_weights_and_adds_nothing_to_what_is_under_way() -> None:
+    def optimizer_of(model: Model, communicator: SimulatedCommunicator) -> LocalSteps:
+        return LocalSteps(adamw(model), 6, delay=3, communicator=communicator)
+
+    def before(communicator: SimulatedCommunicator) -> Any:
+        model = Model()
+        optimizer = optimizer_of(model, communicator)
+        advance(model, optimizer, communicator.rank, 13)
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    saved = SimulatedGroup(2).run(before)
+    own = saved[0][1]["local_steps"]
+    assert own["sent"] is not None
+
+    def after(communicator: SimulatedCommunicator) -> Any:
+        model = Model()
+        optimizer = optimizer_of(model, communicator)
+        states = copy.deepcopy(saved)
+        if communicator.rank < 2:
+            weights, state = states[communicator.rank]
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        else:
+            optimizer.join(states[0][1])
+        each = iter([one["local_steps"].pop("compression") for _, one in states])
+        optimizer.compression.load_state_dict(state_for(each, communicator.rank, 3))
+        begins = model.values()
+        moments = {id(one): state["exp_avg"].numpy().copy() for one, state in optimizer.inner.state.items()}
+        found = begins, [moments[id(one)] for one in model.parameters()]
+        advance(model, optimizer, communicator.rank, 2)
+        return *found, outer_values(model, optimizer)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the first load of a state says that residuals are lost
+        ranks = SimulatedGroup(3).run(after)
+    for place, name in enumerate(FRAGMENTS):
+        moved = [state["local_steps"]["sent"]["moved"][place].numpy() for _, state in saved]
+        mean = (moved[0].astype(np.float64) + moved[1]) / 3
+        velocity = 0.9 * own["outer"]["state"][place]["momentum_buffer"].numpy() + mean
+        expected = own["anchors"][place].detach().numpy() - 0.7 * (mean + 0.9 * velocity)
+        for rank, (begins, moments, outer) in enumerate(ranks):
+            np.testing.assert_allclose(outer[name], expected, rtol=1e-5, atol=1e-6)
+            theirs = saved[rank][0][name] if rank < 2 else own["anchors"][place]
+            np.testing.assert_array_equal(begins[name], theirs.detach().numpy())
+            np.testing.assert_array_equal(moments[place], saved[rank % 2][1]["state"][place]["exp_avg"].numpy())
 
 
 def _residuals(own: dict[str, Any]) -> list[Any]:
