@@ -43,8 +43,7 @@ def main(plan: dict[str, Any]) -> None:
                 outer = [one.detach().double().sum().item() for one in model.parameters()]
             phases.step_done(state, outer, loss.item())
 
-    given = {"model": model} if plan.get("with_model") else {}
-    train(hvd.elastic.TorchState(optimizer=optimizer, step=0, phase=0, done=0, **given))
+    train(hvd.elastic.TorchState(optimizer=optimizer, step=0, phase=0, done=0))
     optimizer.exchange()
     with torch.no_grad():
         right = (model(images).argmax(1) == shown).float().mean().item()
