@@ -165,7 +165,7 @@ def test_local_steps_go_on_in_mid_round(local, tmp_path):
     check(rows, [2, 3, 2])
     assert "1 of 3 ranks are gone (2)" in rows[0]["said"]
     assert len({row["ends"] for row in rows if "ends" in row}) == 1
-    assert min(row["right"] for row in rows if "right" in row) > 0.9
+    assert min(row["right"] for row in rows if "right" in row) > 0.8
     logs = [[json.loads(line) for line in file.read_text().splitlines()] for file in tmp_path.glob("*.jsonl")]
     (joined,) = (log for log in logs if log[0]["begins"] > 0)
     assert joined[0]["at_outer"]

@@ -88,7 +88,7 @@ def test_a_killed_rank_comes_back(at: int, local: bool, tmp_path: Path) -> None:
     """torchrun starts all ranks again; they go on from the checkpoint, or anew where there is none yet."""
     options = [*_MLP, "--compression", "topk:ratio=0.02", "--checkpoint-every", "10"]
     if local:
-        options += ["--local-steps", "4", "--steps", "24", "--evaluate-every", "8", "--optimizer", "adamw"]
+        options += ["--batch-size", "16", "--local-steps", "4", "--steps", "40", "--optimizer", "adamw"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = _train(2, "torchrun", whole, [*options, "--checkpoint-folder", str(tmp_path / "one")])
     assert done.returncode == 0, done.stdout[-4000:]
