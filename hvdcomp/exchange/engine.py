@@ -46,13 +46,13 @@ class UnderWay(NamedTuple):
         xp: the array functions of the gradients.
         waves: what goes from round to round together.
         look: as of `Engine.before_compress`.
-        count: of the tensors.
+        tensors: how many.
     """
 
     xp: ModuleType
     waves: list[Lockstep]
     look: Look | None
-    count: int
+    tensors: int
 
 
 class Engine:
@@ -228,7 +228,7 @@ class Engine:
         Args:
             kept: the names of tensors whose gradients this rank keeps in this step.
         """
-        xp, waves, look, count = under_way
+        xp, waves, look, tensors = under_way
         run_to_the_end(waves)
         steps = [one for wave in waves for one in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
@@ -238,7 +238,7 @@ class Engine:
         for one in steps:
             results |= one.finish(found_inf)
         self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
-        self._record(xp, waves, count, kept)
+        self._record(xp, waves, tensors, kept)
         self.step_number += 1
         self.found_inf = found_inf
         return results

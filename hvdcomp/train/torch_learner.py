@@ -173,7 +173,7 @@ class TorchLearner(Learner):
         if self._rank == 0 and not self._steps_alone:  # the same on all ranks
             shared = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
             contents[folder / _SHARED] = shared
-        own = {
+        own: dict[str, Any] = {
             "buffers": dict(self._model.named_buffers()),
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
