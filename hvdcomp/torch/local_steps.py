@@ -271,6 +271,7 @@ class LocalSteps(torch.optim.Optimizer):
             state[OWN] = {
                 "steps": self._steps,
                 "sent": None if self._sent is None else self._sent._asdict(),
+                "rounds": self._rounds._asdict(),
                 "anchors": self._anchors(),
                 "outer": self.outer.state_dict(),
                 "compression": self.compression.state_dict(),
@@ -317,6 +318,11 @@ class LocalSteps(torch.optim.Optimizer):
                 raise ConfigurationError(
                     f"the state is of parameters of shapes {given}, and this optimizer has {shapes}; give the state of "
                     "a LocalSteps with the same model and parameter groups"
+                )
+            if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
+                raise ConfigurationError(
+                    f"an exchange was under way when the state was saved, with {own['rounds']}, and this optimizer has "
+                    f"{self._rounds._asdict()}; give it the same"
                 )
         load_compression({} if own is None else own.get("compression", {}))
         self.inner.load_state_dict({name: one for name, one in state_dict.items() if name != OWN})

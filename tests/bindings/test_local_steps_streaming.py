@@ -172,6 +172,17 @@ def test_it_goes_on_bit_for_bit_from_any_step_of_a_round(method: str) -> None:
     assert under_way == {True, False}
 
 
+def test_with_an_exchange_under_way_rounds_must_be_as_they_were() -> None:
+    def work(communicator: SimulatedCommunicator) -> None:
+        model = Model()
+        optimizer = made(model, communicator, "topk")
+        advance(model, optimizer, 0, 4)
+        with pytest.raises(ConfigurationError, match="give it the same"):
+            LocalSteps(sgd(Model()), 7, delay=2, communicator=communicator).load_state_dict(optimizer.state_dict())
+
+    SimulatedGroup(1).run(work)
+
+
 def test_bytes_are_those_of_the_fragments_and_every_step_has_the_whole_model() -> None:
     def work(communicator: SimulatedCommunicator) -> list[tuple[int, int]]:
         model = Model()
