@@ -22,7 +22,7 @@ from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketStates, SeparateStates
+from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -30,7 +30,7 @@ from hvdcomp.exchange.device_residuals import DeviceResiduals
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.recycled import Recycled
 from hvdcomp.exchange.residuals import FlatStorage, Residuals
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 
@@ -136,7 +136,7 @@ class Buckets:
         """What residuals, velocities and the methods' own arrays take from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
-        return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
+        return self._residuals.nbytes + sum(one.nbytes for one in states if isinstance(one, BucketStates))
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
@@ -216,7 +216,7 @@ class Buckets:
 
 def prepared_states(
     xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
-) -> BucketStates | SeparateStates | None:
+) -> BucketStates | list[tuple[np.ndarray, ...]] | None:
     """The compressors' arrays of a bucket's tensors, which have these states; None if the method keeps none.
 
     A bucket form gets them fitted to its levels; without one, `each_tensor` does that.
@@ -227,7 +227,7 @@ def prepared_states(
     method = bucket.compressors[0]
     if not method.has_bucket_form:
         bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
-        return SeparateStates([tuple(map(xp.to_numpy, state.kept_for(method))) for state in states])
+        return [tuple(map(xp.to_numpy, state.kept_for(method))) for state in states]
     if not method.keeps_state:
         return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
@@ -417,18 +417,19 @@ class Group:
     def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
         """Keeps what a step has made of the compressors' arrays for the next one; on a device, if it counts."""
         states = self.bucket.states
-        assert states is not None
-        if found_inf is not None and isinstance(states, BucketStates):
-            states.settle(found_inf)
-        else:
-            states.commit()
-        if not self.has_states:
-            like = xp.zeros((0,), like=self.arrays[0])
-            self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
-            for place, (_, state, _) in enumerate(self.tensors):
-                state.method = self.bucket.compressors[place].name
+        if isinstance(states, BucketStates):
+            states.commit() if found_inf is None else states.settle(found_inf)
+        if self.has_states:
+            return
+        like = xp.zeros((0,), like=self.arrays[0])
+        self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
+        for place, (_, state, _) in enumerate(self.tensors):
+            state.method = self.bucket.compressors[place].name
+            if isinstance(states, BucketStates):
                 state.lie_in_bucket(self, place)
-            self.has_states = True
+            else:
+                state.compressor = tuple(map(self._wrap_state, states[place]))
+        self.has_states = isinstance(states, BucketStates)
 
     def end_states(self) -> None:
         """Forgets the arrays of other methods, if it has not done so."""
