@@ -13,10 +13,11 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request
+from hvdcomp.compressors.sizes import payload_of
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
-from hvdcomp.exchange.fusion import part_bytes, request_bytes
+from hvdcomp.exchange.fusion import part_bytes
 from hvdcomp.exchange.ledger import Cost, Part
 from hvdcomp.exchange.tensor_state import TensorState
 
@@ -63,13 +64,13 @@ class ArrayStep:
         self._states = {name: states[name] for name in self.names}
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         self._memories = {name: states[name].memory_for(memory_for(plan[name])) for name in self.names}
-        self._spans = {name: Spans([], []) for name in self.names}
+        self._spans = Spans([], [])
         self._costs = {name: Cost(dense_bytes=part_bytes(xp, gradient)) for name, gradient in gradients.items()}
         self._x: dict[str, Array] = {}
         self._before: dict[str, tuple[Array, ...]] = {}  # of memories: where a step that does not count goes back to
         self._compensated: dict[str, tuple[Array, ...]] = {}
-        for name in self.names:
-            with clock.around(self._spans[name].encoding):
+        with clock.around(self._spans.encoding):
+            for name in self.names:
                 self._compensate(name, factor)
         self._started: dict[str, tuple[Array, ...]] = {}  # the same of methods
         self._generators: dict[str, Aggregation] = {}
@@ -123,8 +124,8 @@ class ArrayStep:
     ) -> None:
         """Makes the generators; arguments as of `BucketStep.open`. No result takes a gradient's place."""
         self._sums = sums
-        for name in self.names:
-            with self._clock.around(self._spans[name].encoding):
+        with self._clock.around(self._spans.encoding):
+            for name in self.names:
                 self._start(name, sources.get(name, self._x[name]))
 
     def _start(self, name: str, source: Array) -> None:
@@ -149,10 +150,10 @@ class ArrayStep:
                 self._outcomes[name] = stop.value
                 self._means[name] = self._xp.like_original(stop.value.mean, self._gradients[name])
             else:
-                sent, in_node = request_bytes(self._xp, asked[name]), asked[name].group == "node"
+                sent, in_node = int(payload_of(asked[name]).bytes), asked[name].group == "node"
                 self._costs[name].bytes_sent += sent
                 self._costs[name].bytes_in_node += sent if in_node and self._context.has_other_nodes else 0
-            self._clock.lap(self._spans[name].encoding if name in asked else self._spans[name].decoding)
+        self._clock.lap(self._spans.encoding if asked else self._spans.decoding)
         self._asked = asked
         return list(asked.values())
 
@@ -181,17 +182,18 @@ class ArrayStep:
         made = [[self._means[name], *outcome.state] for name, outcome in self._outcomes.items()]
         return self._xp.found_inf([array for arrays in made for array in arrays])
 
-    def parts(self) -> list[tuple[Part, Spans]]:
-        """What each tensor cost, once its generator has ended, and when it was under way."""
-        return [({name: cost}, self._spans[name]) for name, cost in self._costs.items()]
+    @property
+    def part(self) -> tuple[Part, Spans]:
+        """What the tensors cost, once the generators have ended, and when they were under way."""
+        return self._costs, self._spans
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """As `BucketStep.finish`."""
         results, sums = {}, self._sums
         if sums is not None and not sums.of_results:
             sums.add(dict(self._gradients), found_inf)
-        for name in self.names:
-            with self._clock.around(self._spans[name].decoding):
+        with self._clock.around(self._spans.decoding):
+            for name in self.names:
                 self._keep(name, found_inf)
                 results[name] = self._xp.spoil(self._means[name], found_inf)
         if sums is not None and sums.of_results:

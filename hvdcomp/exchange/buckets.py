@@ -181,7 +181,7 @@ class Buckets:
             key = (tuple(tensors), compressors, memory)
             group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
             group.number = number if number < len(early) else None
-            group.ends_states = not compressors[0].lossless and not group.keeps_states
+            group.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
             yield group
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
@@ -280,8 +280,7 @@ class Group:
         bucket: what its compressors see.
         number: among the buckets that do not wait for all gradients of a step; None for the others.
         arrays: the gradients of the step, row-major.
-        has_states: whether the compressors' arrays of all its tensors lie in the bucket.
-        ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
+        has_states: whether the states of all its tensors name its method, and leave the method's arrays to the bucket.
     """
 
     def __init__(
@@ -307,7 +306,6 @@ class Group:
         self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
         self.has_states = False
-        self.ends_states = False
         self._wrap_state: Callable[[np.ndarray], Array]
 
     def aside(self) -> Sequence[int] | np.ndarray:
@@ -364,12 +362,6 @@ class Group:
             self._set_aside = self._wide = None
 
     @property
-    def keeps_states(self) -> bool:
-        """Whether its steps leave arrays of its compressors."""
-        method = self.bucket.compressors[0]
-        return method.keeps_state or not (method.has_bucket_form or method.lossless)
-
-    @property
     def _on_device(self) -> bool:
         return self.bucket.device is not None
 
@@ -415,29 +407,22 @@ class Group:
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
     def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
-        """Keeps what a step has made of the compressors' arrays for the next one; on a device, if it counts."""
-        states = self.bucket.states
+        """Keeps what a step has made of the compressors' arrays for the next one, in place of another method's; on a
+        device, if it counts."""
+        states, method = self.bucket.states, self.bucket.compressors[0]
         if isinstance(states, BucketStates):
             states.commit() if found_inf is None else states.settle(found_inf)
-        if self.has_states:
+        if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
             return
         like = xp.zeros((0,), like=self.arrays[0])
         self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
         for place, (_, state, _) in enumerate(self.tensors):
-            state.method = self.bucket.compressors[place].name
+            state.method = method.name
             if isinstance(states, BucketStates):
                 state.lie_in_bucket(self, place)
             else:
-                state.compressor = tuple(map(self._wrap_state, states[place]))
-        self.has_states = isinstance(states, BucketStates)
-
-    def end_states(self) -> None:
-        """Forgets the arrays of other methods, if it has not done so."""
-        if self.ends_states:
-            for place, (_, state, _) in enumerate(self.tensors):
-                state.method = self.bucket.compressors[place].name
-                state.compressor = ()
-            self.ends_states = False
+                state.compressor = tuple(map(self._wrap_state, states[place])) if states else ()
+        self.has_states = method.has_bucket_form
 
     def state(self, place: int) -> tuple[Array, ...]:
         """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""

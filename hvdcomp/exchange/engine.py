@@ -254,7 +254,7 @@ class Engine:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        parts, spans = zip(*(part for wave in waves for one in wave.steps for part in one.parts()), strict=True)
+        parts, spans = zip(*(one.part for wave in waves for one in wave.steps), strict=True)
         step = self.ledger.step_cost(self.step_number, parts, sent)
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
