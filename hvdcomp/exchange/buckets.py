@@ -1,8 +1,8 @@
-"""Which tensors of a step are compressed together, as buckets, and which one by one.
+"""Which tensors of a step kernels compress together, as buckets, and which go through array functions (`array_step`).
 
 A bucket takes gradients of float32, or of 16 bits, on the host, where kernels were compiled, or on a device that has
-kernels for their compressor. Everything else goes one by one: float64, memories of a user's own, and of gradients of 16
-bits those whose compressor has no bucket form.
+kernels for their compressor. Everything else goes through array functions: float64, memories of a user's own, and of
+gradients of 16 bits those whose compressor has no bucket form.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
-"""The memories whose arithmetic kernels do; a memory of a user's own takes tensors one by one."""
+"""The memories whose arithmetic kernels do."""
 
 
 class Buckets:
@@ -84,7 +84,7 @@ class Buckets:
         plan: Plan,
         under_way: Set[str] = frozenset(),
     ) -> tuple[list[Group], list[str]]:
-        """The buckets of a step that have not started, and the tensors that are in no bucket and go one by one.
+        """The buckets of a step that have not started, and the tensors that are in no bucket.
 
         Args:
             names: of the tensors that take part.
