@@ -55,8 +55,9 @@ class Bucket:
         xp: the array functions of payloads: NumPy's on the host.
         context: of the step; its name is empty.
         like: an array of the framework, where the gradients are; set where there is no form of the method's own.
-        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing;
-            without a form of its own `SeparateStates`.
+        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing.
+            Without a form of its own, of each tensor the arrays in NumPy that the step before has left, none if that
+            was another method's; at the end of a step those that it leaves.
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request, to what
@@ -254,32 +255,6 @@ class BucketStates:
         """The same after a step of which the host does not know whether it counts."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()
-
-
-class SeparateStates:
-    """The same of a method without a bucket form: arrays of any number, shapes and types for each tensor, in NumPy.
-
-    Attributes:
-        kept: of each tensor what the step before left; nothing if that was another method's.
-        next: of each tensor what a step has made. If it counts, that is what is kept.
-    """
-
-    def __init__(self, kept: Sequence[tuple[np.ndarray, ...]]) -> None:
-        self.kept = kept
-        self.next: Sequence[tuple[np.ndarray, ...]] = ()
-
-    def arrays(self, place: int) -> tuple[np.ndarray, ...]:
-        """What is kept of the tensor at a place of the bucket."""
-        return self.kept[place]
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return sum(array.nbytes for states in (self.kept, self.next) for state in states for array in state)
-
-    def commit(self) -> None:
-        """After a step that counts."""
-        self.kept, self.next = self.next, ()
 
 
 class Payload:

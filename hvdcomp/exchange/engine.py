@@ -2,7 +2,7 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` what a bucket goes through and `separate_step` what the tensors in none, `lockstep` how they exchange,
+`bucket_step` what a bucket goes through and `array_step` what tensors in none, `lockstep` how they exchange,
 `overlap` what starts before all gradients are there, `fusion` what travels.
 """
 
@@ -21,6 +21,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.array_step import ArrayStep, Step
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.clock import Spans
@@ -32,8 +33,7 @@ from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
-from hvdcomp.exchange.separate_step import SeparateStep, Step
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Look], Mapping[str, Array]]
@@ -289,14 +289,14 @@ class Engine:
         if rest:
             states = defaultdict(TensorState) if aside else self.states
             own = {name: gradients[name] for name in rest}
-            steps.append(SeparateStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
+            steps.append(ArrayStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
         return steps
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        found = [part for wave in waves for one in wave.steps for part in one.parts()]
+        found = [step.part for wave in waves for step in wave.steps]
         if kept:
             found.append((self.planner.costs_of_nothing(kept), Spans([], [])))
         parts, spans = zip(*found, strict=True)

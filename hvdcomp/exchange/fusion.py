@@ -230,8 +230,3 @@ def part_bytes(xp: ModuleType, part: Array) -> int:
     if isinstance(part, np.ndarray | np.generic):
         return part.nbytes
     return number_of_elements(tuple(part.shape)) * DTYPE_BYTES[xp.dtype_name(part)]
-
-
-def request_bytes(xp: ModuleType, request: Request) -> int:
-    """Bytes that a request adds to a collective on this rank, without padding."""
-    return sum(part_bytes(xp, array) for array in _arrays_of(request))
