@@ -146,3 +146,88 @@ def case_it_resumes_in_mid_epoch_bit_for_bit() -> None:
 @thorough
 def case_it_resumes_in_mid_epoch_bit_for_bit_after_500_steps() -> None:
     resumed(500, 207)
+
+
+def batch_of(*items: int) -> Batch:
+    return {"items": torch.tensor(items, dtype=torch.int64).view(-1, 1), "words": torch.zeros(1, 1, dtype=torch.int64)}
+
+
+def case_a_rank_waits_only_for_rows_that_it_looks_up_and_reads_none_late() -> None:
+    # Row 7 is rank 0's alone, late from step 1 on, and urgent in step 3; 8 is late at the end.
+    mine = [[7, 8], [2], [7], [7], [2]] if dist.get_rank() == 0 else [[2], [3], [2], [3], [2]]
+    batches = [batch_of(*items) for items in mine]
+    plain, ours = Training(OPTIMIZERS[0]), Training(OPTIMIZERS[0])
+    begun = ours.model.items.weight.detach().clone()
+    ahead = ours.ahead(batches)
+    for step, batch in enumerate(ahead, 1):
+        if step == 3:
+            is_late = torch.equal(ours.model.items.weight[7], begun[7])
+            assert is_late == (dist.get_rank() == 1)
+        ours.model(batch).backward()
+        ahead.step()
+        ours.rate.step()
+        plain.synchronous([batch])
+        for ids in (torch.tensor([[8]]), torch.arange(100).view(-1, 1)) if step in (1, 4) else ():
+            # After step 1 the lookup of row 8 alone brings row 7 too.
+            assert torch.equal(ours.model.items(ids), plain.model.items(ids))
+            if step == 1:
+                break
+    assert torch.equal(ours.bits(), plain.bits())
+
+
+def case_what_is_not_as_it_was_said_is_refused_on_every_rank() -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+
+    def train(loader: Iterable[Batch], **changes: Any) -> str:
+        ours = Training(OPTIMIZERS[0])
+        ahead = ours.ahead(loader)
+
+        def run() -> None:
+            for batch in ahead:
+                ours.model({**batch, **changes}).backward()
+                ahead.step()
+
+        begun = weights(ours.model)
+        said = raised(RankMismatchError, run)
+        assert torch.equal(weights(ours.model), begun)
+        return said
+
+    assert f"rank {last} has fewer batches" in train(Loader(2 if rank == last else 3))
+    said = train([batch_of(5, 2000 if rank == last else 3)])
+    assert f"rank {last} cannot say which rows a batch looks up" in said
+    assert rank != last or "named row 5 to 2000 of items.weight, which has 0 to 1999" in said
+    said = train([batch_of(5)], **({"items": torch.tensor([[5, 6]])} if rank == last else {}))
+    assert f"rank {last} has a gradient of rows that `ids` did not name" in said
+    assert rank != last or "row 6 of items.weight" in said
+
+
+def case_wrong_uses_are_refused() -> None:
+    ours = Training(OPTIMIZERS[0])
+    parameters = list(ours.model.parameters())
+    for optimizer, message in (
+        (torch.optim.SparseAdam(parameters), "given a SparseAdam"),
+        (torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "momentum=0.9 of SGD"),
+        (torch.optim.Adagrad(parameters, lr_decay=0.1), "lr_decay=0.1 of Adagrad"),
+        (torch.optim.SGD(parameters[:1]), "give it items.weight, words.weight"),
+    ):
+        said = raised(ConfigurationError, lambda one=optimizer: LookAhead([], ours.rows, one, ids_of))
+        assert message in said
+    assert "batches=0" in raised(ConfigurationError, lambda: ours.ahead([], 0))
+    names = ["items.weight", "dense.weight"]
+    ours.model.dense = torch.nn.Embedding(3, 2)
+    dense = RowExchange(ours.model, names)
+    said = raised(ConfigurationError, lambda: LookAhead([], dense, ours.optimizer, ids_of))
+    assert "dense.weight has sparse=False" in said
+
+    ahead = ours.ahead(Loader(3))
+    assert len(ahead) == 3
+    assert "call it once for each" in raised(ConfigurationError, ahead.step)
+    batches = iter(ahead)
+    next(batches)
+    assert "was left out" in raised(ConfigurationError, lambda: next(batches))
+    first = iter(ahead)
+    ours.model(next(first)).backward()
+    ahead.step()
+    assert "call it once for each" in raised(ConfigurationError, ahead.step)
+    next(iter(ahead))
+    assert "iterated over anew" in raised(ConfigurationError, lambda: next(first))
