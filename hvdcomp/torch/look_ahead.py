@@ -18,8 +18,8 @@ from hvdcomp.torch.rows import EMBEDDINGS, Means, RowExchange, put, rows_of
 _ON_HOST = torch.empty(0)
 _END = object()  # in the place of a batch
 _ENDED, _REFUSED = -1, -2  # in the place of a number of rows
-# By optimizer: the options that would change rows that have no gradient, or by when a row is updated, and what keeps
-# them from it. All others change a row by itself alone.
+# Optimizers that update a row by its own gradients alone, and the same whenever they do it, with the values that some
+# options must have for that.
 _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
     torch.optim.SGD: {"momentum": lambda one: one == 0, "weight_decay": lambda one: one == 0},
     torch.optim.Adagrad: {
@@ -36,7 +36,7 @@ Ids = Callable[[Any], Mapping[str, torch.Tensor]]
 class LookAhead:
     """Reads a loader ahead, and exchanges in each step only the rows that the next batch of any rank looks up; the
     others follow in the background, and are there before their next use (Agarwal et al. 2023, Bagpipe,
-    arXiv:2202.12429, section 3).
+    arXiv:2202.12429, where rows also lie on servers, and are fetched ahead).
 
         rows = hvdcomp.torch.RowExchange(model)
         optimizer = torch.optim.Adagrad([table.weight for table in rows.tables.values()], lr=0.05)
@@ -88,7 +88,7 @@ class LookAhead:
         lengths = [len(table.weight) for table in rows.tables.values()]
         # A row's key is its id behind the rows of the tables before.
         self._starts = torch.tensor([0, *lengths]).cumsum(0)
-        self._key_dtype = torch.int32 if sum(lengths) <= 2**31 else torch.int64
+        self._key_dtype = torch.int32 if sum(lengths) < 2**31 else torch.int64
         self._late_in = torch.zeros(sum(lengths), dtype=torch.int32)  # the latest step from which each row was late
         self._late: deque[_Late] = deque()
         self._window: deque[_Read] = deque()  # the batch under way, and those behind it
@@ -106,7 +106,11 @@ class LookAhead:
         window = self._window = deque()
         batches = iter(self.loader)
         while True:
-            while len(window) <= self.batches and not (window and window[-1].ended):
+            while len(window) <= self.batches:
+                if window:
+                    window[-1].start_keys()  # the number of which has travelled while a batch was trained
+                    if window[-1].ended:
+                        break
                 self._read(batches)
             window[0].start_keys()
             if window[0].ended:
@@ -140,7 +144,7 @@ class LookAhead:
         own = of_rank[ranks.rank].split([len(one) for one in rows])
         first = [self._by_table(keys[chosen]) for keys, chosen in zip(by_rank, of_rank, strict=True)]
         means = self.rows.means_of([one[chosen] for one, chosen in zip(rows, own, strict=True)], first)
-        _refuse(ranks.wait(told)[:, 0].numpy() != 0, refused, "has a gradient of rows that `ids` did not name")
+        _refuse(ranks.wait(told)[:, 0].numpy() != 0, "has a gradient of rows that `ids` did not name", refused)
 
         self._steps += 1
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -161,8 +165,6 @@ class LookAhead:
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""
-        if self._window:
-            self._window[-1].start_keys()  # its number has travelled while the batch before the window was trained
         name = f"hvdcomp.ahead.keys.{self._reads % (self.batches + 2)}"
         self._reads += 1
         batch = next(batches, _END)
@@ -177,7 +179,7 @@ class LookAhead:
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Each once and in order."""
         if set(ids) != set(self.rows.tables):
-            raise ConfigurationError(f"`ids` named {', '.join(ids)}; the tables are {', '.join(self.rows.tables)}")
+            raise ConfigurationError(f"`ids` named {', '.join(ids)}; it is to name {', '.join(self.rows.tables)}")
         parts = []
         for start, (name, table) in zip(self._starts.tolist(), self.rows.tables.items(), strict=False):
             given = ids[name].detach().reshape(-1).long()
