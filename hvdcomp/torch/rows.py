@@ -131,8 +131,8 @@ class RowExchange:
             rows: of this rank, (rows, columns) of each table.
             by_rank: the ids of each rank and table, each once, in the order of the rows.
         """
-        rows, unions, places = self._to_add(rows, by_rank)
-        means, values = self._means(rows, [list(map(len, one)) for one in by_rank], unions, places)
+        sent, unions, places = self._to_add(rows, by_rank)
+        means, values = self._means(sent, [list(map(len, one)) for one in by_rank], unions, places)
         self._values += values
         return self._as_gradients(unions, means)
 
@@ -148,11 +148,11 @@ class RowExchange:
         Returns:
             What waits, and returns the means.
         """
-        rows, unions, places = self._to_add(rows, by_rank)
+        sent, unions, places = self._to_add(rows, by_rank)
         length = max(self._bytes(map(len, one)) for one in by_rank)
         self._sent += length
-        self._values += [row.numel() for row in rows]
-        packed = _packed(rows, length)
+        self._values += [row.numel() for row in sent]
+        packed = _packed(sent, length)
         handle = ranks.start_allgather(packed, name) if length else None
 
         def finish() -> Means:
