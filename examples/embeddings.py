@@ -1,11 +1,8 @@
 """A click model on synthetic ids: `torchrun --nproc-per-node 2 examples/embeddings.py`.
 
 It is DLRM (Naumov et al. 2019, arXiv:1906.00091) in small. The tables' gradients go row by row through `RowExchange`,
-those of the layers through DistributedDataParallel, where hvdcomp compresses them. With `--look-ahead` only the rows
-that the next batch looks up are waited for, and the losses are the same.
+those of the layers through DistributedDataParallel, where hvdcomp compresses them.
 """
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -42,36 +39,19 @@ rows = hvdcomp.torch.RowExchange(model)  # before DistributedDataParallel
 ddp = DistributedDataParallel(model)
 compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.1))
 hvdcomp.ddp.register(ddp, compression)
-tables = torch.optim.Adagrad(model.tables.parameters(), lr=0.05)
-layers = torch.optim.Adagrad([*model.bottom.parameters(), *model.top.parameters()], lr=0.05)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
 
 often = 1 / torch.arange(1, ROWS + 1).double() ** 1.3  # Zipf: 1 % of the rows are 90 % of the accesses
 own = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has data of its own
-
-
-def batches():
-    for _ in range(200):
-        dense = torch.randn(BATCH, 13, generator=own)
-        ids = torch.multinomial(often, TABLES * BATCH, replacement=True, generator=own).view(BATCH, TABLES)
-        yield dense, ids, (dense[:, 0] + scores[torch.arange(TABLES), ids].sum(1) > 0).float()
-
-
-def ids_of(batch):
-    return dict(zip(rows.tables, batch[1].T, strict=True))
-
-
-ahead = hvdcomp.torch.LookAhead(batches(), rows, tables, ids_of) if "--look-ahead" in sys.argv else None
-for step, (dense, ids, clicks) in enumerate(batches() if ahead is None else ahead, 1):
+for step in range(1, 201):
+    dense = torch.randn(BATCH, 13, generator=own)
+    ids = torch.multinomial(often, TABLES * BATCH, replacement=True, generator=own).view(BATCH, TABLES)
+    clicks = (dense[:, 0] + scores[torch.arange(TABLES), ids].sum(1) > 0).float()
     loss = torch.nn.functional.binary_cross_entropy_with_logits(ddp(dense, ids), clicks)
-    layers.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    if ahead is None:
-        rows.exchange()
-        tables.step()
-        tables.zero_grad()
-    else:
-        ahead.step()
-    layers.step()
+    rows.exchange()
+    optimizer.step()
     if step % 50 == 0 and dist.get_rank() == 0:
         factors = [one.ledger.totals.compression_factor for one in (rows, compression)]
         print(f"step {step}: loss {loss:.3f}; tables in {factors[0]:.0f}, layers in {factors[1]:.1f} times fewer bytes")

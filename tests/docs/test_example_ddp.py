@@ -64,13 +64,11 @@ def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_click_model_learns() -> None:
-    command = [str(EXAMPLES / "embeddings.py")]
-    said, ahead = (run_ranks(2, "torchrun", command + more, timeout=120).stdout for more in ([], ["--look-ahead"]))
+    said = run_ranks(2, "torchrun", [str(EXAMPLES / "embeddings.py")], timeout=120).stdout
     losses, factors = zip(*re.findall(r"step \d+: loss ([\d.]+); tables in (\d+), layers in", said), strict=True)
     assert len(losses) == 4, said
     assert float(losses[-1]) < 0.55
     assert int(factors[-1]) > 500
-    assert tuple(re.findall(r"step \d+: loss ([\d.]+); tables in", ahead)) == losses
 
 
 @pytest.mark.thorough
