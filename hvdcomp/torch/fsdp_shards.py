@@ -27,6 +27,7 @@ from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import plain_names
+from hvdcomp.torch.training import refuse_capture
 
 
 class ShardsBinding:
@@ -84,6 +85,7 @@ class ShardsBinding:
             row, rows, group, op: as FSDP gives them to its own reduce-scatter.
         """
         if not self._due:
+            refuse_capture()
             self._due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         engine, dense_bytes = self.engine, rows.numel() * rows.element_size()

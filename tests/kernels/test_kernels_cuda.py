@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -68,16 +69,47 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     kernels.reset()
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=4", "int8", "int4", "fp8:rounding=stochastic", "bf16", "fp16"])
-def test_scattered_tensors_go_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And give what they give in NumPy."""
-    spec += f"{',' if ':' in spec else ':'}exchange=scatter"
-    found = run("torch", spec, steps=2)
-    assert not any(one.engine.buckets.now for one in found)
-    off(monkeypatch)
-    assert_close(found, run("numpy", spec, steps=2), atol=5e-6)
-    monkeypatch.undo()
-    kernels.reset()
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [
+        ("efsignsgd:exchange=scatter", 2),
+        ("two_level(powersgd:rank=2)", 2),
+        *(
+            pytest.param(spec, ranks, marks=pytest.mark.thorough)
+            for spec, ranks in (
+                ("onebit:exchange=scatter", 3),
+                *((f"two_level({one})", 4) for one in ("fp16", "efsignsgd:exchange=scatter", "topk:ratio=0.1")),
+                ("two_level(powersgd:rank=2,alternating=True)", 4),
+                *((f"two_level({one})", 4) for one in ("signsgd", "randomk:ratio=0.2")),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: int, replaced: bool) -> None:
+    """Also where something else is compressed in place of x. There are two ranks on each node."""
+    shapes = {"a": (3, 5), "b": (30, 13), "c": (1,), "d": (16, 9)}
+
+    def work(communicator: Any, backend: Any) -> tuple[list[Any], list[Any]]:
+        engine = Engine(communicator, infos(shapes), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
+        if replaced:
+            engine.before_compress = lambda look: {"b": look["b"] * 0.5}
+        results = []
+        for step in range(2):
+            engine.begin()
+            rng = np.random.default_rng([communicator.rank, step])
+            given = {name: backend(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+            found = engine.step(given)
+            results += [np.array(found[name]) for name in shapes]
+        assert {name for group in engine.buckets.now for name in group.names} == {*shapes}
+        assert all((one.bucket.device is not None) == (backend is torch.from_numpy) for one in engine.buckets.now)
+        return results, [np.array(one) for name in shapes for one in engine.states[name].memory]
+
+    runs = (run_ranks(ranks, functools.partial(work, backend=one), 2) for one in (torch.from_numpy, np.array))
+    for device, host in zip(*runs, strict=True):
+        for mine, theirs in zip(device, host, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +228,13 @@ def test_the_number_of_launches_depends_on_no_number_of_tensors_or_ranks(spec: s
     }
     assert len(counts) == 1
     assert counts.pop() <= 2 * 16
+
+
+@pytest.mark.parametrize("spec", ["fp16:exchange=scatter", "efsignsgd:exchange=scatter"])
+def test_as_many_are_launched_however_many_chunks_there_are(spec: str) -> None:
+    counts = {len(launches(spec, [(30, 50)] * tensors, ranks=ranks)) / ranks for tensors, ranks in ((10, 2), (50, 9))}
+    assert len(counts) == 1
+    assert counts.pop() <= 16
 
 
 @pytest.mark.thorough
