@@ -21,7 +21,7 @@ from tests.cuda_kernels import SPECS, launches
 from tests.exchange import test_buckets
 from tests.exchange.test_buckets import Recorded, assert_close, gradients, run
 from tests.gpu.cases import FORMS
-from tests.harness import infos, states_of
+from tests.harness import as_numpy, infos, states_of
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
@@ -73,10 +73,10 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     ("spec", "ranks"),
     [
         ("efsignsgd:exchange=scatter", 2),
-        ("two_level(powersgd:rank=2)", 2),
         *(
             pytest.param(spec, ranks, marks=pytest.mark.thorough)
             for spec, ranks in (
+                ("two_level(powersgd:rank=2)", 2),
                 ("onebit:exchange=scatter", 3),
                 *((f"two_level({one})", 4) for one in ("fp16", "efsignsgd:exchange=scatter", "topk:ratio=0.1")),
                 ("two_level(powersgd:rank=2,alternating=True)", 4),
@@ -85,10 +85,10 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
         ),
     ],
 )
-@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("replaced", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: int, replaced: bool) -> None:
     """Also where something else is compressed in place of x. There are two ranks on each node."""
-    shapes = {"a": (3, 5), "b": (30, 13), "c": (1,), "d": (16, 9)}
+    shapes = {"a": (3, 5), "b": (12, 13), "c": (1,)}
 
     def work(communicator: Any, backend: Any) -> tuple[list[Any], list[Any]]:
         engine = Engine(communicator, infos(shapes), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
@@ -100,10 +100,10 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
             rng = np.random.default_rng([communicator.rank, step])
             given = {name: backend(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
             found = engine.step(given)
-            results += [np.array(found[name]) for name in shapes]
+            results += [as_numpy(found[name]).copy() for name in shapes]
         assert {name for group in engine.buckets.now for name in group.names} == {*shapes}
         assert all((one.bucket.device is not None) == (backend is torch.from_numpy) for one in engine.buckets.now)
-        return results, [np.array(one) for name in shapes for one in engine.states[name].memory]
+        return results, [as_numpy(one).copy() for name in shapes for one in engine.states[name].memory]
 
     runs = (run_ranks(ranks, functools.partial(work, backend=one), 2) for one in (torch.from_numpy, np.array))
     for device, host in zip(*runs, strict=True):
