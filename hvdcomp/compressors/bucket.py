@@ -225,7 +225,7 @@ class Bucket:
             ends = np.cumsum(of_row).reshape(of_row.shape)
             starts[:, numbers == row] = ends - of_row
             length = max(length, int(ends.max(initial=0)))
-        if self.rows:
+        if self.rows is not None:
             length = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
         return starts + numbers * length, count * length
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.bucket import ROW_ALIGNMENT, Bucket, BucketAggregation, Payload, Rows, address_of, either
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, Rows, address_of, either
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import AllGather, AllToAll, TensorInfo
 from hvdcomp.compressors.sizes import Payload as SentPayload
+from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
@@ -203,7 +204,7 @@ class _Own:
         """Makes this rank's x of the chunk; returns whether it holds an inf or NaN."""
         if not self.elements:
             return False
-        if whole.device is not None:
+        if whole.device is not None:  # where memory that was let go of comes back without being cleared
             self._x, self._mean = (whole.kernels.passing(self.elements, "float32") for _ in range(2))
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
@@ -249,7 +250,9 @@ class _Own:
         if whole.keeps and self.elements:
             self._x *= whole.context.world_size
             self._copies.bucket.call("dense_keep", self._x)
-        if whole.device is not None:  # where memory that is let go of comes back without being cleared
+        if whole.device is not None and self.elements:
+            for vector in (self._x, self._mean):
+                cuda.let_go(vector)
             self._x = self._mean = None
 
 
@@ -286,7 +289,7 @@ def _rows_of(method: CodesBuckets, bucket: Bucket, rows: Rows) -> Array:
     if bucket.tensors:
         vector = method.payload(bucket).vector
     else:
-        vector = bucket.zeros(rows.count * (-(-rows.length // ROW_ALIGNMENT) * ROW_ALIGNMENT))
+        vector = bucket.zeros(bucket.places(bucket.segments["size"])[1])
     return bucket.xp.reshape(vector, (rows.count, -1))
 
 

@@ -13,6 +13,7 @@ from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import AllGather, Context, Levels, Place, ReduceScatter, TensorInfo, across
 from hvdcomp.compressors.scatter_bucket import take_off
 from hvdcomp.compressors.sizes import Payload
+from hvdcomp.kernels import cuda
 
 UNIT = 8
 """Elements, of which shards have whole numbers."""
@@ -76,6 +77,8 @@ def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
         with np.errstate(over="ignore"):
             rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
         bucket.call("dense_keep", whole)
+    if bucket.device is not None:
+        cuda.let_go(whole)
     return found
 
 
