@@ -49,12 +49,12 @@ class Rows(NamedTuple):
 
     Attributes:
         numbers: of the row in which a tensor lies, int64 (tensors,).
-        count: how many there are.
+        ranks: how many there are.
         length: bytes of each, or more if what lies in one takes more.
     """
 
     numbers: np.ndarray
-    count: int
+    ranks: int
     length: int
 
 
@@ -218,16 +218,16 @@ class Bucket:
             The places, int64 (things, tensors), and how many bytes the payload has.
         """
         sizes = np.stack(bytes_of)
-        numbers, count, length = self.rows or Rows(np.zeros(len(self.tensors), np.int64), 1, 0)
+        numbers, ranks, length = self.rows or Rows(np.zeros(len(self.tensors), np.int64), 1, 0)
         starts = np.zeros_like(sizes)
-        for row in range(count):
+        for row in range(ranks):
             of_row = sizes[:, numbers == row]
             ends = np.cumsum(of_row).reshape(of_row.shape)
             starts[:, numbers == row] = ends - of_row
             length = max(length, int(ends.max(initial=0)))
         if self.rows is not None:
             length = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        return starts + numbers * length, count * length
+        return starts + numbers * length, ranks * length
 
     def payload(self, count: int, dtype: str = "uint8") -> Payload:
         """Storage for what is sent, where the kernels work."""

@@ -285,12 +285,12 @@ class _Layout:
 
 
 def _rows_of(method: CodesBuckets, bucket: Bucket, rows: Rows) -> Array:
-    """The rows of a bucket's payload, uint8 (count, length)."""
+    """The rows of a bucket's payload, uint8 (ranks, length)."""
     if bucket.tensors:
         vector = method.payload(bucket).vector
     else:
         vector = bucket.zeros(bucket.places(bucket.segments["size"])[1])
-    return bucket.xp.reshape(vector, (rows.count, -1))
+    return bucket.xp.reshape(vector, (rows.ranks, -1))
 
 
 def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, _Piece]]:
