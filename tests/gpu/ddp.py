@@ -171,7 +171,7 @@ def check_all(place: str, keep: Callable[[Any], None]) -> None:
         try:
             if where == LARGE:
                 of_each = 1 + 2**30 // dist.get_world_size()  # of two bytes
-                said = list(check_large(place, of_each if place == "cuda" else 1_000))
+                said = list(check_large(place, of_each if "nccl" in dist.get_backend() else 1_000))
             else:
                 said = list(check_overlap(spec, place) if where == OVERLAP else check(spec, place, **options))
         except Exception as error:  # and the next method is to be checked too
