@@ -62,7 +62,9 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
     payloads = [payload for (payload,) in gathered]
     found = either(found, own.decode(method, bucket, payloads), others.decode(method, bucket, payloads))
     own.keep(bucket)
-    return either(bucket.call("narrow_results"), found) if bucket.widens else found
+    if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does so
+        return either(bucket.call("narrow_results"), found)
+    return found
 
 
 def residual_bound(length: int, ranks: int) -> float:

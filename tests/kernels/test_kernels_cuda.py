@@ -17,6 +17,7 @@ from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
+from hvdcomp.kernels import cuda
 from tests.cuda_kernels import SPECS, launches
 from tests.exchange import test_buckets
 from tests.exchange.test_buckets import Recorded, assert_close, gradients, run
@@ -110,6 +111,29 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
         for mine, theirs in zip(device, host, strict=True):
             for one, other in zip(mine, theirs, strict=True):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=3e-6)
+
+
+def test_what_is_cut_of_16_bits_is_what_it_is_on_the_host() -> None:
+    shapes = {"a": (3, 5), "b": (12, 13), "c": (1,)}
+
+    def work(communicator: Any) -> list[Any]:
+        compressor = parse_compressor("fp16:exchange=scatter")
+        engine = Engine(communicator, infos(shapes, "bfloat16"), compressor, ErrorFeedback(), min_numel=0, min_ndim=0)
+        results = []
+        for step in range(2):
+            engine.begin()
+            rng = np.random.default_rng([communicator.rank, step])
+            given = {name: torch.from_numpy(rng.normal(size=shape)).bfloat16() for name, shape in shapes.items()}
+            results += [one.float().clone() for one in engine.step(given).values()]
+        assert (engine.buckets.now[0].bucket.device is not None) == cuda.serves_host()
+        return results + [one.clone() for name in shapes for one in engine.states[name].memory]
+
+    device = run_ranks(2, work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_serves_host", False)
+        host = run_ranks(2, work)
+    for mine, theirs in zip(device, host, strict=True):
+        assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.parametrize(
