@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ BUCKET_BYTES = 25 * 2**20
 LEAST_BYTES = 1_000_000
 """The same where rank 0 chooses how much, at least."""
 
+ROW_ALIGNMENT = 8
+"""Bytes, of which rows that travel have whole numbers: of the largest element."""
+
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 
@@ -39,6 +42,20 @@ BucketAggregation = Generator[Request, Any, bool | Array]
 At its end the means lie where the table's `result` says. If the memory keeps anything, the table's `x` holds what is
 left: the residual, or an x of which `sent_rule` says what was sent.
 """
+
+
+class Rows(NamedTuple):
+    """A payload that has a row for each of several ranks.
+
+    Attributes:
+        numbers: of the row in which a tensor lies, int64 (tensors,).
+        ranks: how many there are.
+        length: bytes of each, or more if what lies in one takes more.
+    """
+
+    numbers: np.ndarray
+    ranks: int
+    length: int
 
 
 @dataclass(eq=False)
@@ -66,6 +83,8 @@ class Bucket:
             int64 (tensors, 2); None where the method says it (`bytes_in_bucket`).
         factors: the object whose storage the table's `sent_product` points into, None if there is none. Who keeps the
             product keeps it too. Its `commit` is called if the step counts.
+        rows: where a payload has a row for each of several ranks.
+        factor: of the step under way, what gradients are multiplied with; None for 1.
     """
 
     tensors: Sequence[TensorInfo]
@@ -82,7 +101,9 @@ class Bucket:
     found_inf: bool | Array = False
     handed: np.ndarray | None = None
     factors: Any = field(default=None, repr=False)
+    rows: Rows | None = None
     kernels: Any = field(init=False, repr=False)
+    factor: Array | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
@@ -133,6 +154,7 @@ class Bucket:
             factor: what gradients are multiplied with; None for 1.
         """
         self.context = context
+        self.factor = factor
         self.found_inf = False
         self.segments["source"] = 0
         self.segments["sent_rule"] = 0
@@ -187,6 +209,27 @@ class Bucket:
         """A vector where the kernels work."""
         return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
 
+    def places(self, *bytes_of: np.ndarray) -> tuple[np.ndarray, int]:
+        """Where things of tensors lie in a payload, or a row of it: the first things of all, then the second ones.
+
+        Args:
+            bytes_of: these things, of each tensor.
+
+        Returns:
+            The places, int64 (things, tensors), and how many bytes the payload has.
+        """
+        sizes = np.stack(bytes_of)
+        numbers, ranks, length = self.rows or Rows(np.zeros(len(self.tensors), np.int64), 1, 0)
+        starts = np.zeros_like(sizes)
+        for row in range(ranks):
+            of_row = sizes[:, numbers == row]
+            ends = np.cumsum(of_row).reshape(of_row.shape)
+            starts[:, numbers == row] = ends - of_row
+            length = max(length, int(ends.max(initial=0)))
+        if self.rows is not None:
+            length = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return starts + numbers * length, ranks * length
+
     def payload(self, count: int, dtype: str = "uint8") -> Payload:
         """Storage for what is sent, where the kernels work."""
         return Payload(count, dtype, self.zeros)
@@ -198,11 +241,18 @@ def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
     first = ranks[0][0]
     if len(ranks) == 1:
         return first, 1, 0
-    addresses = [_address(part) for (part,) in ranks[:2]]
+    addresses = [address_of(part) for (part,) in ranks[:2]]
     return first, len(ranks), addresses[1] - addresses[0]
 
 
-def _address(array: Array) -> int:
+def either(*found: bool | Array) -> bool | Array:
+    """Whether any of some kernels has found an inf or NaN, as of `Bucket.call`."""
+    flags = [one for one in found if not isinstance(one, bool)]
+    return sum(flags[1:], flags[0]) if flags else any(found)
+
+
+def address_of(array: Array) -> int:
+    """Of its first element."""
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 

@@ -29,6 +29,7 @@ from hvdcomp.files import VERSION
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import Layout, Rows, resharded
 from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
+from hvdcomp.torch.training import refuse_capture
 
 
 class ShardsBinding:
@@ -92,6 +93,7 @@ class ShardsBinding:
             row, rows, group, op: as FSDP gives them to its own reduce-scatter.
         """
         if not self._due:
+            refuse_capture()
             self._due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
